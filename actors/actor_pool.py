@@ -80,7 +80,7 @@ class ActorPool:
         self._start = start
         self._note = note
         self._start_timeout_s = start_timeout_s
-        # all actors get their places or none does; a trial of a search has its own places already
+        # all actors get resources or none does; a trial of a search has its resources already
         self.group = None if get_current_placement_group() else reserve(placement, len(slots))
         try:
             for slot in slots:

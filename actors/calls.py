@@ -27,7 +27,7 @@ from raylt.tree import Tree, from_arrays, to_arrays
 
 SMALL = 32  # samples of a client that shares a call
 MOST = 64  # clients of a call
-SPREAD = 4  # calls that an actor gets at least, so that no actor waits long for the last one
+SPREAD = 4  # fewest calls per actor, so that no actor waits long for the last call
 
 
 class ClientDirectory(Protocol):
@@ -147,7 +147,7 @@ class ClientCalls(Job):
         ids = [self.waiting[position] for position in positions]
         taken = set(positions)
         seen = positions[-1] + 1
-        # the rest is not copied: otherwise all calls together would take time in the square of the clients
+        # the rest is not copied, so that the total time is not quadratic in the number of clients
         self.waiting[:seen] = [id for position, id in enumerate(self.waiting[:seen]) if position not in taken]
         return ids
 

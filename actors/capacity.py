@@ -13,8 +13,8 @@ from typing import Any
 from raylt.config import Config, ResourcesConfig
 from raylt.errors import ConfigError, count_of
 
-SERVER_GPUS = 0.05  # share of a GPU for the server; it only places the server, Ray does not limit memory
-USABLE = 0.9  # share of a memory; the rest is for Ray, fragmentation and other programs
+SERVER_GPUS = 0.05  # share of a GPU for the server, for placement only; Ray does not limit memory
+USABLE = 0.9  # share of the memory; the rest is for Ray, fragmentation and other programs
 
 
 # rounds of FedAvg with ResNet-8 and of SFD with ResNet-18 on one H200: benchmarks/results/gpu_h200.json

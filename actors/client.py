@@ -33,7 +33,7 @@ from raylt.store import Folder
 from raylt.tree import Tree, from_arrays, snapshot, to_arrays
 
 LOST_DEVICE_EXIT = 86  # exit code of a process that can no longer use its device
-DATA_SHARE = 0.5  # of a device's memory: the rest is for models, activations and what CUDA needs
+DATA_SHARE = 0.5  # share of the device memory for data; the rest is for models, activations and CUDA
 GONE_S = 30.0  # a killed process, and its memory on a GPU, is gone in a second or two
 _STICKY = (
     "illegal memory access",

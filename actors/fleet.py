@@ -33,7 +33,7 @@ from raylt.tree import Tree, from_arrays, to_arrays
 START_TIMEOUT_S = 180
 LOOK_S = 1.0  # seconds between two looks at the progress of items
 PATIENCE_S = 60.0  # a call is not reported as stuck before
-STACK_S = 3.0  # a process that can write its stacks has done so by then
+STACK_S = 3.0  # seconds after which a process has written its stacks if it can
 STACKS = "stacks"  # folder in the run folder: the stacks of stuck clients
 
 

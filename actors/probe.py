@@ -40,7 +40,7 @@ def probe(setup: Setup, task: Task, gpus: float) -> Need | None:
     run = remote.remote(pack(setup), ray.put(task.without_data()), largest, ray.put(shard))
     ended, _ = ray.wait([run], timeout=TIMEOUT_S)
     if not ended:
-        # a probe that still waits for a GPU would take it when the clients need it. A probe that has ended must not
+        # A probe that still waits for a GPU would take it from the clients later. A probe that has ended must not
         # be cancelled: Ray would abort this process
         ray.cancel(run, force=True)
         return None

@@ -136,11 +136,11 @@ def start_experiment(
         on_message(remark)
     config = setup.config
     clients = int((task.sizes > 0).sum())
-    place(config, clients, ray.cluster_resources())  # refuses what all nodes together are too small for
+    place(config, clients, ray.cluster_resources())  # raises an error if all nodes together are too small
     nodes = nodes_of(ray.nodes())
     chosen = plan(config, clients, nodes)
     if config.resources.gpu_share == "auto" and 0 < chosen.placement.gpus < 0.5:
-        # several actors would share a GPU: as many as its memory holds
+        # several actors would share a GPU, so probe how many its memory holds
         chosen = plan(config, clients, nodes, probe(setup, task, 1))
     board = dashboard()
     hint = " (it asks for the token that ray get-auth-token prints)" if board and cluster.token else ""

@@ -13,7 +13,7 @@ import ray
 from raylt.data.images.cache import Mapped, Stored
 from raylt.data.task import Holdings, Shard
 
-PACK_BYTES = 2**20  # size of a pack at most, unless one client alone has more
+PACK_BYTES = 2**20  # most bytes of a pack, unless a single client has more
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,7 +91,7 @@ SCENES = [
 ]
 DIGITS = [*TINY, "data.source=digits", "data.clients=4", "data.imbalance=20", "federation.rounds=1", "local.batch=64"]
 
-# settings outside of methods that decide what is computed: a method and what differs from the tiny task
+# settings other than methods' fields that change results: a method, and the changes to the tiny task
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "secure": ("fedavg", [*PICTURES, "federation.secure=true"]),
     "secure sfd": ("sfd", [*PICTURES, "federation.secure=true"]),

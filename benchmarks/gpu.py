@@ -62,7 +62,7 @@ ROUNDS = (
     ("sfd", "sfd/cifar10_if100_alpha0.2_k10", ()),
 )
 WAYS = tuple((precision, graphs) for graphs in ("auto", "off") for precision in ("float32", "tf32", "bfloat16"))
-CONTEXT = 1600 * 2**20  # what actors/probe.py takes a CUDA context for
+CONTEXT = 1600 * 2**20  # bytes that actors/probe.py assumes for a CUDA context
 LIMITS = {
     "rates": 20,
     "rounds": 170,

@@ -212,7 +212,7 @@ def by_steps(trainings: list[Training]) -> list[float]:
     def run(number: int) -> float:
         with turns.held_by(number), torch.cuda.stream(torch.cuda.Stream()) if gpu else nullcontext():
             if gpu and trainings[number].client.config.resources.graphs == "auto":
-                # graphs that are replayed at the same time must not share a pool of memory, as those of a recorder do
+                # graphs of one recorder share a memory pool, so graphs replayed at the same time need two recorders
                 cuda_graphs.set_recorder("cuda", cuda_graphs.CudaRecorder())
             return trainings[number].run(turns.between(number, trainings[number].rows()))
 

@@ -72,7 +72,7 @@ def measured(name: str, fields: dict[str, Any], model: str = "resnet8") -> dict[
         with pretend.accelerator() as counts:
             recorder(counts if replayed else None)
             _training(setup, config, name, counts, 1)  # constants that a process makes once are not part of a step
-            # after the warm-up and the recording, that of fewer steps is all that differs
+            # both runs include warm-up and recording, so they differ by one step
             seen = [_training(setup, config, name, counts, steps) for steps in (6, 7)]
             recorder(None)
         counted[replayed] = [more - less for less, more in zip(*seen, strict=True)]

@@ -41,7 +41,7 @@ from raylt.models.split import load_entries
 from raylt.registry import resolve
 from raylt.tree import RunningSum, snapshot
 
-SAMPLES, ASKED = 10, 100  # of each client; clients of a round, and of one of the bare loop
+SAMPLES, ASKED = 10, 100  # samples per client; clients per round, also in the bare loop
 
 
 class Row(NamedTuple):

@@ -56,7 +56,7 @@ def main() -> None:
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
-    # of the last minute: more than the cores where other programs were at work
+    # load of the last minute; it exceeds the number of cores if other programs were running
     figures |= {"replicas": arguments.replicas, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     print(json.dumps(figures, indent=1))
     if arguments.record:

@@ -71,7 +71,7 @@ MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "2147483648",
     "MALLOC_TOP_PAD_": "67108864",
-}  # what raylt gives its client processes, for the bare loop too
+}  # variables of raylt's client processes, which the bare loop gets too
 
 
 def main() -> None:

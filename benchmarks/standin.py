@@ -35,7 +35,7 @@ from raylt.data.sources.sources import Source, channel_statistics, open_source
 from raylt.errors import RayltError
 from raylt.models import build_model
 
-SCALE = 30.0  # of the cosines: 100, CLIP's own, overfits so small a set
+SCALE = 30.0  # factor of the cosines; CLIP's own value, 100, overfits on such small data sets
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def main() -> None:
     with np.load(chosen.target) as target:
         rows = some_of_each(target["y_test"], chosen.tested)
         mapped = encode(chosen.weights, target["x_test"][rows]) @ weight + offset
-        # without the mean text vector, which all classes share
+        # minus the mean text vector, which all classes share
         centred = F.normalize(mapped - offset_of(text, y), dim=1)
         scores = centred @ F.normalize(target_text - target_text.mean(0), dim=1).T
         correct = scores.argmax(1) == torch.from_numpy(target["y_test"][rows])

@@ -88,7 +88,7 @@ class Contiguous(Samples):
         self, rows: Tensor, augment: Augmentation | None = None, generator: torch.Generator | None = None
     ) -> Batch:
         batch = super().batch(rows, augment, generator)
-        # a single channel is contiguous and channels-last at once: only a copy says which of them is meant
+        # one channel is both contiguous and channels-last; only a copy makes the layout definite
         return batch._replace(x=batch.x.clone(memory_format=torch.contiguous_format))
 
 

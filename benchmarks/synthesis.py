@@ -75,7 +75,7 @@ def main() -> None:
         print(f"  M = {item['size']}: {time.process_time() - cpu:.0f} CPU s so far", flush=True)
     share = sum(sizes) / sum(item["size"] for item in chosen)  # the cost is linear in M
     wall, cpu = (time.perf_counter() - wall) * share, (time.process_time() - cpu) * share
-    # what the server holds in the end: all features (copies stand in for classes that were not computed)
+    # all features, as the server holds them at the end (copies replace classes that were not computed)
     z = torch.cat(
         [made[c // arguments.sample][torch.arange(m) % len(made[c // arguments.sample])] for c, m in enumerate(sizes)]
     )

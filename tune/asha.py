@@ -84,7 +84,7 @@ def _outcome(
         if score is None and trial.failed:
             return Outcome("failed", step, None)
         if score is None and trial.over:
-            return passed  # an earlier trial that was run again made it pass the rung at which it was stopped
+            return passed  # after an earlier trial was run again, this trial passes the rung at which it was stopped
         if score is None or step in open_rungs:
             open_rungs.update(later for later in steps if later >= step)
             return None

@@ -13,8 +13,8 @@ from tune.plan import SearchPlan, SearchState, as_params, distributions_of
 from tune.records import TrialRecord
 from tune.space import Grid, Space
 
-LEAST = 8  # trials; with fewer, a forest finds what is not there
-NEARLY_ALL = 0.9  # of the trials: some fail
+LEAST = 8  # fewest trials; with fewer, the forest would find importance in noise
+NEARLY_ALL = 0.9  # share of the trials; some fail
 
 
 def importance(plan: SearchPlan, state: SearchState, method: str) -> dict[str, float]:

@@ -16,7 +16,7 @@ from tune.plan import SearchPlan
 from tune.space import Space, configure, probes
 
 Bundle = dict[str, float]
-PER_GPU = 8  # trials at once on one GPU, where `resources.gpus_per_client` does not decide
+PER_GPU = 8  # parallel trials on one GPU, unless `resources.gpus_per_client` decides
 SIZES = ("local.batch", "evaluation.batch", "method.batch")  # settings whose largest value takes the most memory
 
 

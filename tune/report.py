@@ -150,7 +150,7 @@ def draw(plan: SearchPlan, state: SearchState, shares: Mapping[str, Mapping[str,
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no global state, no display
     from matplotlib.figure import Figure
 
-    # fields of several methods may share a name and differ in range: each range has a slice of its own
+    # fields of different methods may have the same name and other ranges, so each range has its own panel
     slices = list(dict.fromkeys((key, axis) for space in plan.spaces.values() for key, axis in space.items()))
     columns = min(3, max(1, len(slices)))
     lines = -(-len(slices) // columns)

@@ -45,7 +45,7 @@ from tune.space import Space
 
 FleetKind = Literal["ray", "local"]
 GROUPS = ("many", "medium", "few")
-VALIDATION = 0.2  # share of the training samples that a search judges on, unless data.validation is set
+VALIDATION = 0.2  # share of the training samples for validation, unless data.validation is set
 # environment variables that Tune reads when its processes start
 QUIET = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -325,7 +325,7 @@ def _place(plan: SearchPlan, nodes: Sequence[Mapping[str, float]], parallel: int
     most = int(min(total, parallel or 1000))
     placement = place_trial(plan.base, len(sizes(plan.base)), most, have)
     if plan.base.resources.gpu_share == "auto" and 0 < placement.gpus < 0.5:
-        # several processes would share a GPU: as many as its memory holds
+        # several processes would share a GPU, so probe how many its memory holds
         need = need_of(plan)
         if need is not None:
             placement = place_trial(plan.base, len(sizes(plan.base)), most, have, most_on_gpu(nodes, need))

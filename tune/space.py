@@ -24,7 +24,7 @@ from raylt.hyper import Choice, LogUniform, Range, Uniform, range_of
 from raylt.methods import METHODS, make_method
 from raylt.seeds import seed_for
 
-DIGITS = 4  # significant digits of a drawn float: people read configurations
+DIGITS = 4  # significant digits of a drawn float, few because people read configurations
 POINTS = 3  # values of a float's range in a grid search
 
 

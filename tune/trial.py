@@ -36,7 +36,7 @@ from raylt.store import Folder, folder_for
 from tune.asha import rungs
 from tune.records import SCORES, Metric, Score, ScoreKind, figures_of, read_scores
 
-LOCK_TIMEOUT_S = 60  # for a killed process to end and release the run folder
+LOCK_TIMEOUT_S = 60  # seconds in which a killed process should end and release the run folder
 OpenFleet = Callable[[Setup, Task, str, torch.device], Fleet]
 
 

@@ -26,7 +26,7 @@ from raylt.signals import interrupt_on_sigterm
 # fewer page faults: the process keeps large buffers; otherwise they are returned and cleared at every step
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "2147483648", "MALLOC_TOP_PAD_": "67108864"}
 DEFAULTS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-LONGEST_FOLDER = 40  # characters of a session folder's path: sockets below it may have 107
+LONGEST_FOLDER = 40  # most characters of a session folder's path; the paths of sockets in it may have 107
 NO_DASHBOARD = "Ray's dashboard did not start; the run has none and is otherwise the same"
 
 

@@ -69,7 +69,7 @@ def _draw(rng: np.random.Generator, counts: np.ndarray) -> Shard:
     return Shard(x.astype(np.uint8), y)
 
 
-# images by client; the last has none. Client k labels classes k and k + 1 and calls the rest background
+# images per client. Client k labels classes k and k + 1; all other classes are background for it
 SCENES = (5, 4, 3, 1, 0)
 
 

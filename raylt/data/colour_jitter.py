@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-STRENGTHS = (0.4, 0.4, 0.4, 0.1)  # of brightness, contrast, saturation and hue; Howard (arXiv 2013)
+STRENGTHS = (0.4, 0.4, 0.4, 0.1)  # for brightness, contrast, saturation and hue; Howard (arXiv 2013)
 MIDDLES = (1.0, 1.0, 1.0, 0.0)
 GREY = (0.2989, 0.587, 0.114)  # parts of red, green and blue
 

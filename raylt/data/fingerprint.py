@@ -55,7 +55,7 @@ def hash_data(task: Task) -> dict[str, str]:
 def _hash(parts: Iterable[Stored]) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        if isinstance(part, Mapped):  # the hash of the file, and the row numbers instead of the rows
+        if isinstance(part, Mapped):  # hash the file's hash and the row numbers instead of the rows
             digest.update(f"{_hash_file(Path(part.path))}\0".encode())
             part = part.rows
         digest.update(f"{part.dtype.str}{list(part.shape)}\0".encode())

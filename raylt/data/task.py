@@ -27,7 +27,7 @@ from raylt.errors import DataError
 from raylt.metrics import GROUPS
 from raylt.typed_json import closed
 
-LONGEST_NAME = 255  # letters of a class or client: a folder can have as many
+LONGEST_NAME = 255  # most characters of a class or client name, as many as a folder's name can have
 
 
 @dataclass(frozen=True, eq=False)
@@ -461,7 +461,7 @@ def task_from(outline: TaskOutline, split: Split) -> Task:
 
 def _shard_without_pixels(kind: str, size: int, counts: np.ndarray) -> Shard:
     labels = np.repeat(np.arange(len(counts)), counts)
-    if kind == "segmentation":  # maps that together have as many pixels of each class as the client's maps
+    if kind == "segmentation":  # these maps have as many pixels of each class as the client's maps
         pixels = np.full(size * -(-len(labels) // max(size, 1)), VOID, np.uint8)
         pixels[: len(labels)] = labels
         labels = pixels.reshape(size, -1, 1) if size else np.empty((0, 0, 0), np.uint8)

@@ -64,7 +64,7 @@ class BalanceFL(Method):
         """
         model = client.model
         is_owned = client.counts > 0  # [1]
-        # indices of classes: with a mask each step would wait for the number of classes
+        # indices instead of masks, with which each step would wait for the number of classes
         owned = is_owned.nonzero().flatten()
         missing = (~is_owned).nonzero().flatten()
         augment = self.augmentation(client) if self.fa else lambda z, y: z

@@ -76,6 +76,6 @@ class FedRoD(Method):
         return with_classifier(server.model, own["classifier.weight"], own["classifier.bias"])
 
     def client_model(self, client: Client) -> SplitModel:
-        own = client.model.state_dict()  # two linear classifiers of the same features are one
+        own = client.model.state_dict()  # the sum of two linear classifiers of the same features is a linear classifier
         weight, bias = (own[f"classifier.{name}"] + own[f"{HEAD}.{name}"] for name in ("weight", "bias"))
         return with_classifier(client.model, weight, bias)

@@ -214,7 +214,7 @@ def distance_correlation(x: Tensor, a: Tensor) -> Tensor:
     """
     with torch.autocast(x.device.type, enabled=False):
         p, q = centred_distances(x.flatten(1).float()), centred_distances(a.flatten(1).float())
-        least = 1e-7  # for a batch of equal points, and below the roots, as in the code
+        least = 1e-7  # added for batches of equal points, and under the roots, as in the authors' code
         return ((p * q).mean().clamp(min=0) + least).sqrt() / (
             ((p * p).mean() + least).sqrt() * ((q * q).mean() + least).sqrt()
         ).sqrt()

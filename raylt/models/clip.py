@@ -30,7 +30,7 @@ from raylt.models.teacher import FeatureFile, Teacher, Wording, describe, shorte
 from raylt.seeds import seeded
 from raylt.store import Folder
 
-BATCH = 64  # fixed, because it decides the last bits of a feature
+BATCH = 64  # fixed, because it affects the last bits of a feature
 
 
 def open_teacher(name: str) -> Teacher:

@@ -146,7 +146,7 @@ def has_no_negative_features(encoder: nn.Module) -> bool:
     return _sign(encoder) is True
 
 
-# A subclass may compute something else, so types must be equal. A block says so itself.
+# Types must be equal, because a subclass may compute something else. Blocks have the attribute `ends_in_relu`.
 _NONNEGATIVE = nn.ReLU, nn.ReLU6, nn.Sigmoid, nn.Hardsigmoid
 _KEEP_SIGNS = (
     nn.Flatten,
@@ -186,7 +186,7 @@ def load_entries(model: nn.Module, params: Params) -> None:
         KeyError: the model has no such entry.
         ValueError: an entry has another shape.
     """
-    if not params:  # most clients keep no entries; state_dict would be slow for many of them
+    if not params:  # most clients keep no entries, and state_dict would be slow for many clients
         return
     entries = model.state_dict()
     for name, value in params.items():

@@ -28,9 +28,9 @@ _LAYOUT = {
     "class_names": ("U", 1),
     "about": ("U", 0),
 }
-LONGEST_TEXT = 4096  # bytes of a class name or of `about`, four a character
+LONGEST_TEXT = 4096  # bytes of a class name or of `about`, at four bytes per character
 ALWAYS = 2**28  # bytes that arrays may claim in any file
-DENSITY = 64  # times its size that a larger file may claim: features are noise, which hardly compresses
+DENSITY = 64  # most bytes that arrays may claim per byte of the file; features hardly compress
 WNID = re.compile(r"n\d{8}")
 
 

@@ -14,7 +14,7 @@ from raylt.models import pretrained
 from raylt.models.split import SplitModel
 from raylt.recordability import recordable
 
-# of the images that torchvision's models were trained on
+# statistics of the images that torchvision's models were trained on
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 DECIDED = ("pretrained", "num_classes", "in_chans")  # arguments of timm that other settings decide

@@ -19,7 +19,7 @@ from raylt.errors import ConfigError
 
 HOME = Path(__file__).resolve().parents[2]
 TOP = ("actors", "tune")
-VARIABLE = "RAYLT_SHADOWED"  # for Ray's workers: folders, and the names in them that must not be imported
+VARIABLE = "RAYLT_SHADOWED"  # variable for Ray's workers: folders, and the names in them that must not be imported
 
 
 def claim() -> None:

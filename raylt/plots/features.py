@@ -143,7 +143,7 @@ def _map(parts: Sequence[Tensor]) -> list[np.ndarray]:
 
     z = torch.cat(list(parts)).double().numpy()
     perplexity = min(30.0, (len(z) - 1) / 3)
-    with threadpool_limits(1):  # its threads wait busily for each other: 4 times slower on a shared machine
+    with threadpool_limits(1):  # more threads would busy-wait for each other, 4 times slower on a shared machine
         points = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(z)
     return np.split(points, np.cumsum([len(part) for part in parts])[:-1])
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# distinguishable by everyone, also in grey: Petroff's ten, slightly changed
+# Petroff's ten colours, slightly changed: distinguishable for the colour-blind and in grey
 COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#2e8b57", "#832db6", "#a96b59", "#f781bf", "#b9ac3a", "#1a1a40", "#5fd3d8")
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (7, 3)))  # of lines that grey must tell apart
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")

@@ -103,7 +103,7 @@ class _Attacker:
         of_one_image: list[bool] = []
         private = self.private.z
         outside = None
-        if sends_unit_means(self.config):  # decoders for these learn from features of that length, too
+        if sends_unit_means(self.config):  # decoders for unit means are trained on unit features
             private = F.normalize(self.private.z, dim=1)
             outside = F.normalize(self.outside.z, dim=1)
         for client, sums in uploaded_sums(self.config, self.private, self.experiment.task.classes):

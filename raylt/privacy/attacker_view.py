@@ -47,7 +47,7 @@ LEAVES = {
     "ccvr": ("n", "z", "zz"),
     "sfd": ("n", "z", "zz", "phi"),
 }
-# the arrays that each method uploads besides these, by their names in its replies
+# other arrays that each method uploads, which no attack covers, by their names in replies
 NOT_ATTACKED = {
     "ccvr": ("classes.zz",),
     "noisymeans": ("classes.zz",),
@@ -155,7 +155,7 @@ def outside_images(experiment: Experiment, source: str | None, most: int = 5000)
             value=source,
         )
     count = len(other.y_train)
-    # drawn, not the first ones: the first images of a folder may be of one class
+    # drawn at random, because the first images of a folder may all be of one class
     rows = np.sort(np.random.default_rng(experiment.config.seed).permutation(count)[:most])
     return encode_images(experiment, Shard(take(other.x_train, rows), take(other.y_train, rows)), -1)
 

@@ -37,7 +37,7 @@ from raylt.store import Folder, folder_for
 ABOUT = "about.json"
 AT_ONCE = 512  # rows between two writes of the state
 SHARE = 64  # rows that are decoded in one call: sending a single row takes as long as half its decoding
-SHARE_BYTES = 2**22  # bytes of contents in a call, beyond which it has fewer rows
+SHARE_BYTES = 2**22  # most bytes of contents in a call; above that it has fewer rows
 WORTH_S = 1.0  # seconds of decoding that justify a process: its start takes a fifth of that
 WRITTEN = 2**19  # bytes per write: a write for each small image takes a twentieth of its decoding
 GONE, COLOUR, GREY, BAD = range(4)  # states of a row

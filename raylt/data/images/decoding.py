@@ -26,7 +26,7 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 PIXELS = 2**27  # most pixels of one image; the largest photographs have half of that
 Fit = Literal["crop", "pad"]
 TURNING = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # PIL's names of metadata that may rotate
-WHOLE = 2**24  # bytes of a file that is read at once: PIL reads a few bytes forty times
+WHOLE = 2**24  # largest file that is read at once, because PIL reads a few bytes forty times
 DEFLATED = 1040  # largest compression ratio of deflate
 
 
@@ -178,7 +178,7 @@ def _upright(image: "Image.Image") -> "Image.Image":
 
     image.load()
     if image.format == "TIFF" or not image.info.keys().isdisjoint(TURNING):
-        with suppress(Exception):  # the picture may be whole although its EXIF is damaged
+        with suppress(Exception):  # the image may be intact although its EXIF is damaged
             ImageOps.exif_transpose(image, in_place=True)
     return image
 

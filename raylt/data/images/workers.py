@@ -18,7 +18,7 @@ from typing import Any
 
 from raylt.errors import RayltError
 
-AHEAD = 2  # calls that a process has: one that it executes, and one so that it need not wait for the next
+AHEAD = 2  # calls sent to a process: the one that it runs, and the next one, so that it never waits
 THREADS = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 
@@ -67,7 +67,7 @@ class _Worker:
     def __init__(self, handles: tuple[int, ...]):
         self.names: deque[Any] = deque()
         self.channel, remote = Pipe()
-        # the process can import what this one can, and has one thread, as there is a process for each core
+        # the process has the same import path as this one, and one thread, because there is a process per core
         path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = os.environ | dict.fromkeys(THREADS, "1") | {"PYTHONPATH": path}
         try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CAMVID = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
 SHAPES = ("sky", "ground", "disc", "square", "triangle", "cross")
 SHAPES_SIZE, SHAPES_TRAIN, SHAPES_TEST = 64, 320, 80
-# how often an image shows each of disc, square, triangle, cross: a long tail
+# probability that an image shows each of disc, square, triangle, cross: a long tail
 SHAPES_OFTEN = (0.8, 0.4, 0.2, 0.1)
 COLOURS = {
     # from SegNet's pages and Cityscapes' scripts

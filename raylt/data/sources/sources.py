@@ -29,7 +29,7 @@ TORCHVISION = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "fashion_mnist": "F
 NAMES = ("digits", *TORCHVISION, "cinic10", "imagenet_lt", "shapes", "camvid", "cityscapes", "folder", "npz", "hf")
 
 OWN_SIZE = ("digits", *TORCHVISION, "cinic10", "shapes", "npz")  # their images keep their size, whatever data.size is
-SOURCES: dict[str, Callable[[DataConfig], Source]] = {}  # the user's own, by name: see raylt/registry.py
+SOURCES: dict[str, Callable[[DataConfig], Source]] = {}  # the user's own sources by name, see raylt/registry.py
 
 
 def open_source(config: DataConfig) -> Source:

@@ -14,7 +14,7 @@ from raylt.data.splits.split import IndexLists, Split, grouped, hash_labels
 from raylt.errors import DataError
 from raylt.seeds import seed_for
 
-TEST = 0.2  # share of each client's, or each class's, images that become test images where there is no test part
+TEST = 0.2  # share of each client's (or class's) images that become test images if there is no test part
 
 
 def draw(source: Source, config: DataConfig) -> Split:

@@ -18,9 +18,9 @@ from raylt.data.images.cache import Stored, load, take
 from raylt.errors import CheckpointError, DataError
 from raylt.typed_json import as_json, closed, hash_json
 
-LIMIT = 2**30  # bytes of a split.json: a hundred million samples
-AT_ONCE = 1000  # clients whose lists are text at the same time
-# fields that were added later: a split without them keeps the seal that it had before
+LIMIT = 2**30  # most bytes of a split.json, enough for a hundred million samples
+AT_ONCE = 1000  # clients whose lists are converted to text at a time
+# fields that were added later; a split without them keeps its earlier seal
 _LATER = ("test", "test_share", "client_names", "tail", "per_client", "test_pooled", "judged")
 
 

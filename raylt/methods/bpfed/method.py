@@ -206,7 +206,7 @@ class BPFed(Method):
 
         The classifier's scale is then folded into its weights.
         """
-        if "model" in message:  # no feature augmentation: no features were computed before
+        if "model" in message:  # without feature augmentation no features were computed before
             client.receive(message["model"])
             z = features(client)[0]
         elif "z" in client.state:
@@ -219,7 +219,7 @@ class BPFed(Method):
         delta = 0.0 if self.loss == "ce" else self.delta
         labels = smooth_labels(client.counts, delta, self.gamma, self.loss == "ls_all")  # [C, C] [6]
         fewer = self.softmax == "owned" and self.loss != "ls_all"
-        # [7]: as indices, since with a mask each step would wait for the number of classes
+        # [7]; indices instead of a mask, with which each step would wait for the number of classes
         classes = (owned if fewer else torch.ones_like(owned)).nonzero().flatten()
         head = ScaledLinear(_linear(client.model), self.crt, self.lws, self.restart).to(client.device)
         loss = 0.0

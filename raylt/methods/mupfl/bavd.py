@@ -69,7 +69,7 @@ class BAVD(nn.Module):
 
     def reset(self, map: Tensor | None = None, loss: Tensor | None = None) -> None:
         """Reset the layer, or restore `map` and `loss` from the end of an earlier training."""
-        self._fresh = map is None or loss is None  # the tensors stay: a recorded step uses the same ones
+        self._fresh = map is None or loss is None  # the tensors are kept, because a recorded step uses them
         if map is not None and loss is not None:
             self._map = map.clone()
             self._loss = loss.clone()
@@ -91,7 +91,7 @@ class BAVD(nn.Module):
         assert self._batch_map is not None, "no batch has passed"
         loss = loss.detach().float()
         alike = self._map.shape == self._batch_map.shape and self._map.device == loss.device
-        # in place: the steps between two resets are recorded
+        # in place, because the steps between two resets are recorded
         if self._fresh and alike:
             self._map.copy_(self._batch_map)
             self._loss.copy_(loss)
@@ -107,14 +107,14 @@ class BAVD(nn.Module):
         """Store the current dropout mask for use in evaluation mode; without a map, store a mask that drops nothing."""
         if self.map is None:
             self.mask.fill_(True)
-        else:  # the mean over the places of the batch, where M has any
+        else:  # the mean over the batch dimension, if M has one
             self.mask.copy_(self._above(self.map.mean(0, keepdim=True)))
 
     def normalised(self) -> Tensor:
         """Return the map M scaled linearly to [0, 1], float32 [size]; zeros if all values are equal."""
         if self.map is None:
             return torch.zeros(self.size)
-        flat = self.map.mean(0).flatten()  # over the places of the batch, where M has any
+        flat = self.map.mean(0).flatten()  # the mean over the batch dimension, if M has one
         low, high = flat.aminmax()
         return (flat - low) / (high - low).clamp(min=torch.finfo(flat.dtype).tiny)
 

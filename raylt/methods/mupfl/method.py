@@ -316,7 +316,7 @@ class MuPFL(Method):
                 start: Params = whole | got["start"][id]
                 average.add({name: start[name] + update[name] for name in update}, got.weights[id])
             try:
-                # all that can be reached: a client does not take part in a round by receiving this
+                # all reachable clients; receiving this does not count as taking part in a round
                 fleet.ask(self.keep, Cohort(members, everyone=True), {"update": update})
             except TooFewReplies as error:
                 if not isinstance(error.__cause__, ClientLost):

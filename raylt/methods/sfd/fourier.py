@@ -32,7 +32,7 @@ def draw_frequencies(dim: int, features: int, gamma: float, kind: FourierKind, s
     blocks = []
     for _ in range(-(-rows // dim)):
         gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
-        q, r = torch.linalg.qr(gaussian)  # in float64: rounded, it is the same on every make of CPU
+        q, r = torch.linalg.qr(gaussian)  # float64, so that the rounded result is the same on all CPUs
         q = q * r.diagonal().sign()  # uniform over the orthogonal matrices
         lengths = torch.randn(dim, dim, generator=generator, dtype=torch.float64).norm(dim=1)  # chi with d degrees
         blocks.append(lengths[:, None] * q)

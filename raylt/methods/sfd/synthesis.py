@@ -22,9 +22,9 @@ from torch import Tensor
 from raylt.core.server import StageProgress
 from raylt.methods.sfd.fourier import fourier
 
-RAW_JITTER = 1e-6  # for the bank's covariance, which is well conditioned: Appendix B leaves the value open
+RAW_JITTER = 1e-6  # jitter of the features' covariance, which is well conditioned; Appendix B gives no value
 Start = Literal["noise", "scaled", "mean"]
-CHUNK = 128  # Fourier columns at a time on a CPU: [M, 128] floats are 1 MB at M = 2000
+CHUNK = 128  # Fourier columns computed at a time on a CPU: [M, 128] floats are 1 MB at M = 2000
 
 
 class Target(NamedTuple):
