@@ -17,7 +17,7 @@ def network(classes, shape):
 
 
 # %% Three methods, the same clients and the same long tail
-METHODS = {"fedavg": {}, "la": {}, "ccvr": {"virtual": 200, "epochs": 10}}  # with fields of their own
+METHODS = {"fedavg": {}, "la": {}, "ccvr": {"virtual": 200, "epochs": 10}}  # each with its own fields
 SEEDS = (0, 1, 2)
 SHARED = {
     "data": "digits",
@@ -49,6 +49,6 @@ print(last.groupby("method").mean().mul(100).round(1).loc[list(METHODS)])
 difference = last.few.unstack("method").sub(last.few.xs("fedavg"), axis=0).drop(columns="fedavg")
 print(difference.mul(100).round(1))
 
-# %% One client by another: the figure that a mean over clients hides
+# %% Accuracy of each client, which a mean over clients hides
 table = raylt.compare_clients([runs["fedavg", 0], runs["la", 0]], "matched")
 raylt.draw_clients(table, "comparison/clients.png")

@@ -1,7 +1,7 @@
 # Your own images, from folders to a model
 #
 # Run it from top to bottom (python own_images.py, some seconds), or cell by cell in an editor that knows `# %%`. The
-# images are drawn by the script that `raylt new example` writes. For yours, leave the drawing out and set SHOPS.
+# images are drawn by the script that `raylt new example` writes. For your own images, remove the drawing and set SHOPS.
 
 # %% Folders: <client>/<class>/<image>
 import subprocess

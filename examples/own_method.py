@@ -29,7 +29,7 @@ class MyProx(raylt.Method):
         return loss
 
 
-# %% Run it beside FedAvg, on the same split with the same seed
+# %% Run it and FedAvg, on the same split with the same seed
 SHARED = {
     "data": "digits",
     "clients": 6,
@@ -47,5 +47,5 @@ for mu in (0.0, 0.1, 1.0):
     same = run.summary["model_sha256"] == fedavg.summary["model_sha256"]
     print(f"mu = {mu}: accuracy {run.summary['accuracy']['last']:.3f}, the model of FedAvg: {same}")
 
-# %% In a file of its own, `raylt check my_prox.py` holds it against the contract of raylt's own methods,
+# %% Save the class as my_prox.py: then `raylt check my_prox.py` tests it against the contract of raylt's methods,
 # and `raylt run --plugin my_prox.py method=my_prox` runs it on a cluster.

@@ -24,7 +24,8 @@ SETTINGS = [
     "data.groups=[40,90]",
     "local.epochs=1",
 ]
-METRICS = ("matched", "few")  # on validation samples: in the clients' own class mix, and of classes with few samples
+# on validation samples: accuracy on the clients' own class mix, and on classes with few samples
+METRICS = ("matched", "few")
 
 
 def main() -> None:

@@ -80,11 +80,11 @@ def write_run(
     code: str | None = None,
     finish: float | None = None,
 ) -> None:
-    """Write a run folder with one round for each accuracy, and a summary when it is done.
+    """Write a run folder with one round for each accuracy, and a summary if it is done.
 
     Args:
         split: runs with different numbers have different splits.
-        finish: accuracy after the finish, which follows the last round.
+        finish: accuracy after the last phase, which follows the last round.
     """
     drawn = Split((np.array([split]),), "0" * 64, "digits", 1.0, "iid", 0.5, 0)
     with Journal.create(folder, plan.config, drawn, {"training images": "1" * 64}) as journal:

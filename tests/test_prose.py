@@ -166,7 +166,8 @@ def long_sentences(texts: Iterator[tuple[str, str]]) -> list[str]:
 
 
 def test_first_lines_of_docstrings_are_no_headless_clauses():
-    assert [f"{place}: {text.splitlines()[0]}" for place, text in docstrings() if QUESTION.match(text)] == []
+    texts = [*docstrings(), *prose_of_tests()]
+    assert [f"{place}: {text.splitlines()[0]}" for place, text in texts if QUESTION.match(text)] == []
 
 
 def test_no_argument_is_described_by_a_letter_alone():

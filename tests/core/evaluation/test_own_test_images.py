@@ -196,7 +196,7 @@ def test_a_lie_about_its_own_images_is_rejected(made, tmp_path):
     assert reports[-1].by_client["local"][1] is None
 
 
-# the counts that are kept
+# the counts that a run keeps
 
 
 def test_a_run_keeps_the_counts_of_each_evaluation(made):

@@ -211,7 +211,7 @@ def test_batch_order_depends_on_seed_function_round_and_client_only(tiny_task):
     torch.randperm(100)  # torch's global generator has no effect
     used = make_client(task, 0)
     order_of(used)
-    used.begin("train", 1)  # nor has what the client did before
+    used.begin("train", 1)  # nor have the client's earlier calls
     assert order() == order_of(used) == first
     others = [order(seed=1), order(function="statistics"), order(round=2), order(id=1)]
     assert len({tuple(rows) for rows in [first, *others]}) == 5
