@@ -316,7 +316,7 @@ def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str]
 
 
 def _share(wanted: float, gpus: float) -> tuple[int, float]:
-    """Return how many actors that want `wanted` GPUs fit, and each actor's share after the server's share."""
+    """Return how many actors that want `wanted` GPUs fit, and the share of each once the server has its share."""
     if wanted > 1:
         if wanted != int(wanted):
             raise ConfigError(

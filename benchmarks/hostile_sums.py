@@ -170,7 +170,7 @@ def _build_without_sign(self: Method, task: TaskSpec, base: SplitModel) -> Split
 
 
 def scaled(parts: tree.Tree) -> tree.Tree:
-    """Return the sums over samples that FACTOR times longer features would have."""
+    """Scale the sums over samples as if all features were FACTOR times as long."""
     if "classes" in parts:
         powers = {"z": FACTOR, "zz": FACTOR**2, "phi": -1.0}
         return {

@@ -106,7 +106,7 @@ def lying_method(kind: type[Method], liar: int, lie: Callable[[tree.Tree], tree.
 
 
 def times(factor: float, parts: tree.Tree) -> tree.Tree:
-    """Return the sums over samples that `factor` times longer features would have."""
+    """Scale the sums over samples as if all features were `factor` times as long."""
     if "classes" in parts:
         powers = {"z": factor, "zz": factor**2}
         return {

@@ -16,7 +16,7 @@ from raylt.hyper import Choice, range_of
 
 
 def acts_from_its_stage_on(case: Case) -> None:
-    """A field in `later` changes nothing before its stage, so that runs that differ in it can share earlier steps."""
+    """A field in `later` has no effect before its stage, so runs that differ in it can share earlier steps."""
     rounds = case.config().federation.rounds
     own: dict[int, str] = {}
     for stage, names in case.method.later.items():

@@ -51,7 +51,9 @@ class FedALA(Method):
         return client.reply(model=self.shared(client.model), **parts)
 
     def mix(self, client: Client) -> Params:
-        """Learn mixing weights W in [0, 1]; return the mixed parameters theta_i + (theta - theta_i) W.
+        """Learn mixing weights W in [0, 1]; return the mixture of the client's last model and the received model.
+
+        It is theta_i + (theta - theta_i) W.
 
         `scope` selects the weights that are mixed.
         """

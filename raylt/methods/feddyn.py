@@ -46,7 +46,10 @@ class FedDyn(Method):
         return "cross_entropy", "dynamic"
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the regularised loss L_k(theta) + alpha_k / 2 ||theta - (theta^{t-1} - d_k)||^2 [1]."""
+        """Return the client's loss with the dynamic regulariser [1].
+
+        It is L_k(theta) + alpha_k / 2 ||theta - (theta^{t-1} - d_k)||^2.
+        """
         named = {name: p for name, p in client.model.named_parameters() if p.requires_grad}
         received = {name: p.detach().clone() for name, p in named.items()}  # the model was received just before
         anchor = list(tree.sub(received, own_updates(client, received)).values())

@@ -76,7 +76,12 @@ class FedETF(Method):
         return {name: value for name, value in model.entries().items() if name != FRAME}
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the balanced-softmax cross-entropy of logits beta v_c mu + gamma log n_c, Eq. 6 [3]."""
+        """Return the balanced-softmax loss: the cross-entropy of the logits plus gamma log n_c, Eq. 6 [3].
+
+        Class c has n_c samples at the client.
+
+        The logits are beta v_c mu.
+        """
         counts = client.counts.clamp(min=0 if self.missing == "mask" else 1)
         shift = counts.double().pow(self.gamma).log().float()  # [C]; 0^0 = 1: no shift with gamma = 0
         return lambda batch: F.cross_entropy(client.model(batch.x) + shift, batch.y)

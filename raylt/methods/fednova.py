@@ -46,7 +46,7 @@ class FedNova(Method):
         check_sgd(self.name, config)
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Train the received model; report its normalised update, which is the update divided by |a_i|_1.
+        """Train the received model; report its normalised update: the update divided by the gradient mass |a_i|_1.
 
         This is d_i = G_i a_i / |a_i|_1 of section 4, times the learning rate.
         """

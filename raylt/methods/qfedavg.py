@@ -59,7 +59,9 @@ class QFedAvg(Method):
         check_sgd(self.name, config)
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Train the received model; report Delta_k = F_k^q dw_k and h_k, lines 4 and 5.
+        """Train the received model; report the loss-weighted update Delta_k and the step-size term h_k, lines 4 and 5.
+
+        Delta_k = F_k^q dw_k with the loss F_k.
 
         dw_k = L (w_t - w_k), and h_k = q F_k^(q-1) ||dw_k||^2 + L F_k^q.
         """

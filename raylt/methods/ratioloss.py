@@ -75,7 +75,10 @@ class RatioLoss(Method):
         check_averaged_statistics(self.name, config)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the mean cross-entropy in which each sample has its class's weight alpha + beta r_y."""
+        """Return the mean cross-entropy with the server's class weights.
+
+        The weight of a sample of class y is alpha + beta r_y.
+        """
         weights = message["weights"]  # [C]
         return lambda batch: (
             weights[batch.y] * F.cross_entropy(client.model(batch.x), batch.y, reduction="none")

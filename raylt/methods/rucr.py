@@ -66,7 +66,7 @@ class RUCR(Method):
     # at a client
 
     def prototypes(self, client: Client, message: Message) -> Reply:
-        """Report n_c and n_c times the direction of the mean feature, for each class c of the client [1] [2]."""
+        """Report, for each class of the client, the count and the count times the mean feature's direction [1] [2]."""
         client.receive(message["encoder"])
         return client.reply(classes=class_means(*features(client), unit=True))
 

@@ -45,7 +45,10 @@ class Scaffold(Method):
         check_sgd(self.name, config)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the cross-entropy whose gradient is corrected to g_i(y) - c_i + c, Eq. 3."""
+        """Return the cross-entropy with its gradient corrected by the control variates, Eq. 3.
+
+        The gradient is g_i(y) - c_i + c.
+        """
         plain = super().objective(client, message)
         drift = tree.sub(message["control"], client_control(client, message["control"]))
         params = {name: p for name, p in client.model.named_parameters() if name in drift}

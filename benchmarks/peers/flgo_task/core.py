@@ -13,7 +13,7 @@ class TaskGenerator(FromDatasetGenerator):
 class TaskPipe(FromDatasetPipe):
     class TaskDataset(FromDatasetPipe.TaskDataset):
         def __getitems__(self, rows):
-            """Return several rows. Recent versions of torch call this and refuse FLGo's own class, which lacks it."""
+            """Return several rows. Recent versions of torch require this method, which FLGo's own class lacks."""
             return [self[row] for row in rows]
 
     def __init__(self, task_path):

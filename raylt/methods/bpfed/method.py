@@ -194,7 +194,10 @@ class BPFed(Method):
         return f"stage 2 at every client in {self.epochs} epochs, {duration} for 1,000 balanced features"
 
     def covariance(self, client: Client, message: Message) -> Reply:
-        """Report the client's packed feature scatter n_k M_k, float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
+        """Report the client's packed feature scatter, float32 [d (d + 1) / 2], and its weight, Eq. 12-15 [2].
+
+        They are n_k M_k and n_k.
+        """
         client.receive(message["model"])
         z, y = features(client)  # [n, d], [n]
         client.state["z"] = z  # [9]

@@ -39,7 +39,7 @@ class Fed3R(AfterTraining):
     normalise: bool = hp(True, Choice(True, False), "scaling of each class's weights to length 1; from the code")
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Report the ridge regression sums A = Z^T Z (packed) and B = Z^T Y [d + 1, C], float64.
+        """Report the sums that ridge regression needs, float64: A = Z^T Z (packed) and B = Z^T Y [d + 1, C].
 
         Z holds the client's features with a constant 1 appended [2] [3].
         """

@@ -298,7 +298,10 @@ class FedSM(Method):
         return client.reply(**self.learn(client, message), model=self.shared(client.model))
 
     def prototypes(self, client: Client, message: Message) -> Reply:
-        """Report the feature sum n_c^k f_c^k and the count n_c^k for each class of the client, Eq. 3."""
+        """Report the feature sum and the sample count of each class of the client, Eq. 3.
+
+        They are n_c^k f_c^k and n_c^k.
+        """
         client.receive(message["encoder"])
         return client.reply(classes=self.means(client))
 

@@ -294,7 +294,7 @@ class SFD(Method):
     # statistics (4.2)
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Report count and sums of z, z z^T and phi(z) for each class of the client, Eq. 9 and Algorithm 2 [1]."""
+        """Report the count and sums of features z, z z^T and phi(z) for each class, Eq. 9 and Algorithm 2 [1]."""
         client.receive(message["model"])
         crop = None if self.statistics_area == 1 else partial(resized_crop_flip, least=self.statistics_area)
         z, y = features(client, crop)  # [n, d], [n]
