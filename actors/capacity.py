@@ -157,7 +157,7 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
 
 
 def room(placement: Placement, nodes: Sequence[Node]) -> int:
-    """Return the number of client actors of this size that the nodes can hold."""
+    """Return the number of client actors of this placement's size that the nodes can hold."""
     total = 0
     for node in nodes:
         if not _selects(placement.labels.get("role", ""), node.role):

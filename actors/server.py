@@ -30,7 +30,7 @@ from raylt.runs.callbacks.progress import progress_writer, remove_progress
 
 @ray.remote
 class ServerActor:
-    """Hosts an `Experiment` on a `RayFleet`. Its client actors end when it ends.
+    """Hosts an `Experiment` on a `RayFleet`. The client actors end with the server actor.
 
     Args:
         method: name of the method, shown by Ray's dashboard.

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measured(name: str, fields: dict[str, Any], model: str = "resnet8") -> dict[str, Any]:
-    """Count the launches and waits of one more step of a method's local training."""
+    """Count the kernel launches and waits of one step of a method's local training."""
     config = Config.model_validate(
         {
             "method": {"name": name, **fields},
@@ -80,7 +80,7 @@ def measured(name: str, fields: dict[str, Any], model: str = "resnet8") -> dict[
 
 
 def classifier() -> dict[str, Any]:
-    """Count the launches of one more step of `fit_classifier` on features with d = 256."""
+    """Count the kernel launches of one step of `fit_classifier` on features with d = 256."""
     counted = {}
     for replayed in (False, True):
         with pretend.accelerator() as counts:

@@ -78,7 +78,7 @@ def run_trials(
 
 
 class TrialActor(ray_tune.Trainable):
-    """Ray actor that hosts a `Trial` with its client actors, which end with it.
+    """Ray actor that hosts a `Trial` and its client actors, which end with the trial's actor.
 
     The client actors run in the trial's placement group.
     """

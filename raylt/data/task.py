@@ -268,7 +268,10 @@ def _check_lengths(owner: str, names: Sequence[str]) -> None:
 
 
 def _split_of(source: Source, config: DataConfig, split: Split | None) -> tuple[Split, list[str]]:
-    """Return the given, loaded or drawn split, and a notice if a loaded split contradicts `config`."""
+    """Return the split of a task, and a notice if a loaded split contradicts `config`.
+
+    The split is the argument, read from a file or drawn.
+    """
     if split is not None:
         check(split, source, config, "the split of this run")
         return split, []

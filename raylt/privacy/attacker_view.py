@@ -187,7 +187,7 @@ def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tupl
 
 
 def _sums_of_unit_means(images: Images) -> dict[int, Tree]:
-    """Return each class's total count, and the sum over clients of n times the mean scaled to length 1."""
+    """Return, for each class, the total count and the sum over clients of the count times the unit-length mean."""
     totals: dict[int, Tree] = {}
     for client in images.client.unique().tolist():
         own = images.at(images.client == client)

@@ -239,6 +239,6 @@ def copy_of(value: Tensor | None) -> Tensor | None:
 
 
 def recall(layers: Sequence[BAVD], remembered: Tree) -> None:
-    """Restore the layers from a result of `memory`; reset them if it is empty."""
+    """Restore the layers from a result of `memory`; reset them if that result is empty."""
     for i, layer in enumerate(layers):
         layer.reset(**remembered.get(str(i), {}))
