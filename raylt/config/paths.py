@@ -41,6 +41,8 @@ def _source(source: str, start: Path) -> str:
     kind, _, address = source.partition(":")
     if kind in ("folder", "npz") and address:
         return f"{kind}:{_path(address, start)}"
+    if kind == "ray" and address and "://" not in address:
+        return f"{kind}:{_path(address, start)}"
     if kind == "hf" and address:  # the path of a saved data set, or a name on the Hub
         path = _path(address, start)
         return f"{kind}:{path}" if os.path.isdir(path) else source

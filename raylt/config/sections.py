@@ -73,28 +73,33 @@ class DataConfig(Section):
         "digits",
         "Data set. shapes, camvid, cityscapes and npz:PATH may have label maps.",
         "digits, cifar10, cifar100, fashion_mnist, cinic10, imagenet_lt, shapes, camvid, cityscapes, "
-        "folder:PATH, npz:PATH, hf:NAME@REVISION, hf:PATH, or your own",
+        "folder:PATH, npz:PATH, hf:NAME@REVISION, hf:PATH, ray:PATH, or your own",
     )
     root: str = setting("data", "Folder with the data sets and the cache of decoded images.")
     download: bool = setting(False, "Let torchvision fetch a data set that is not under data.root.")
     size: int = setting(
         224,
-        "Side in pixels of images decoded from files (folder:, hf:, imagenet_lt). For camvid and cityscapes it is the "
-        "height. Images of other sources keep their size.",
+        "Side in pixels of images decoded from files (folder:, hf:, ray:, imagenet_lt). For camvid and cityscapes it "
+        "is the height. Images of other sources keep their size.",
         ge=8,
         le=8192,
     )
-    image_column: str | None = setting(None, "Column of images, for hf:. Null takes the only column of images.")
-    label_column: str | None = setting(None, "Column of classes, for hf:. Null takes the column with class names.")
+    image_column: str | None = setting(
+        None, "Column of images, for hf: and ray:. Null takes the only column of images."
+    )
+    label_column: str | None = setting(
+        None, "Column of classes, for hf: and ray:. Null takes the only one of its kind."
+    )
     client_column: str | None = setting(
-        None, "Column with each image's client, for hf:. Null means that there is none."
+        None, "Column with each image's client, for hf: and ray:. Null means that there is none."
     )
     channels: Literal["auto", 1, 3] = setting(
-        "auto", "Channels of images from folder: and hf:; 1 is grey, 3 is colour. auto is 1 if all images are grey."
+        "auto",
+        "Channels of images from folder:, hf: and ray:; 1 is grey, 3 is colour. auto is 1 if all images are grey.",
     )
     fit: Literal["crop", "pad"] = setting(
         "crop",
-        "Method of making images from folder: and hf: square. crop keeps the centre; pad adds black borders.",
+        "Method of making images from folder:, hf: and ray: square. crop keeps the centre; pad adds black borders.",
     )
     depth: int | None = setting(
         None,
@@ -105,8 +110,8 @@ class DataConfig(Section):
     )
     bad: Literal["stop", "skip"] = setting(
         "stop",
-        "Treatment of images from folder: and hf: that cannot be decoded. stop names all of them and ends the run; "
-        "skip counts them and leaves them out.",
+        "Treatment of images from folder:, hf: and ray: that cannot be decoded. stop names all of them and ends the "
+        "run; skip counts them and leaves them out.",
     )
     doubles: Literal["keep", "drop", "refuse"] = setting(
         "keep",
@@ -186,7 +191,9 @@ class DataConfig(Section):
         lt=1,
     )
     test_part: str | None = setting(
-        None, "Part that is the test set, for folder: and hf:. Null is test, or validation if there is no test."
+        None,
+        "Part that is the test set, for folder:, hf: and ray:. Null is test; folder: and hf: take validation if there "
+        "is no test.",
     )
     seed: int = setting(0, "Seed of the long-tailed subset and of the partition.", ge=0, le=LAST_SEED)
     split: str | None = setting(

@@ -8,8 +8,8 @@ from PIL import Image
 from refusals import refused
 
 from raylt.config import DataConfig
-from raylt.data.doubles import repeated, without_doubles
-from raylt.data.images.cache import Mapped, load
+from raylt.data.doubles import AT_ONCE, repeated, without_doubles
+from raylt.data.images.cache import Mapped, cut, load
 from raylt.data.sources.sources import open_source
 from raylt.data.task import build_task
 from raylt.errors import DataError
@@ -96,3 +96,12 @@ def test_of_a_folder_with_every_photo_twice_one_copy_is_kept(pictures, tmp_path)
     assert once.sizes.sum() + len(once.test) == 24
     assert not repeated(load(once.shards.whole.x), load(once.test.x)).any()
     assert any(note.startswith("24 of 48 training images are copies") for note in once.notes)
+
+
+def test_copies_are_found_across_many_images(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (3 * AT_ONCE, 4, 4, 3), dtype=np.uint8)
+    images[2 * AT_ONCE + 1] = images[1]
+    path = tmp_path / "images.npy"
+    np.save(path, images)
+    for x in (images, Mapped(str(path), np.arange(len(images)))):
+        assert np.flatnonzero(repeated(cut(x, 0, AT_ONCE), cut(x, AT_ONCE, len(images)))).tolist() == [AT_ONCE + 1]

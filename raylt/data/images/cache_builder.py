@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from pydantic import Field, TypeAdapter
 from raylt.data.images.decoding import Undecodable
 from raylt.data.images.image_files import shown_name
 from raylt.data.images.workers import call_in_processes
+from raylt.disk import file_errors
 from raylt.errors import DataError, RayltError
 from raylt.machine import cores
 from raylt.store import Folder, folder_for
@@ -81,21 +82,119 @@ def pack(
         RayltError: a process that decoded died; a second call continues where this one ended.
     """
     with folder_for(path.parent) as folder:
-        if not path.exists():
-            # trials that start together decode once
-            lock = folder.lock("lock", wait=True)
-            assert lock is not None
-            try:
-                if not path.exists():
-                    _Build(folder, path, shape, given, decode, grey).run(about, whole)
-            finally:
-                os.close(lock)
-        bad = folder.read_json(_bad_file(path), _BAD) if folder.has(_bad_file(path)) else {}
-        return {int(row): reason for row, reason in bad.items()}
+        with unfinished(folder, path) as missing:
+            if missing:
+                _Build(folder, path, shape, given, decode, grey).run(about, whole)
+        return bad_rows(folder, path)
+
+
+@contextmanager
+def unfinished(folder: Folder, path: Path) -> Iterator[bool]:
+    """Yield whether an array must be made; until the block ends no other process makes it."""
+    if path.exists():
+        yield False
+        return
+    lock = folder.lock("lock", wait=True)  # trials that start together decode once
+    assert lock is not None
+    try:
+        yield not path.exists()
+    finally:
+        os.close(lock)
+
+
+def bad_rows(folder: Folder, path: Path) -> dict[int, str]:
+    """Return the rows of an array that could not be decoded, with the reason."""
+    bad = folder.read_json(_bad_file(path), _BAD) if folder.has(_bad_file(path)) else {}
+    return {int(row): reason for row, reason in bad.items()}
 
 
 def _bad_file(path: Path) -> str:
     return f"{path.stem}.bad.json"
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.partial")
+
+
+class DecodedRows(NamedTuple):
+    """Consecutive rows of an array, as another process has decoded them.
+
+    Attributes:
+        pixels: uint8 [n, ...].
+        states: COLOUR, GREY or BAD of each row, uint8 [n].
+        reasons: reason of each bad row, by its position among these rows.
+    """
+
+    pixels: np.ndarray
+    states: np.ndarray
+    reasons: dict[int, str]
+
+
+def append(
+    folder: Folder,
+    path: Path,
+    row: tuple[int, ...],
+    parts: Iterable[DecodedRows],
+    about: Callable[[int], Mapping[str, Any]],
+    grey: bool = False,
+    whole: bool = True,
+) -> dict[int, str]:
+    """Make the array of a cache from rows that arrive in their order; their number is known only at the end.
+
+    The caller has the folder's lock. A process that was killed starts again with the first row.
+
+    Args:
+        folder: the folder of `path`.
+        row: shape of a row.
+        about: number of rows -> description of the cache; called after the last row, before the cache is finished.
+        grey, whole: see `pack`.
+
+    Returns:
+        The rows that could not be decoded, with the reason.
+
+    Raises:
+        DiskFull: the array does not fit on the disk.
+    """
+    start = len(_header((0, *row)))
+    states = [np.empty(0, np.uint8)]
+    reasons: dict[int, str] = {}
+    count = 0
+    with file_errors(path.parent), _partial(path).open("w+b") as stream, _bar(None) as advance:
+        for part in parts:
+            _write(stream.fileno(), part.pixels, start + count * math.prod(row))
+            reasons |= {count + position: reason for position, reason in part.reasons.items()}
+            states.append(part.states)
+            count += len(part.states)
+            advance(len(part.states))
+        stream.write(_header((count, *row)))
+        stream.flush()
+        os.fsync(stream.fileno())
+    _finish(folder, path, (count, *row), np.concatenate(states), reasons, grey, about(count), whole)
+    return reasons
+
+
+def _finish(
+    folder: Folder,
+    path: Path,
+    shape: tuple[int, ...],
+    states: np.ndarray,
+    reasons: dict[int, str],
+    grey: bool,
+    about: Mapping[str, Any],
+    whole: bool,
+) -> bool:
+    """Give an array whose rows are written its name; return whether the cache is finished."""
+    folder.remove(_bad_file(path))
+    if reasons:
+        folder.write(_bad_file(path), json.dumps(dict(sorted(reasons.items()))))
+        if whole:
+            return False
+    all_grey = not (states == COLOUR).any() and (states == GREY).any()
+    if grey and shape[-1] == 3 and all_grey:
+        _drop_channels(_partial(path), shape)
+    folder.write(ABOUT, json.dumps(dict(about)))
+    folder.rename(_partial(path).name, path.name)
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +298,7 @@ class _Build:
         self.path = path
         self.shape = shape
         self.given = given
-        self.partial = path.with_name(f"{path.stem}.partial")
+        self.partial = _partial(path)
         self.state_file = f"{path.stem}.state"
         self.filling = Filling(decode, shape, len(_header(shape)), grey)
         self.states = self._earlier_states()
@@ -207,17 +306,8 @@ class _Build:
     def run(self, about: Mapping[str, Any], whole: bool) -> None:
         """Decode the missing rows and finish the cache, as `pack` describes."""
         reasons = self._decode_missing()
-        self.folder.remove(_bad_file(self.path))
-        if reasons:
-            self.folder.write(_bad_file(self.path), json.dumps(dict(sorted(reasons.items()))))
-            if whole:
-                return
-        all_grey = not (self.states == COLOUR).any() and (self.states == GREY).any()
-        if self.filling.grey and self.shape[-1] == 3 and all_grey:
-            _drop_channels(self.partial, self.shape)
-        self.folder.write(ABOUT, json.dumps(dict(about)))
-        self.folder.rename(self.partial.name, self.path.name)
-        self.folder.remove(self.state_file)
+        if _finish(self.folder, self.path, self.shape, self.states, reasons, self.filling.grey, about, whole):
+            self.folder.remove(self.state_file)
 
     def _earlier_states(self) -> np.ndarray:
         """Return the row states that an earlier process saved; GONE for all rows if its array has another size."""
@@ -310,8 +400,8 @@ class _Build:
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, and suppress PIL's warnings."""
+def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal, and suppress PIL's warnings; a total of None is not known."""
     from PIL.Image import DecompressionBombWarning
     from rich.console import Console
     from rich.progress import Progress
@@ -319,7 +409,7 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
     with warnings.catch_warnings(), Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         warnings.simplefilter("ignore", DecompressionBombWarning)  # decoding.PIXELS is the limit
         warnings.filterwarnings("ignore", module="PIL")  # images that cannot be decoded are reported all together
-        task = progress.add_task(f"decoding {total} images", total=total)
+        task = progress.add_task("decoding images" if total is None else f"decoding {total} images", total=total)
         yield lambda done: progress.advance(task, done)
 
 

@@ -90,19 +90,42 @@ def decode_all(
         grey=channels is None,
         whole=how.bad == "stop",
     )
+    return usable(path, count, bad, how, lambda row: is_deep(file(row)))
+
+
+def usable(
+    path: Path, count: int, bad: dict[int, str], how: How, deep: Callable[[int], bool]
+) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
+    """Return the images of a cache that could be decoded; see `decode_tree`.
+
+    Args:
+        count: the number of all images, N.
+        bad: the rows that could not be decoded, with the reason.
+        deep: row -> whether its file has greys of more than 8 bits; called for the first usable row.
+    """
     rows = np.setdiff1d(np.arange(count), list(bad))
     if bad and (how.bad == "stop" or not len(rows)):
-        raise DataError(
-            f"{_describe(bad, path)}. Replace or remove them, or set data.bad=skip.",
-            code="data.undecodable",
-            count=len(bad),
-            path=str(path),
-        )
+        raise undecodable(bad, path)
     x = Mapped(str(path), rows)
     notes = (f"left out: {_describe(bad, path)}",) if bad else ()
-    if how.depth is None and is_deep(file(int(rows[0]))):
+    if how.depth is None and deep(int(rows[0])):
         notes += _dark_note(x)
     return x, rows, notes
+
+
+def undecodable(bad: dict[int, str], path: Path) -> DataError:
+    """Return the error that names the images that cannot be decoded.
+
+    Args:
+        bad: their rows, with the reason.
+        path: path of the array in its cache.
+    """
+    return DataError(
+        f"{_describe(bad, path)}. Replace or remove them, or set data.bad=skip.",
+        code="data.undecodable",
+        count=len(bad),
+        path=str(path),
+    )
 
 
 def _dark_note(x: Mapped) -> tuple[str, ...]:

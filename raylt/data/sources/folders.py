@@ -76,6 +76,25 @@ class ImageLabels:
     class_names: Sequence[str] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class CodedLabels:
+    """The same as `ImageLabels`, with numbers in place of names.
+
+    Args:
+        classes: position of each image's class in `class_names`, int64 [N].
+        clients: position of each image's client in `client_names`, int64 [N]; None where none is recorded.
+        client_names: in the order that the clients get.
+        train, tested: see `ImageLabels`.
+    """
+
+    classes: np.ndarray
+    class_names: list[str]
+    clients: np.ndarray | None
+    client_names: list[str] | None
+    train: int
+    tested: bool
+
+
 def read_parts(folder: Path, test_part: str | None = None) -> Parts:
     """Find the images in a folder and detect their layout, without decoding any image.
 
@@ -93,7 +112,7 @@ def read_parts(folder: Path, test_part: str | None = None) -> Parts:
     if "train" not in top:
         return _read_top(folder, test)
     train_listing = list_images(folder / "train")
-    train = _part(folder, "train/", train_listing, {1, 2})
+    train = part_of(folder, "train/", train_listing, {1, 2})
     candidates = sorted(top & NOT_READ)
     notes = []
     if test is None and train.clients is None and len(candidates) == 1:
@@ -107,9 +126,9 @@ def read_parts(folder: Path, test_part: str | None = None) -> Parts:
     tested = None
     if test is not None:
         listings[test] = list_images(folder / test)
-        tested = _part(folder, f"{test}/", listings[test], {1} if train.clients is None else {2})
-        _check_same_names(folder, "class", train.classes, tested.classes)
-        _check_same_names(folder, "client", train.clients or (), tested.clients or ())
+        tested = part_of(folder, f"{test}/", listings[test], {1} if train.clients is None else {2})
+        check_same_names(folder, "class", train.classes, tested.classes)
+        check_same_names(folder, "client", train.clients or (), tested.clients or ())
     notes += notes_of([(folder / name, listing) for name, listing in listings.items()])
     return Parts(folder, train, tested, tuple(notes))
 
@@ -138,12 +157,12 @@ def _read_top(folder: Path, test: str | None) -> Parts:
     outside = replace(listing, files=tuple(file for file in listing.files if file.parts[0] != test))
     if test is not None and not outside.files:
         raise _wrong_layout(folder, f"it has a folder {test} and no folder train")
-    train = _part(folder, "", outside, {1, 2} if test is None else {1})
+    train = part_of(folder, "", outside, {1, 2} if test is None else {1})
     if test is None:
         return Parts(folder, train, None, notes)
     files = tuple(PurePosixPath(*file.parts[1:]) for file in inside)
-    tested = _part(folder, f"{test}/", replace(listing, files=files), {1})
-    _check_same_names(folder, "class", train.classes, tested.classes)
+    tested = part_of(folder, f"{test}/", replace(listing, files=files), {1})
+    check_same_names(folder, "class", train.classes, tested.classes)
     return Parts(folder, train, tested, notes)
 
 
@@ -183,7 +202,21 @@ def assemble(name: str, x: Mapped, rows: np.ndarray, labels: ImageLabels, notes:
         DataError: no image of a whole part could be decoded.
     """
     class_names = sorted({*labels.classes}) if labels.class_names is None else list(labels.class_names)
-    y = _positions(labels.classes, class_names)[rows]
+    client_names = None if labels.clients is None else sorted({*labels.clients})
+    coded = CodedLabels(
+        classes=_positions(labels.classes, class_names),
+        class_names=class_names,
+        clients=None if client_names is None else _positions(labels.clients or (), client_names),
+        client_names=client_names,
+        train=labels.train,
+        tested=labels.tested,
+    )
+    return assemble_coded(name, x, rows, coded, notes)
+
+
+def assemble_coded(name: str, x: Mapped, rows: np.ndarray, labels: CodedLabels, notes: tuple[str, ...]) -> Source:
+    """Make a source of decoded images whose classes and clients are numbers; see `assemble`."""
+    y = labels.classes[rows]
     train = np.flatnonzero(rows < labels.train)
     test = np.flatnonzero(rows >= labels.train)
     if not len(train):
@@ -193,27 +226,26 @@ def assemble(name: str, x: Mapped, rows: np.ndarray, labels: ImageLabels, notes:
     x_train = x.take(train)
     mean, std = PUBLISHED.get(name) or channel_statistics(x_train)
     ids = test_ids = client_names = None
-    if labels.clients is not None:
-        owners = np.array(labels.clients)[rows]
-        client_names = sorted({*owners[train].tolist()})
-        lost = sorted({*labels.clients} - {*client_names})
+    if labels.clients is not None and labels.client_names is not None:
+        owners = labels.clients[rows]
+        trained, ids = np.unique(owners[train], return_inverse=True)
+        client_names = [labels.client_names[client] for client in trained]
+        lost = [labels.client_names[client] for client in np.setdiff1d(np.arange(len(labels.client_names)), trained)]
         if lost:
             notes = (
                 *notes,
                 f"{len(lost)} clients have no training image that can be decoded, and are left out with their "
                 f"test images: {', '.join(lost[:10])}" + ", .." * (len(lost) > 10),
             )
-            test = test[~np.isin(owners[test], lost)]
-        all_ids = _positions(owners.tolist(), [*client_names, *lost])
-        ids = all_ids[train]
-        test_ids = all_ids[test] if labels.tested else None
+            test = test[np.isin(owners[test], trained)]
+        test_ids = np.searchsorted(trained, owners[test]) if labels.tested else None
     return Source(
         name=name,
         x_train=x_train,
         y_train=y[train],
         x_test=x.take(test),
         y_test=y[test],
-        class_names=tuple(class_names),
+        class_names=tuple(labels.class_names),
         mean=mean,
         std=std,
         ids=ids,
@@ -277,7 +309,7 @@ def _check_names(folder: Path, top: set[str], test: str | None) -> None:
         )
 
 
-def _part(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
+def part_of(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
     """Read classes and clients of the images below a folder, which must lie at one of the given depths.
 
     Args:
@@ -303,7 +335,7 @@ def _part(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
     )
 
 
-def _check_same_names(folder: Path, what: str, train: Sequence[str], test: Sequence[str]) -> None:
+def check_same_names(folder: Path, what: str, train: Sequence[str], test: Sequence[str]) -> None:
     """Raise an error if a class or client of the test part has no training images."""
     untrained = sorted({*test} - {*train})
     if untrained:

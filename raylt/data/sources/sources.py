@@ -2,7 +2,7 @@
 
 `digits` comes with scikit-learn. torchvision reads `cifar10`, `cifar100` and `fashion_mnist`. `cinic10`, `imagenet_lt`
 and `folder:PATH` are trees of image files. `npz:PATH` is one file of arrays, see arrays.py. Data sets with label maps
-are in scenes.py, and data sets of the `datasets` library in huggingface.py.
+are in scenes.py, data sets of the `datasets` library in huggingface.py, and what Ray Data reads in ray_data.py.
 """
 
 import gzip
@@ -18,6 +18,7 @@ from raylt.data.images.image_trees import How, decode_tree
 from raylt.data.sources.arrays import PUBLISHED, SCOPE, Arrays, ProblemKind, Source, channel_statistics, read_arrays
 from raylt.data.sources.folders import open_parts, read_parts
 from raylt.data.sources.huggingface import open_hub
+from raylt.data.sources.ray_data import open_ray
 from raylt.data.sources.scenes import camvid, cityscapes, shapes
 from raylt.errors import CheckpointError, ConfigError, DataError, did_you_mean, spoken
 from raylt.seeds import seed_for
@@ -26,7 +27,19 @@ __all__ = ["NAMES", "SOURCES", "ProblemKind", "Source", "channel_statistics", "g
 
 LONGEST_LIST = 2**28  # bytes of a published list of files
 TORCHVISION = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "fashion_mnist": "FashionMNIST"}
-NAMES = ("digits", *TORCHVISION, "cinic10", "imagenet_lt", "shapes", "camvid", "cityscapes", "folder", "npz", "hf")
+NAMES = (
+    "digits",
+    *TORCHVISION,
+    "cinic10",
+    "imagenet_lt",
+    "shapes",
+    "camvid",
+    "cityscapes",
+    "folder",
+    "npz",
+    "hf",
+    "ray",
+)
 
 OWN_SIZE = ("digits", *TORCHVISION, "cinic10", "shapes", "npz")  # their images keep their size, whatever data.size is
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {}  # the user's own sources by name, see raylt/registry.py
@@ -66,6 +79,8 @@ def open_source(config: DataConfig) -> Source:
             return _source(config.source, read_arrays(path, config.depth))
         case "hf", True:
             return open_hub(config)
+        case "ray", True:
+            return open_ray(config)
     raise _unknown_source(config.source)
 
 
@@ -122,14 +137,14 @@ def group_thresholds(config: DataConfig, largest: int, pixels: int | None = None
 
 def _unknown_source(source: str) -> ConfigError:
     kind, colon, _ = source.partition(":")
-    if kind in ("folder", "npz", "hf"):
+    if kind in ("folder", "npz", "hf", "ray"):
         problem = f"the source names no path ({source}). Write {kind}:PATH."
     elif colon and kind in NAMES:
         problem = f"{kind} takes no path ({source}). Put it below data.root and write {kind}."
     else:
         problem = (
             f"no such source ({source!r}). {did_you_mean(kind, NAMES)}{SCOPE}. "
-            f"There are: {', '.join(NAMES[:-3])}, folder:PATH, npz:PATH, hf:NAME@REVISION; "
+            f"There are: {', '.join(NAMES[:-4])}, folder:PATH, npz:PATH, hf:NAME@REVISION, ray:PATH; "
             f"{spoken('--plugin FILE', 'raylt.register')} adds your own."
         )
     return ConfigError(f"data.source: {problem}", code="config.unknown-name", key="data.source", value=source)

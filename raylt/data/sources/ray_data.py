@@ -1,0 +1,609 @@
+"""Images that Ray Data reads (`data.source=ray:PATH`): Parquet, WebDataset tars or image files, at a path or a URI.
+
+    PATH/*.parquet or a file     columns with images (bytes of files, or arrays), classes and clients
+    PATH/*.tar or a file         members KEY.jpg (or .png, ..) with the class in KEY.cls and more columns in KEY.NAME
+    PATH/<class>/<image>         or <client>/<class>/<image>, as for folder:
+
+Folders `train` and `test` at the top are the parts; without them all rows are training rows. A process of its own runs
+Ray Data (actors/data_reader.py), whose tasks decode the images on every node. It writes the rows in the order of the
+files' names into the cache of decoded images, so this process holds no pixels and each actor maps those of its clients.
+The next opening reads the cache and needs no Ray.
+"""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Pipe
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from raylt.config import DataConfig
+from raylt.data.images.cache_builder import BAD, COLOUR, GREY, bad_rows, place_of
+from raylt.data.images.decoding import Undecodable, eight_bits, fitted_image, is_deep, read_npz
+from raylt.data.images.image_files import SUFFIXES, Listing, shown_name
+from raylt.data.images.image_trees import FORMAT, How, usable
+from raylt.data.sources.arrays import SCOPE, Source
+from raylt.data.sources.folders import CodedLabels, Part, assemble_coded, check_same_names, part_of
+from raylt.errors import ConfigError, DataError, RayltError
+from raylt.store import folder_for
+
+INDEX = "index.npz"  # in the cache, next to the images: class and client of each row
+LAYOUT = "Give one kind of files: .parquet, .tar, or images as <class>/<image> or <client>/<class>/<image>."
+BATCH_BYTES = 2**23  # decoded pixels of a batch
+READER = "from raylt.own_code.top_level_names import claim; claim(); from actors.data_reader import main; main()"
+
+FileKind = Literal["parquet", "webdataset", "images"]
+BY_SUFFIX: dict[str, FileKind] = {".parquet": "parquet", ".tar": "webdataset"}
+
+
+class Stored(NamedTuple):
+    """A file of the data set: its path below the address, bytes, and time of the last change in ns."""
+
+    path: str
+    size: int
+    changed: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A request to the reader.
+
+    Args:
+        name: `data.source`.
+        address: its path or URI.
+        kind: of all files.
+        train, test: paths of the files of each part below the address; `test` is None without a test part.
+        how: settings of the decoding.
+        image, label, client: names of the columns as configured.
+        array: path of the array to make.
+        sized: whether the user asks for a size, which arrays cannot have.
+    """
+
+    name: str
+    address: str
+    kind: FileKind
+    train: tuple[str, ...]
+    test: tuple[str, ...] | None
+    how: How
+    image: str | None
+    label: str | None
+    client: str | None
+    array: Path
+    sized: bool
+
+
+def open_ray(config: DataConfig) -> Source:
+    """Open the data set at the path or URI that `config` names.
+
+    Raises:
+        ConfigError: there is no such column or part, or arrays have a size that differs from `data.size`.
+        DataError: there are no such files, their layout is unknown, their labels are no classes, or images cannot be
+            decoded.
+        RayltError: the process that runs Ray Data died.
+    """
+    address = config.source.partition(":")[2]
+    if "://" not in address:
+        address = str(Path(address).expanduser().absolute())
+    files, remarks = _list_parts(config, address)
+    train, test = files
+    kind = _kind(config.source, [*train, *(test or ())])
+    how = How(config.size, config.channels, config.fit, config.bad, config.depth)
+    columns = [config.image_column, config.label_column, config.client_column]
+    key = [FORMAT, address, how.size, how.channels, how.fit, how.depth, columns, train, test]
+    array = place_of("ray", key, Path(config.root).expanduser() / "cache") / "images.npy"
+    reading = Reading(
+        name=config.source,
+        address=address,
+        kind=kind,
+        train=tuple(file.path for file in train),
+        test=None if test is None else tuple(file.path for file in test),
+        how=how,
+        image=config.image_column,
+        label=config.label_column,
+        client=config.client_column,
+        array=array,
+        sized=config.size != DataConfig.model_fields["size"].default,
+    )
+    if not array.exists():
+        _call_reader(reading)
+    labels, deep = _read_index(array.with_name(INDEX))
+    with folder_for(array.parent) as folder:
+        bad = bad_rows(folder, array)
+    x, rows, damaged = usable(array, len(labels.classes), bad, how, lambda row: deep)
+    return assemble_coded(config.source, x, rows, labels, (*remarks, *damaged))
+
+
+def _call_reader(reading: Reading) -> None:
+    """Make the cache in a process of its own, because Ray must not be imported here before a run's own session."""
+    channel, remote = Pipe()
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", READER, str(remote.fileno())],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(remote.fileno(),),
+    )
+    remote.close()
+    try:
+        channel.send(reading)
+        problem = channel.recv()
+    except (EOFError, OSError):
+        raise RayltError(
+            f"data.source: the process that reads {reading.name} has died (exit code {process.wait()}). Run the same "
+            "command again; if it dies again, free memory.",
+            code="data.decoding-failed",
+            key="data.source",
+            value=reading.name,
+        ) from None
+    finally:
+        channel.close()  # ends the process, if it is still at work
+        process.wait()
+    if problem is not None:
+        raise problem
+
+
+def file_system(address: str) -> tuple[Any, str]:
+    """Return pyarrow's file system for an absolute path or URI, and the path in it.
+
+    Raises:
+        DataError: pyarrow reads no such URI.
+    """
+    from pyarrow import ArrowException
+    from pyarrow.fs import FileSystem, LocalFileSystem
+
+    if "://" not in address:
+        return LocalFileSystem(), address
+    try:
+        return FileSystem.from_uri(address)
+    except (ArrowException, OSError, ValueError) as error:
+        raise _not_found(address, _cause(error)) from None
+
+
+def _list_parts(config: DataConfig, address: str) -> tuple[tuple[list[Stored], list[Stored] | None], tuple[str, ...]]:
+    """Return the files of the training and the test part, sorted by path, and a note on folders that are not read."""
+    files = _list(address)
+    tops = {file.path.partition("/")[0] for file in files if "/" in file.path}
+    test = config.test_part or "test"
+    if config.test_part is not None and ("train" not in tops or config.test_part not in tops - {"train"}):
+        raise ConfigError(
+            f"data.test_part: {config.source} has no folder of test rows with this name next to a folder train "
+            f"({config.test_part}). Take one of {', '.join(sorted(tops - {'train'})) or 'none'}.",
+            code="config.unknown-name",
+            key="data.test_part",
+            value=config.test_part,
+        )
+    if "train" not in tops:
+        return (files, None), ()
+    train = [file for file in files if file.path.startswith("train/")]
+    tested = [file for file in files if file.path.startswith(f"{test}/")]
+    unread = sorted({file.path.partition("/")[0] for file in files} - {"train", test})
+    notes = (f"{config.source}: only train and {test} are read, not {', '.join(unread[:5])}",) if unread else ()
+    return (train, tested or None), notes
+
+
+def _list(address: str) -> list[Stored]:
+    """List the files at an address, sorted by path; files and folders whose names begin with . or _ are left out."""
+    from pyarrow import ArrowException
+    from pyarrow.fs import FileSelector, FileType
+
+    system, path = file_system(address)
+    try:
+        top = system.get_file_info(path)
+        if top.type == FileType.File:
+            return [Stored("", top.size, top.mtime_ns or 0)]
+        if top.type == FileType.NotFound:
+            raise _not_found(address, "no such file or folder")
+        entries = system.get_file_info(FileSelector(path, recursive=True))
+    except (ArrowException, OSError) as error:
+        raise _not_found(address, _cause(error)) from None
+    root = PurePosixPath(path)
+    files = []
+    for entry in entries:
+        inner = PurePosixPath(entry.path).relative_to(root)
+        if entry.type == FileType.File and not any(part[0] in "._" for part in inner.parts):
+            files.append(Stored(str(inner), entry.size, entry.mtime_ns or 0))
+    if not files:
+        raise _not_found(address, "the folder holds no files")
+    return sorted(files)
+
+
+def _cause(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _not_found(address: str, cause: str) -> DataError:
+    return DataError(
+        f"data.source: nothing to read at {address} ({cause}). Give a path, or a URI that pyarrow reads, such as "
+        "s3://BUCKET/FOLDER.",
+        code="data.not-found",
+        key="data.source",
+        value=f"ray:{address}",
+        cause=cause,
+    )
+
+
+def _kind(name: str, files: Sequence[Stored]) -> FileKind:
+    """Return the kind of the files by their suffixes.
+
+    Raises:
+        DataError: they are of several kinds, or of none that is read.
+    """
+    kinds: dict[FileKind | None, str] = {}
+    for file in files:
+        path = file.path or name
+        suffix = PurePosixPath(path).suffix.lower()
+        kinds["images" if suffix in SUFFIXES else BY_SUFFIX.get(suffix)] = path
+    if None in kinds or len(kinds) > 1 or (files[0].path == "" and "images" in kinds):
+        examples = ", ".join(shown_name(path) for path in [*kinds.values()][:3])
+        raise DataError(
+            f"data.source: the files of {name} are not of one kind that is read ({examples}). {LAYOUT}",
+            code="data.wrong-layout",
+            key="data.source",
+            value=name,
+        )
+    kind = next(iter(kinds))
+    assert kind is not None
+    return kind
+
+
+def image_parts(reading: Reading) -> list[Part]:
+    """Return class and client of each image file by its folders, as `folder:` does.
+
+    Raises:
+        DataError: the images lie otherwise.
+    """
+    top = Path(reading.address)
+    parts: list[Part] = []
+    for files in (reading.train, reading.test):
+        if files is None:
+            continue
+        below = f"{files[0].partition('/')[0]}/" if reading.test is not None or files[0].startswith("train/") else ""
+        inner = tuple(PurePosixPath(file.removeprefix(below)) for file in files)
+        depths = {1, 2} if not parts else {1} if parts[0].clients is None else {2}
+        parts.append(part_of(top, below, Listing(inner, {}, (), ()), depths))  # pyright: ignore[reportArgumentType]
+    if len(parts) > 1:
+        check_same_names(top, "class", parts[0].classes, parts[1].classes)
+        check_same_names(top, "client", parts[0].clients or (), parts[1].clients or ())
+    return parts
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a data set, and the shape of its images.
+
+    Args:
+        image, label, client: their names; `label` is None where folders name the classes.
+        file: column with the name of each image, for errors; None where rows have none.
+        shape: [H, W, channels] of images that are arrays; None where they are bytes of files.
+        numbers: whether classes are integers, which have their own order.
+        client_numbers: the same of the clients.
+    """
+
+    image: str
+    label: str | None
+    client: str | None
+    file: str | None = None
+    shape: tuple[int, int, int] | None = None
+    numbers: bool = False
+    client_numbers: bool = False
+
+    @property
+    def named(self) -> list[str]:
+        """Return the names of the columns that are read."""
+        return [name for name in (self.image, self.label, self.client, self.file) if name is not None]
+
+
+def find_columns(reading: Reading, first: dict[str, Any]) -> Columns:
+    """Return the columns by their names in the settings, or by what the first row holds.
+
+    Args:
+        first: the values of the first row by column, as Ray Data gives them in numpy's form.
+
+    Raises:
+        ConfigError: there is no such column, or no single one of its kind.
+        DataError: labels or clients are neither integers nor strings.
+    """
+    names = [name for name in first if not name.startswith("__")]
+    if reading.kind == "webdataset":
+        images = [name for name in names if f".{name.rpartition('.')[2].lower()}" in SUFFIXES]
+        labels = [name for name in names if name == "cls"]
+    else:
+        images = [name for name in names if _is_image(first[name])]
+        labels = [name for name in names if _plain_kind(first[name]) and name != reading.client]
+    client = reading.client and _column(reading, "data.client_column", reading.client, [], names)
+    image = _column(reading, "data.image_column", reading.image, images, names)
+    label = _column(reading, "data.label_column", reading.label, [name for name in labels if name != image], names)
+    numbers = []
+    for key, column in (("data.label_column", label), ("data.client_column", client)):
+        kind = "text" if column is None or reading.kind == "webdataset" else _plain_kind(first[column])
+        if kind is None:
+            raise _not_classes(key, reading.name, first[column or ""])
+        numbers.append(kind == "integer")
+    shape = None if _content(first[image]) is not None else _shape(reading, image, first[image])
+    return Columns(image, label, client, "__key__" if reading.kind == "webdataset" else None, shape, *numbers)
+
+
+def _column(reading: Reading, key: str, name: str | None, candidates: list[str], names: list[str]) -> str:
+    if name is not None and name not in names:
+        raise ConfigError(
+            f"{key}: {reading.name} has no such column ({name}). Take one of {', '.join(names)}.",
+            code="config.unknown-name",
+            key=key,
+            value=name,
+            source=reading.name,
+        )
+    if name is None and len(candidates) != 1:
+        raise ConfigError(
+            f"{key}: {len(candidates)} columns of {reading.name} could be meant. Set {key} to one of "
+            f"{', '.join(candidates or names)}.",
+            code="config.unknown-name",
+            key=key,
+            value=None,
+            source=reading.name,
+        )
+    return candidates[0] if name is None else name
+
+
+def _not_classes(key: str, name: str, value: Any) -> DataError:
+    return DataError(
+        f"{key}: {name} has values that are neither integers nor strings ({shown_name(str(value)[:40])}). {SCOPE}: "
+        "name a column with one class, or one client, for each image.",
+        code="data.malformed",
+        key=key,
+        value=name,
+    )
+
+
+def _plain_kind(value: Any) -> Literal["integer", "text"] | None:
+    if isinstance(value, str | np.str_):
+        return "text"
+    return "integer" if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
+
+
+def _content(value: Any) -> bytes | None:
+    """Return the content of an image file that a value holds; None if it holds none."""
+    value = value.get("bytes") if isinstance(value, dict) else value
+    return value if isinstance(value, bytes) else None
+
+
+def _is_image(value: Any) -> bool:
+    nested = isinstance(value, np.ndarray) and len(value) > 0 and isinstance(value[0], np.ndarray)
+    return nested or _content(value) is not None
+
+
+def _array(value: np.ndarray) -> np.ndarray:
+    """Return nested arrays, as columns of lists have them, as one array.
+
+    Raises:
+        ValueError: the lists differ in length.
+    """
+    if value.dtype != object:
+        return value
+    return np.stack([_array(part) for part in value]) if len(value) else np.empty(0)
+
+
+def _shape(reading: Reading, image: str, value: Any) -> tuple[int, int, int]:
+    """Return the shape of images that are arrays, from the first of them."""
+    shape = _dimensions(value)
+    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] > 4) or 0 in shape:
+        raise DataError(
+            f"data.image_column: the first value of {image} is not an image ({type(value).__name__} {list(shape)}). "
+            "Give the bytes of image files, or arrays [H, W] or [H, W, channels].",
+            code="data.malformed",
+            key="data.image_column",
+            value=image,
+        )
+    if reading.sized:
+        raise ConfigError(
+            f"data.size: images of {reading.name} are arrays and keep their own size ({reading.how.size}). Leave "
+            "data.size out, or give image files.",
+            code="config.conflict",
+            key="data.size",
+            value=reading.how.size,
+            source=reading.name,
+        )
+    return shape[0], shape[1], shape[2] if len(shape) == 3 else 1
+
+
+def _dimensions(value: Any) -> tuple[int, ...]:
+    try:
+        return _array(value).shape
+    except (ValueError, TypeError, AttributeError):
+        return ()
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Decode the images of a batch of rows, in a task of Ray Data.
+
+    Args:
+        columns: of the data set.
+        how: settings of the decoding.
+    """
+
+    columns: Columns
+    how: How
+
+    @property
+    def row(self) -> tuple[int, int, int]:
+        """Return the shape of a decoded image; grey ones may be spread over three channels."""
+        grey = self.how.channels == 1
+        return self.columns.shape or (self.how.size, self.how.size, 1 if grey else 3)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a batch."""
+        return max(1, min(1024, BATCH_BYTES // int(np.prod(self.row))))
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Decode a batch.
+
+        Args:
+            batch: the columns of the data set; images as bytes, dicts with bytes, or arrays.
+
+        Returns:
+            `pixels` uint8 [n, H, W, channels], `state` uint8 [n] as in the cache, `cause` and `file` (text [n]; empty
+            where there is none), `deep` bool [n] (known of the first row only), `label` and `client` as they are.
+        """
+        values = batch[self.columns.image]
+        count = len(values)
+        pixels = np.zeros((count, *self.row), np.uint8)
+        states = np.full(count, COLOUR, np.uint8)
+        causes = np.full(count, "", dtype=object)
+        for position, value in enumerate(values):
+            try:
+                decoded = self._decode(value)
+                pixels[position] = decoded
+                if decoded.shape[-1] == 1 and self.columns.shape is None and self.how.channels == "auto":
+                    states[position] = GREY
+            except Undecodable as error:
+                states[position] = BAD
+                causes[position] = error.cause
+        deep = np.zeros(count, bool)
+        content = _content(values[0])
+        deep[0] = content is not None and self.how.depth is None and is_deep(content)
+        out = {"pixels": pixels, "state": states, "cause": causes, "deep": deep}
+        file = self.columns.file
+        out["file"] = np.full(count, "", dtype=object) if file is None else batch[file]
+        for name, column in (("label", self.columns.label), ("client", self.columns.client)):
+            if column is not None:
+                out[name] = _texts(batch[column])
+        return out
+
+    def _decode(self, value: Any) -> np.ndarray:
+        """Decode one image, uint8 [H, W, channels]."""
+        if self.columns.shape is None:
+            channels = None if self.how.channels == "auto" else self.how.channels
+            content = _content(value)
+            if not content:
+                raise Undecodable("", f"is {type(value).__name__} without bytes")
+            return fitted_image(content, self.how.size, channels, self.how.fit, self.how.depth)
+        try:
+            pixels = _array(value)
+            if pixels.dtype.kind not in "iuf":
+                raise ValueError(f"is {pixels.dtype}")
+            pixels = pixels if pixels.dtype == np.uint8 else eight_bits(pixels, self.how.depth)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise Undecodable("", _cause(error)) from None
+        pixels = pixels if pixels.ndim == 3 else pixels[..., None]
+        if pixels.shape != self.columns.shape:
+            raise Undecodable("", f"is {list(pixels.shape)}, the first image {list(self.columns.shape)}")
+        return pixels
+
+
+def _texts(values: np.ndarray) -> np.ndarray:
+    """Return classes or clients in the form that they travel in: integers as they are, files of a tar as their text."""
+    if values.dtype == object and any(isinstance(value, bytes) for value in values):
+        texts = [value.decode("utf-8", "replace").strip() if isinstance(value, bytes) else value for value in values]
+        return np.array(texts, dtype=object)
+    return values
+
+
+class NameCodes:
+    """Names of classes or clients as numbers, in the order in which they first appear.
+
+    Args:
+        key: the setting that names the column.
+        source: `data.source`.
+    """
+
+    def __init__(self, key: str, source: str):
+        self._key = key
+        self._source = source
+        self._numbers: dict[str, int] = {}
+        self._codes = [np.empty(0, np.int32)]
+        self.count = 0
+
+    def add(self, values: np.ndarray) -> None:
+        """Add the values of a batch.
+
+        Raises:
+            DataError: a value is missing, is neither an integer nor a string, or cannot be printed.
+        """
+        if values.dtype.kind in "iuU":
+            distinct, inverse = np.unique(values, return_inverse=True)
+            names = [self._name(value, 0) for value in distinct]
+            codes = np.array([self._number(name) for name in names], np.int32)[inverse]
+        else:
+            names = [self._name(value, self.count + row) for row, value in enumerate(values)]
+            codes = np.array([self._number(name) for name in names], np.int32)
+        self._codes.append(codes)
+        self.count += len(values)
+
+    def sorted(self, numbers: bool) -> tuple[list[str], np.ndarray]:
+        """Return the names in their order, and the position of each row's name, int32 [N].
+
+        Args:
+            numbers: the names are integers, which have the order of numbers; otherwise that of the alphabet.
+        """
+        names = sorted(self._numbers, key=int) if numbers else sorted(self._numbers)
+        position = np.empty(len(names), np.int32)
+        position[[self._numbers[name] for name in names]] = np.arange(len(names))
+        return names, position[np.concatenate(self._codes)]
+
+    @property
+    def integers(self) -> bool:
+        """Return whether each name is an integer in plain digits."""
+        return all(name.isascii() and name.isdecimal() for name in self._numbers)
+
+    def _number(self, name: str) -> int:
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def _name(self, value: Any, row: int) -> str:
+        if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):
+            raise DataError(
+                f"{self._key}: row {row} of {self._source} has no value. Leave out rows without a class or client.",
+                code="data.malformed",
+                key=self._key,
+                value=self._source,
+                row=row,
+            )
+        if isinstance(value, float) and value.is_integer():  # a column with missing integers, up to the first of them
+            value = int(value)
+        if _plain_kind(value) is None:
+            raise _not_classes(self._key, self._source, value)
+        if not str(value).isprintable() or not str(value).strip():
+            raise DataError(
+                f"{self._key}: {self._source} has a name that cannot be printed ({value!a}). Rename it.",
+                code="data.bad-name",
+                key=self._key,
+                value=self._source,
+            )
+        return str(value)
+
+
+def index_bytes(labels: CodedLabels, deep: bool) -> bytes:
+    """Return the content of a cache's index."""
+    content = io.BytesIO()
+    clients = {}
+    if labels.clients is not None and labels.client_names is not None:
+        clients = {"clients": labels.clients.astype(np.int32), "client_names": np.array(labels.client_names)}
+    np.savez(
+        content,
+        classes=labels.classes.astype(np.int32),
+        class_names=np.array(labels.class_names),
+        train=np.array(labels.train),
+        flags=np.array([labels.tested, deep]),
+        **clients,
+    )
+    return content.getvalue()
+
+
+def _read_index(path: Path) -> tuple[CodedLabels, bool]:
+    """Return the labels of a cache, and whether its first image has greys of more than 8 bits."""
+    stored = read_npz(path, ("classes", "class_names", "train", "flags", "clients", "client_names"))
+    labels = CodedLabels(
+        classes=stored["classes"].astype(np.int64),
+        class_names=stored["class_names"].tolist(),
+        clients=stored["clients"].astype(np.int64) if "clients" in stored else None,
+        client_names=stored["client_names"].tolist() if "client_names" in stored else None,
+        train=int(stored["train"]),
+        tested=bool(stored["flags"][0]),
+    )
+    return labels, bool(stored["flags"][1])
