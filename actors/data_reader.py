@@ -190,7 +190,8 @@ class _Read:
             name = batch["file"][position] or f"row {self.count + position}"
             reasons[position] = Undecodable(shown_name(name), batch["cause"][position]).reason
         self.count += len(batch["state"])
-        return DecodedRows(np.ascontiguousarray(batch["pixels"]), batch["state"], reasons)
+        # a copy of the states, as a view would keep the whole block in the object store
+        return DecodedRows(np.ascontiguousarray(batch["pixels"]), batch["state"].copy(), reasons)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
