@@ -1,4 +1,4 @@
-"""A run without secure sums does not need the library for masks."""
+"""The number of members that must survive, and no import of the library for masks without secure sums."""
 
 import subprocess
 import sys
@@ -19,6 +19,6 @@ def test_two_thirds_of_the_members_must_survive(members, needed):
     assert fewest_survivors(members) == needed
 
 
-def test_an_experiment_needs_no_cryptography():
+def test_the_experiment_module_imports_no_cryptography():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

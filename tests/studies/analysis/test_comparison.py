@@ -62,7 +62,7 @@ def test_under_six_seeds_nothing_is_claimed_whatever_the_difference():
     assert all(j.p is None for j in compared.claims)
 
 
-def test_fewer_bytes_are_better():
+def test_arms_with_equal_bytes_have_no_difference():
     compared = compare(records(), "a", [Claim("b", "a", "bytes_up")])
     # all values are equal, so there is no spread and no p value
     assert {j.verdict for j in compared.claims} == {"no difference"}
