@@ -143,7 +143,7 @@ def crowd(folder: Path, fit: int) -> None:
 
 
 def fill_item(item: Tree) -> Tree:
-    """Return an item of server-side work; the device has room for `item["fit"]` processes."""
+    """Return the `x` of an item of server-side work, unless more than `item["fit"]` processes use the device."""
     crowd(Path(item["folder"]), item["fit"])
     return {"x": item["x"]}
 

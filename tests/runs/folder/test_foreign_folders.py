@@ -74,7 +74,7 @@ def folder(made, tmp_path):
 
 @pytest.fixture
 def victims(tmp_path):
-    """Return a user's file and folder; assert after the test that they are unchanged."""
+    """Make a folder of the user's with files; yield it, and assert after the test that it is unchanged."""
     home = tmp_path / "home"
     (home / "folder").mkdir(parents=True)
     for file in (home / "file", home / "folder/file"):
