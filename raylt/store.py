@@ -281,7 +281,7 @@ def folder_for(path: Path) -> Folder:
 
 def read(path: Path, limit: int = LIMIT) -> bytes:
     """Return the content of a file that the user named. The path may be a symbolic link."""
-    path = _followed(path)
+    path = followed(path)
     with Folder.open(path.parent) as folder:
         return folder.read(path.name, limit)
 
@@ -292,7 +292,7 @@ def plain(path: Path, limit: int | None = None) -> Path:
     Raises:
         CheckpointError: there is none, it is a folder, a FIFO, a socket or a device, or it has more than `limit` bytes.
     """
-    path = _followed(path)
+    path = followed(path)
     with Folder.open(path.parent) as folder, folder.stream(path.name) as stream:
         size = os.fstat(stream.fileno()).st_size
     if limit is not None and size > limit:
@@ -329,8 +329,8 @@ def check_archive(path: Path) -> None:
         )
 
 
-def _followed(path: Path) -> Path:
-    """Resolve the symbolic links in a path.
+def followed(path: Path) -> Path:
+    """Return an absolute path without symbolic links.
 
     Raises:
         CheckpointError: links lead to each other, or the path cannot be one.

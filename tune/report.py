@@ -1,6 +1,7 @@
 """Writes the results of a search: best.yaml, tables of its trials, and a plot."""
 
 import csv
+import hashlib
 import io
 import json
 import shlex
@@ -8,10 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from rich import box
 from rich.table import Table
 
 from raylt.config import yaml_text
+from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform
 from raylt.registry import plugin_files
 from raylt.runs.folder.reader import Files
@@ -22,6 +25,7 @@ from tune.plan import SearchPlan, SearchState
 from tune.records import TrialRecord
 from tune.space import Axis, Grid
 
+SEAL = "seal.json"  # the hashes of the other files that `write` writes
 PAPER, INK, MUTED = "#ffffff", "#1f2430", "#8a8f9c"
 COLOURS = ("#2f5d8a", "#c4622d", "#4f7f52", "#86548f", "#a08a2c", "#3d8f93")
 
@@ -37,15 +41,47 @@ def write(folder: Path, plan: SearchPlan, state: SearchState) -> None:
     trials = []
     for cells, record in zip(rows, state.trials, strict=True):
         trials.append({**cells, "points": [score.to_json() for score in record.counted_scores]})
+    files: dict[str, str | bytes] = {
+        "trials.csv": text.getvalue(),
+        "trials.json": json.dumps(trials, indent=1) + "\n",
+    }
     best = state.best()
     shares = {method: importance(plan, state, method) for method in plan.methods}
+    if best is not None:
+        files["best.yaml"] = best_yaml(folder, plan, best)
+        files["importance.json"] = json.dumps(shares, indent=1) + "\n"
+        files["search.png"] = draw(plan, state, shares)
     with Folder.open(folder) as search_folder:
-        search_folder.write("trials.csv", text.getvalue())
-        search_folder.write("trials.json", json.dumps(trials, indent=1) + "\n")
-        if best is not None:
-            search_folder.write("best.yaml", best_yaml(folder, plan, best))
-            search_folder.write("importance.json", json.dumps(shares, indent=1) + "\n")
-            search_folder.write("search.png", draw(plan, state, shares))
+        for name, content in files.items():
+            search_folder.write(name, content)
+        search_folder.write(SEAL, json.dumps({name: _sha256(content) for name, content in files.items()}) + "\n")
+
+
+def check_results(search_folder: Folder) -> str:
+    """Check the results in a search's folder against the hashes that `write` left there; return a description.
+
+    Raises:
+        CheckpointError: a file is missing or was changed, or the hashes cannot be read.
+    """
+    seal = search_folder.path / SEAL
+    try:
+        hashes = TypeAdapter(dict[str, str]).validate_json(search_folder.read(SEAL))
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{seal}: cannot be read. Restore the original files.", code="search.changed", path=str(seal)
+        ) from error
+    for name, expected in hashes.items():
+        if _sha256(search_folder.read(name)) != expected:
+            raise CheckpointError(
+                f"{search_folder.path / name}: the file was changed. Restore the original files.",
+                code="search.changed",
+                path=str(search_folder.path / name),
+            )
+    return ", ".join(hashes)
+
+
+def _sha256(content: str | bytes) -> str:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
 def row(record: TrialRecord) -> dict[str, Any]:

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from raylt.runs.callbacks.base import Callback, TrialReport
+from raylt.runs.callbacks.console import PlainConsole
 
 
 class SearchProgress(Callback):
     """Callback that shows a running search on standard error: a progress bar, and a line per trial."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._console = PlainConsole(stderr=True)
         self._bar = Progress(
             TextColumn("trials"),
             BarColumn(),

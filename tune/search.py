@@ -35,7 +35,7 @@ from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import NotebookProgress
 from raylt.runs.callbacks.trackers import check_trackers
 from raylt.runs.start import check_setup
-from raylt.store import Folder, folder_for
+from raylt.store import Folder, folder_for, followed
 from tune import report
 from tune.asha import rungs
 from tune.loop import SearchLoop, sizes, task_of
@@ -147,7 +147,7 @@ def search(
     if name is not None:
         check_name(name, "name")
     name = name or f"search-{'-'.join(by_method)}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = Path(out).resolve() / name
+    folder = followed(Path(out)) / name
     if (folder / "search.json").exists():
         raise CheckpointError(
             f"{folder}: the search exists already. Give another {spoken('--name', 'name')}, or continue it with "
@@ -178,7 +178,7 @@ def resume(
         RayltError: no trial reached its end.
     """
     check_tracked(track, fleet)
-    folder = Path(folder).resolve()
+    folder = followed(Path(folder))
     if not exists(folder / "search.json"):
         raise CheckpointError(
             f"{folder}: not the folder of a search (it has no search.json). Give the folder that raylt tune made.",

@@ -3,16 +3,18 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from raylt.disk import exists
 from raylt.errors import CheckpointError, RayltError
 from raylt.runs.folder.reader import Files
 from raylt.runs.verify import Finding, finding_of
 from raylt.store import Folder
 from tune.plan import SearchPlan
 from tune.records import PLAN, TRIALS, EndedTrialJson, figures_of, read_trials
+from tune.report import SEAL, check_results
 
 
 def verify_search(folder: Path) -> list[Finding]:
-    """Check the plan of a search, the hash chain of its ended trials, and each trial's line against its run folder."""
+    """Check a search: its plan, the hash chain of its ended trials, its results, and its trials' run folders."""
     return list(_findings(folder))
 
 
@@ -26,6 +28,10 @@ def _findings(folder: Path) -> Iterator[Finding]:
             return
     detail = f"{len(trials)} trials in order"
     yield Finding(TRIALS, not torn, f"{detail}, and a line that a kill cut off" if torn else detail)
+    if exists(folder / SEAL):
+        yield finding_of(SEAL, lambda: _describe_results(folder))
+    elif exists(folder / "trials.json"):
+        yield Finding("trials.json", True, "unsealed: no hash binds it to the search")
     for trial in trials:
         if trial["failed"] is None:
             name = f"trials/{trial['trial']}"
@@ -35,6 +41,11 @@ def _findings(folder: Path) -> Iterator[Finding]:
 def _describe_plan(folder: Folder) -> str:
     plan = SearchPlan.from_json(folder.read(PLAN), str(folder.path / PLAN))
     return f"search over {', '.join(plan.spaces)}"
+
+
+def _describe_results(folder: Path) -> str:
+    with Folder.open(folder) as search_folder:
+        return check_results(search_folder)
 
 
 def _describe_trial(folder: Path, trial: EndedTrialJson) -> str:

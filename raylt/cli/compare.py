@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from raylt import store
-from raylt.cli.options import UNSAFE, out
+from raylt.cli.options import out
 from raylt.disk import is_file
 from raylt.errors import ConfigError
+from raylt.runs.callbacks.console import UNSAFE
 
 if TYPE_CHECKING:
     from raylt.studies.report.text_table import TextTable

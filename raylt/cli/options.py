@@ -1,7 +1,6 @@
 """Options that several commands share, and helpers for printing."""
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,33 +10,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.segment import Segment
+from rich.console import Group
 from rich.table import Table
 
 from raylt.config import DEMO, Config, load
 from raylt.runs.callbacks.base import Callback
+from raylt.runs.callbacks.console import PlainConsole
 
 # Modules that import torch are imported inside the commands: --help and a mistyped key should not wait for it.
 
 
-# characters that move the cursor, change the terminal or the direction of a text
-UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-class Output(Console):
-    """A console without markup, since names may contain brackets. Tables wrap long words instead of cutting them."""
-
-    def __init__(self, stderr: bool = False):
-        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
-
-    def render(self, *arguments: Any, **how: Any) -> Iterator[Segment]:
-        """Print text without the escape sequences that names and files may contain."""
-        for segment in super().render(*arguments, **how):
-            if segment.control or not UNSAFE.search(segment.text):
-                yield segment
-            else:
-                yield Segment(UNSAFE.sub("?", segment.text), segment.style)
+class Output(PlainConsole):
+    """A console whose tables wrap long words instead of cutting them."""
 
     def print(self, *objects: Any, **how: Any) -> None:
         for each in objects:

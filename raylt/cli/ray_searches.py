@@ -12,6 +12,7 @@ from rich.table import Table
 from raylt.cli.options import Format, out, print_json
 from raylt.config import Config
 from raylt.errors import CheckpointError, ConfigError
+from raylt.store import followed
 
 if TYPE_CHECKING:
     from tune.ray_search import RaySearchResult
@@ -57,7 +58,7 @@ def search(
     if choices["scheduler"] == "pbt":
         check_exchangeable(space, method)
     name = name or f"search-{method}-{choices['scheduler']}-{datetime.now():%Y%m%d-%H%M%S}"
-    target = (folder / name).resolve()
+    target = followed(folder / name)
     if target.exists():
         raise CheckpointError(
             f"{target}: exists already. Give another --name, or continue it with raylt tune --resume {target}.",
@@ -88,7 +89,7 @@ def resume(folder: Path, address: str | None, format: Format) -> None:
     def run() -> "RaySearchResult":
         from tune.ray_search import resume_ray_search
 
-        return resume_ray_search(folder.resolve())
+        return resume_ray_search(followed(folder))
 
     _show(_in_session(address, run), format)
 

@@ -11,7 +11,9 @@ from refusals import refused
 import raylt
 from raylt.cli.main import main
 from raylt.cli.options import Output
+from raylt.runs.callbacks.terminal import TerminalProgress
 from raylt.runs.export.model_card import model_card
+from tune.screen import SearchProgress
 
 EXITS = {
     "import": "import sys\nsys.exit()\n",
@@ -58,6 +60,21 @@ def test_no_escape_sequence_reaches_the_terminal():
     text = console.file.getvalue()
     assert "owned" in text
     assert not any(mark in text for mark in "\x1b\x07\x9b\u202e")
+
+
+@pytest.mark.parametrize("progress", [TerminalProgress, SearchProgress])
+def test_no_escape_sequence_reaches_the_terminal_while_a_run_goes_on(capsys, progress):
+    progress().on_message("run folder /runs/\x1b[2J\x9b31m\u202eabc")
+    assert capsys.readouterr().err == "run folder /runs/?[2J?31m?abc\n"
+
+
+@pytest.mark.parametrize("command", ["follow", "stop", "resume"])
+def test_an_empty_path_is_refused(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["raylt", command, ""])
+    with pytest.raises(SystemExit):
+        main()
+    assert "command.failed" not in capsys.readouterr().err
 
 
 def test_a_model_card_quotes_names(tmp_path):

@@ -99,6 +99,39 @@ def test_verify_names_the_line_and_the_trial_that_were_changed(folder):
     assert [finding.what for finding in verify_search(folder) if not finding.whole] == ["trials.jsonl"]
 
 
+@pytest.mark.parametrize("name", ["trials.json", "trials.csv", "best.yaml", "importance.json", "search.png"])
+@pytest.mark.parametrize("change", [lambda content: content + b" ", lambda content: content[:-1], None])
+def test_verify_names_results_that_were_changed(folder, name, change):
+    file = folder / name
+    content = file.read_bytes()
+    file.unlink()
+    if change is not None:
+        file.write_bytes(change(content))
+    [damaged] = [finding for finding in verify_search(folder) if not finding.whole]
+    assert name in damaged.detail
+
+
+@pytest.mark.parametrize("seal", ["", "[]", '{"trials.json": 1}', '{"../../etc/passwd": "0"}'])
+def test_verify_refuses_a_seal_that_cannot_be_read(folder, seal):
+    (folder / "seal.json").write_text(seal)
+    assert [finding.what for finding in verify_search(folder) if not finding.whole] == ["seal.json"]
+
+
+def test_verify_says_that_results_without_a_seal_have_none(folder):
+    (folder / "seal.json").unlink()
+    [unsealed] = [finding for finding in verify_search(folder) if finding.what == "trials.json"]
+    assert unsealed.whole
+    assert "unsealed" in unsealed.detail
+
+
+def test_a_loop_of_links_is_no_search(tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    check_refused(loop, "loop of links")
+    with pytest.raises(RayltError, match="loop of links"):
+        small_search(loop, "federation.rounds=2", samples=2, scheduler="none")
+
+
 @pytest.mark.parametrize(
     ("name", "old", "new", "message"),
     [

@@ -38,6 +38,7 @@ from raylt.tree import Tree
 ItemFunction = Callable[[Tree], Tree]
 # codes of faults that most clients have only if training diverged
 DIVERGED = frozenset({"reply.not-finite", "reply.out-of-range", "reply.overflow", "model.not-finite"})
+MAY_DIVERGE = DIVERGED | {"reply.wrong-sums"}  # of features that are too long, which is a sign of divergence too
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,8 @@ class Fleet(ABC):
         raise Diverged(
             f"local.lr: training diverged in round {began} ({rate:g}). In round {self.round}, {name}, {len(diverged)} "
             f"of {len(cohort)} clients sent values that are infinite, not numbers or too large. First: {diverged[0]}. "
-            f"The largest value that they received is {before:.3g}. Lower local.lr.",
+            f"The largest value that they received is {before:.3g}. Lower local.lr; if "
+            "one of the clients may be hostile, set federation.robust.",
             code="training.diverged",
             key="local.lr",
             value=rate,
@@ -330,7 +332,9 @@ class Fleet(ABC):
             return
         self._check_divergence(name, cohort, message, errors)
         first = errors[0]
-        remedy = f" If training diverged, lower local.lr ({self.config.local.lr:g})." if first.code in DIVERGED else ""
+        remedy = ""
+        if first.code in MAY_DIVERGE:
+            remedy = f" If training diverged, lower local.lr ({self.config.local.lr:g})."
         raise TooFewReplies(
             f"round {self.round}, {name}: {usable} of {cohort.needed} clients replied usably, federation.quorum = "
             f"{quorum:g} needs {needed}. The first failure: {str(first).rstrip('.')}.{remedy}",

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
@@ -17,6 +16,7 @@ from raylt.core.report import RoundReport, shown_figure
 from raylt.metrics import LOCAL
 from raylt.registry import resolve
 from raylt.runs.callbacks.base import Callback
+from raylt.runs.callbacks.console import PlainConsole
 
 STAGES = {
     "join": "joining",
@@ -49,7 +49,7 @@ class TerminalProgress(Callback):
     """
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._console = PlainConsole(stderr=True)
         self._time_left = TimeLeft()
         self._bar = Progress(
             TextColumn("{task.description}"),

@@ -184,7 +184,7 @@ def failure_file(folder: Path) -> Path:
 
     It is next to the run's folder, since a run that cannot start leaves no folder.
     """
-    return folder.with_name(folder.name + ".failed")
+    return folder.parent / f"{folder.name}.failed"
 
 
 def age(folder: Path) -> float | None:

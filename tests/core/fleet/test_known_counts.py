@@ -16,6 +16,7 @@ from raylt.core.fleet.schema import Schema
 from raylt.errors import Diverged
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fed3r import Fed3R
+from raylt.methods.classifiers.fedncm import FedNCM
 from raylt.methods.classifiers.posthoc import PostHoc
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fednh import FedNH
@@ -315,6 +316,15 @@ def test_divergence_is_an_error_of_its_own_with_round_size_and_remedy(tiny_task,
         experiment.step()
     assert caught.value.details["size"] == pytest.approx(1e12, rel=1e-3)
     assert "up_to" not in str(caught.value)
+
+
+def test_features_that_are_too_long_may_be_the_first_sign_of_divergence(tiny_task, tmp_path):
+    method = lying(FedNCM(), of_class("z", lambda z: 1e9 * z))
+    experiment = make_experiment(configure(federation={"rounds": 1, "quorum": 1.0}), tiny_task, tmp_path, method)
+    experiment.step()
+    with refused("reply.too-few", cause="reply.wrong-sums") as caught:
+        experiment.step()
+    assert "lower local.lr (0.05)" in str(caught.value)
 
 
 class Broken(FedAvg):
