@@ -137,7 +137,7 @@ CODES: dict[str, str] = {
     "model.wrong-width": "The model's features and the teacher's differ in their number of dimensions.",
     # plugin
     "plugin.changed": "A run was made with another version of a plugin.",
-    "plugin.failed": "A plugin's file raised an exception while it was imported.",
+    "plugin.failed": "A plugin's file raised an exception while it was imported, or one of its functions did.",
     "plugin.missing": "A run was made with a plugin that is not registered.",
     "plugin.name-taken": "A user's file has the name of a package of raylt.",
     "plugin.no-method": "A file defines no method.",
@@ -486,6 +486,31 @@ def no_exit() -> Iterator[None]:
         raise ConfigError(
             f"{user_fault(error)}: would end the process. Raise an error instead.",
             code="plugin.failed",
+            cause=user_fault(error),
+        ) from error
+
+
+@contextmanager
+def own_function(key: str, name: str) -> Iterator[None]:
+    """Name the setting and the line where a function of the user's own raises an exception.
+
+    Args:
+        key: setting that names the function.
+        name: of the function.
+
+    Raises:
+        ConfigError: the function raised an exception, or does not take the arguments that it is given.
+    """
+    try:
+        yield
+    except RayltError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {name} raised an exception ({user_fault(error)}). Correct the function.",
+            code="plugin.failed",
+            key=key,
+            value=name,
             cause=user_fault(error),
         ) from error
 

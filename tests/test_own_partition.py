@@ -15,7 +15,7 @@ from raylt import registry
 from raylt.config import DataConfig, load
 from raylt.core.training.schedules import scheduled_rate
 from raylt.data.task import build_task
-from raylt.errors import DataError
+from raylt.errors import ConfigError, DataError
 from raylt.own_code.shipment import ship
 from raylt.registry import load_plugin, plugin_modules, resolve
 
@@ -93,6 +93,32 @@ def test_parts_that_are_none_are_refused(no_guests, deal, word):
     with refused("data.malformed", DataError, key="data.partition", value="mine") as caught:
         build_task(DataConfig(partition="mine", clients=2))
     assert word in str(caught.value)
+
+
+def fails(*_):
+    raise KeyError("absent")
+
+
+def takes_none():
+    raise AssertionError
+
+
+@pytest.mark.parametrize("function", [fails, takes_none])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("partition", "data.partition"),
+        ("schedule", "local.schedule"),
+        ("source", "data.source"),
+        ("model", "model"),
+    ],
+)
+def test_a_function_that_raises_is_refused_before_the_run(no_guests, tmp_path, kind, key, function):
+    raylt.register(function, "own", kind=kind)
+    with refused("plugin.failed", ConfigError, key=key, value="own") as caught:
+        raylt.run("fedavg", overrides={key: "own"}, out=tmp_path, fleet="local")
+    assert ("test_own_partition.py" in str(caught.value)) == (function is fails)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("kind", "name"), [("partition", "iid"), ("schedule", "cosine")])

@@ -5,7 +5,7 @@ A model takes any number of input channels.
 
 from collections.abc import Callable
 
-from raylt.errors import ConfigError, user_fault
+from raylt.errors import ConfigError, own_function, user_fault
 from raylt.models.cnn import cnn, cnn_proj, small
 from raylt.models.resnet import resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj
 from raylt.models.segment import LRASPPEncoder, lraspp
@@ -88,7 +88,8 @@ def build(
             model=name,
         )
     _check_side(name, min(shape[:2]), shape)
-    model = factory(classes, shape)
+    with own_function("model", name):
+        model = factory(classes, shape)
     if not isinstance(model, SplitModel):
         raise ConfigError(
             f"model: {name} gave a {type(model).__name__}. Return a raylt.SplitModel(encoder, dim, classes).",

@@ -9,13 +9,14 @@ from raylt.config import Config, apply, assign, check, overlay, override, read
 from raylt.core.method import Method
 from raylt.core.protection.protection import check_delta
 from raylt.core.setup import Setup
+from raylt.core.training.schedules import scheduled_rate
 from raylt.data.fingerprint import hash_data
 from raylt.data.sources.sources import check_size
 from raylt.data.splits.check import complete
 from raylt.data.splits.draw import check_judged
 from raylt.data.task import Task, TaskSpec, build_task, outline_of
 from raylt.disk import check_name
-from raylt.errors import ConfigError, RayltError, no_exit
+from raylt.errors import ConfigError, RayltError, no_exit, own_function
 from raylt.methods import METHODS
 from raylt.models import try_model
 from raylt.models.split import SplitModel
@@ -150,7 +151,11 @@ def check_setup(setup: Setup, spec: TaskSpec) -> None:
         ConfigError: method, model, data and settings do not fit together.
     """
     setup.check(spec, setup.new_model(spec))
-    name = setup.config.model
+    config = setup.config
+    if is_plugin("schedule", config.local.schedule):
+        with own_function("local.schedule", config.local.schedule):
+            scheduled_rate(setup.schedule, config.local, 1, config.federation.rounds)
+    name = config.model
     if is_plugin("model", name):
         with seeded(setup.config.seed, "trial of the model"):
             try_model(name, setup.model(spec.classes, spec.shape), spec.shape)

@@ -20,7 +20,7 @@ from raylt.data.sources.folders import open_parts, read_parts
 from raylt.data.sources.huggingface import open_hub
 from raylt.data.sources.ray_data import open_ray
 from raylt.data.sources.scenes import camvid, cityscapes, shapes
-from raylt.errors import CheckpointError, ConfigError, DataError, did_you_mean, spoken
+from raylt.errors import CheckpointError, ConfigError, DataError, did_you_mean, own_function, spoken
 from raylt.seeds import seed_for
 
 __all__ = ["NAMES", "SOURCES", "ProblemKind", "Source", "channel_statistics", "group_thresholds", "open_source"]
@@ -53,7 +53,8 @@ def open_source(config: DataConfig) -> Source:
         DataError: its files are missing or malformed.
     """
     if config.source in SOURCES:
-        return SOURCES[config.source](config)
+        with own_function("data.source", config.source):
+            return SOURCES[config.source](config)
     kind, _, address = config.source.partition(":")
     root = Path(config.root).expanduser()
     path = Path(address).expanduser()

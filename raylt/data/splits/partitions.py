@@ -11,7 +11,7 @@ import numpy as np
 from raylt.config import DataConfig
 from raylt.data.splits.long_tail import own_tail
 from raylt.data.splits.split import grouped
-from raylt.errors import ConfigError, DataError, did_you_mean, spoken
+from raylt.errors import ConfigError, DataError, did_you_mean, own_function, spoken
 from raylt.seeds import seed_for
 
 RETRIES = 1000
@@ -164,7 +164,8 @@ def _own_partition(name: str, labels: np.ndarray, config: DataConfig, rng: np.ra
             value=name,
         )
     assert config.clients is not None
-    parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in deal(labels, config.clients, rng, config)]
+    with own_function("data.partition", name):
+        parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in deal(labels, config.clients, rng, config)]
     rows = np.concatenate([np.empty(0, np.int64), *parts])
     problem = None
     if len(parts) != config.clients:
