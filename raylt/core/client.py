@@ -219,7 +219,7 @@ class Client:
 
 
 def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw features and labels of random pixels, at most `per_class` for each class in an image.
+    """Return the features and labels of randomly chosen pixels, at most `per_class` per class and image.
 
     A pixel's feature is interpolated as a `PixelModel` interpolates its logits, so the classifier gives the same logits
     for it. Images with one feature and one label each, z [B, d] and y [B], are returned as they are.
@@ -273,7 +273,7 @@ def labelled_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def back_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return a cross-entropy that lets an unlabelled pixel have any class that is absent from the batch's labels.
+    """Return the cross-entropy of a batch, with unlabelled pixels assigned to the classes without labelled pixels.
 
     The probability of such a pixel is the sum of these classes' probabilities (BackCE of FedSeg, Miao et al., CVPR
     2023; the absent classes are those of the batch, as in its code). Where the labels show all classes, such pixels are

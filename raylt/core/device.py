@@ -217,7 +217,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 class InHalves:
-    """Wraps a function of images so that it halves its batches when the device runs out of memory.
+    """A wrapper that calls a function on smaller batches of images after the device ran out of memory.
 
     Each image's result must not depend on the other images of the batch, as with a model's answers in evaluation mode.
     Only the rounding of the last bits may differ.

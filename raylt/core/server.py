@@ -83,7 +83,7 @@ class ServerAdam:
         return steps
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """Return the next second moment, computed from the square of the clients' mean change."""
+        """Return the updated second moment, computed from the square of the clients' mean change."""
         return self.beta2 * v + (1 - self.beta2) * square
 
 
@@ -212,7 +212,7 @@ class Server:
 
     @property
     def feature_limits(self) -> dict[str, Any]:
-        """Return the limits of clients' features, as keyword arguments for the checks of their sums.
+        """Return the limits of clients' features, as keyword arguments for the checks of feature sums.
 
         Returns:
             "longest", the length that a feature is cut to, or None; "negative", False if the encoder ends in a ReLU.

@@ -1,4 +1,4 @@
-"""Branch points: the steps after which a run can continue with other fields of its method.
+"""Branch points: the steps after which a run can continue with changed fields of its method.
 
 A method names the fields that act only in a later stage (`Method.later`), and the step after which each stage begins
 (`Method.stages`). Two runs that differ in these fields alone are identical until then.
@@ -79,7 +79,7 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
 
 
 def stage_of(method: type[Method], field: str) -> str | None:
-    """Return the stage of training from which a method's field acts, or None if it acts from the first round."""
+    """Return the stage of training in which a method's field first takes effect, or None for the first round."""
     return next((stage for stage, names in method.later.items() if field in names), None)
 
 

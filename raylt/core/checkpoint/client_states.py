@@ -112,6 +112,6 @@ def _packed(step: int, private_states: Iterable[tuple[int, Tree]]) -> Iterator[t
 
 
 def _is_worth_keeping(entry: CheckpointPart, current: int) -> bool:
-    """Return whether to keep a pack that holds the newest state of `current` clients."""
+    """Return whether to keep a pack in which `current` states are still the newest states of their clients."""
     small = current < FEW and entry["tree"]["bytes"] < LITTLE
     return not small and 2 * current >= len(entry["tree"]["clients"])

@@ -1,4 +1,4 @@
-"""The client functions that evaluate clients' models, and the reductions that check their counts."""
+"""The client functions that evaluate clients' models, and the reductions that check the clients' counts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ def judged_entries(server: Server, method: Method) -> Params:
 
 @torch.no_grad()
 def judged_model(method: Method, client: Client, entries: Params, other: str | None = None) -> SplitModel:
-    """Return the model to evaluate at a client: its own, or the global model with the client's own statistics.
+    """Return the model to evaluate at a client: the client's own, or the global model with the client's statistics.
 
     A client that was never asked takes its statistics now.
 
@@ -143,7 +143,7 @@ def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor
 
 
 def _cells_like(expected: Tensor, columns: int) -> Reduction:
-    """Return a reduction for nonzero confusion counts, whose number the classes and labels limit."""
+    """Return a reduction for nonzero confusion counts that limits the number of counts by the classes and labels."""
     classes, labels = len(expected), int(expected.sum())
     most = min(classes**2, labels)
     return each.like(torch.empty(most, columns, dtype=cell_type(classes, labels), device="meta")).or_shorter()

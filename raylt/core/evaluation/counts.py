@@ -177,7 +177,7 @@ class EvaluationSet:
 
     @torch.no_grad()
     def counts(self, model: SplitModel, predict: Predict, size: int, owners: Tensor | None = None) -> Counts:
-        """Count the classes that a client's model predicts.
+        """Count the pairs (true class, predicted class) of a client's model on the test set.
 
         Args:
             predict: the method's function of model and images to logits.
@@ -205,7 +205,10 @@ class EvaluationSet:
         return counts.cpu()
 
     def _has_features_of(self, encoder: nn.Module) -> bool:
-        """Return whether the stored features are from this encoder; if not, prepare to store its features."""
+        """Return whether the stored features are from this encoder.
+
+        If not, note the encoder as the one whose features are stored next.
+        """
         entries = encoder.state_dict()
         layout = [(name, value.dtype, value.shape) for name, value in entries.items()]
         # one comparison for all entries: the host waits for each comparison

@@ -234,7 +234,7 @@ def has_own_models(method: Method, server: Server) -> bool:
 
 
 def in_halves(method: Method, model: SplitModel, server: Server, fleet: Fleet) -> InHalves:
-    """Return a model's prediction function that halves its batches when the server's device is full."""
+    """Return a model's prediction function, which uses smaller batches once the server's device is full."""
     return InHalves(
         lambda x: method.predict(model, x),
         lambda text: fleet.note(f"round {server.round}, evaluation at the server: {text}"),
@@ -342,5 +342,5 @@ def _as_message(shard: Shard) -> dict[str, Any]:
 
 
 def _as_deployed(shared: Counts | None) -> Matrices | None:
-    """Return the counts that clients share if all of them use the global model."""
+    """Return the global model's counts as confusion matrices that all clients share, or None without counts."""
     return None if shared is None else Matrices(shared.all, own=shared.own)

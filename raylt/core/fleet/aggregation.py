@@ -190,7 +190,7 @@ class LayoutVote:
         self._aggregators[layout].accept(id, reply)
 
     def winner(self) -> tuple[Aggregator | None, dict[int, Fault]]:
-        """Return the aggregator of the most frequent layout, and why the other replies are rejected, by client id.
+        """Return the aggregator of the most frequent layout, and the faults of all other replies by client id.
 
         Where two layouts are equally frequent, no reply counts.
         """

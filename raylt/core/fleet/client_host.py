@@ -74,7 +74,11 @@ class ClientHost:
         return self._run(fn, message, round, id, shard, private)
 
     def drop(self, all_but: int) -> bool:
-        """Remove all clients' data except that of `all_but` from the device; return whether any was removed."""
+        """Remove from the device the data of all clients except the client `all_but`.
+
+        Returns:
+            Whether there was another client's data to remove.
+        """
         dropped = [id for id in self.clients if id != all_but]
         for id in dropped:
             self._release(id)
@@ -105,7 +109,7 @@ class ClientHost:
         return plain(reply, after, self._room)
 
     def _called(self, fn: ClientFunction, client: Client, message: Message) -> Reply:
-        """Run a client function; give its exception the code reply.not-finite if the model has diverged."""
+        """Run a client function; raise an error with the code reply.not-finite if it fails on a diverged model."""
         try:
             return fn(client, message)
         except RayltError:

@@ -290,7 +290,7 @@ class Fleet(ABC):
         return ClientError(id, self.round, name, f"reply rejected: {fault}", code=fault.code, value=fault.value)
 
     def _commit(self, privates: dict[int, Any], cohort: Cohort) -> None:
-        """Keep the new private states of the clients whose replies are used."""
+        """Store the new private states of the clients whose replies are used."""
         self._private.update(privates)
         self.changed.update(privates)
         if not cohort.everyone:

@@ -109,7 +109,7 @@ class Reduction:
         return replace(self, samples_condition=condition)
 
     def by_column(self) -> "Reduction":
-        """Return a reduction for a matrix with one class per column: the class's sum, then its number of samples.
+        """Return a reduction for a matrix with one column per class: the class's sum, then its number of samples.
 
         Robust rules then take each class by itself.
         """

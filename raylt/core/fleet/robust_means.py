@@ -59,7 +59,7 @@ def _columns(values: Sequence[Tree]) -> dict[LeafPath, Tensor]:
 
 
 def _middle(column: Tensor, trimmed: float) -> Tensor:
-    """Return the trimmed mean of each entry [K, ...]: drop the share `trimmed` of lowest and of highest values.
+    """Return the trimmed mean of each entry [K, ...], which leaves out the share `trimmed` at either end.
 
     At least one value of three is cut on either side, and one or two values in the middle stay. Of whole numbers the
     lower middle one is returned.

@@ -91,7 +91,10 @@ class Schema:
         return light
 
     def sum_block(self, ids: Sequence[int], replies: Sequence[Reply | Unusable]) -> list[SummedReply | Unusable]:
-        """Add up a block's usable replies in id order; return a placeholder for each reply, `Unusable` if faulty."""
+        """Add up a block's usable replies in id order, and return a placeholder for each reply.
+
+        The placeholder of a faulty reply is `Unusable`.
+        """
         faults = [self.fault(id, reply) for id, reply in zip(ids, replies, strict=True)]
         usable = [reply for reply, fault in zip(replies, faults, strict=True) if fault is None]
         summed = iter(
@@ -150,7 +153,7 @@ class Schema:
         return None if text is None else Fault("reply.condition", f"{name} {text}")
 
     def _samples_fault(self, id: int, parts: Mapping[str, Any]) -> Fault | None:
-        """Return the fault of the first part that cannot describe the client's samples, or None.
+        """Return the fault of the first part that contradicts the client's number of samples, or None.
 
         Each part already has the right form.
         """
@@ -167,7 +170,7 @@ class Schema:
         return LARGEST[part.kind] * (max(1, samples) * self._labels if part.kind == "total" else 1)
 
     def _count_fault(self, name: str, leaves: dict[Path, Any], labels: int) -> Fault | None:
-        """Return the reason why integers of a part cannot count a client's samples or labels, or None.
+        """Return the reason why integers of a part cannot be counts of a client's samples or labels, or None.
 
         Integers of the same name are added up over the entries of the part, for example over classes.
         """
@@ -288,7 +291,10 @@ def _least_and_sum(leaf: Tensor | int) -> tuple[int, int]:
 
 
 def _without_values(leaf: Any) -> Any:
-    """Return a leaf of a template without its values, which take room; counters of batches are few."""
+    """Return a leaf of a template without its values, to save memory.
+
+    Integer tensors keep their values: they are counters of batches, and small.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.to("meta" if leaf.is_floating_point() else "cpu")

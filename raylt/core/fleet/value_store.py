@@ -31,7 +31,7 @@ class ValueStore:
         self._file: IO[bytes] | None = None
 
     def keep(self, parts: Tree) -> Tree:
-        """Return the parts of one reply with the same bits, as views of a file once memory is full.
+        """Store the parts of one reply, and return them unchanged or, once memory is full, as views of a file.
 
         All tensors of a reply are moved to the file together, since one remaining tensor would keep the memory of all.
 

@@ -43,7 +43,7 @@ Unmasking = dict[int, tuple[str, int]]  # by member: "seed" or "key", and a shar
 
 @dataclass(frozen=True)
 class Commitment:
-    """The hashes that a member publishes of the secrets that it deals to other members.
+    """The published hashes of the secrets that one member deals to other members.
 
     The member's mask key needs no hash, since it has a public key.
 
@@ -108,7 +108,7 @@ class Member:
         return sealed
 
     def receive(self, sender: int, sealed: bytes) -> None:
-        """Keep the shares that another member dealt to this member."""
+        """Decrypt and store the shares that another member dealt to this member."""
         both = ChaCha20Poly1305(self._share_secret(sender)).decrypt(self._nonce(sender, self.id), sealed, None)
         self._shares[sender] = int.from_bytes(both[:SHARE_BYTES], "big"), int.from_bytes(both[SHARE_BYTES:], "big")
 

@@ -57,7 +57,7 @@ class Protection:
         self._spent = False
 
     def with_templates(self, parts: Mapping[str, Reduction], message: Message) -> dict[str, Reduction]:
-        """Make the model that was sent the template of noisy model uploads, and return all reductions."""
+        """Return the reductions of a call, with the message's model as the template for noisy model uploads."""
         model = parts.get(RELEASED)
         if self._config.privacy.update_epsilon is None or self._judging or model is None or RELEASED not in message:
             return dict(parts)

@@ -82,7 +82,7 @@ class Noise:
         return replace(reply, tree=noised)
 
     def released(self, parts: Mapping[str, Reduction]) -> dict[str, Reduction]:
-        """Return the reductions for the parts after noise, in which every entry is present and counts are floats."""
+        """Return the reductions for parts with noise added, in which every entry is present and counts are floats."""
         return {
             name: part
             if name not in self.deviations
@@ -91,7 +91,7 @@ class Noise:
         }
 
     def mended(self, name: str, value: Any, parts: Mapping[str, Reduction]) -> Any:
-        """Correct a noisy sum with its reduction's function `mend`, so that real samples could have this sum.
+        """Return a noisy sum, corrected by its reduction's function `mend` to a sum that samples can have.
 
         This is post-processing, which costs no privacy.
         """

@@ -103,7 +103,7 @@ def fit_time(dim: int, classes: int, samples: int, epochs: int, batch: int) -> s
 
 
 def fit_seconds(dim: int, classes: int, samples: int, epochs: int, batch: int) -> float:
-    """Return the seconds of `fit_classifier` on `samples` features, estimated from a few timed steps."""
+    """Return the seconds that `fit_classifier` takes on `samples` features, estimated from a few timed steps."""
     classifier = nn.Linear(dim, classes)
     rows = min(samples, TIMED * batch)
     z, y = torch.zeros(rows, dim), torch.zeros(rows, dtype=torch.long)
