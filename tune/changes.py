@@ -107,7 +107,7 @@ def _functions(kind: type[Method]) -> dict[str, list[ast.FunctionDef]] | None:
 
 
 def _attributes(definition: ast.FunctionDef) -> Iterator[str | None]:
-    """Yield the attributes of `self` that a function reads; yield None if it uses `self` in another way."""
+    """Yield the attributes of `self` that a function reads, and None for every use of `self` without an attribute."""
     read = [node for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
     named = {id(node.value) for node in read}
     for node in read:

@@ -58,7 +58,7 @@ def _scores_of_one_step(records: Sequence[TrialRecord]) -> dict[str, float]:
 
 
 def _without_grids(space: Space) -> dict[str, Range]:
-    """Return the settings whose values are drawn at random, without grids.
+    """Return a search space without its grids, so that only settings with random values are left.
 
     A grid's values occur equally often by design.
     """

@@ -21,7 +21,7 @@ SIZES = ("local.batch", "evaluation.batch", "method.batch")  # settings whose la
 
 
 def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:
-    """Return how many processes with this memory need can share a GPU, by the memory of the GPU and of its node."""
+    """Return the number of processes with this memory need that fit on one GPU and its share of the node's memory."""
     bounds = [math.floor(USABLE / need.gpu_memory)] if need.gpu_memory else []
     if need.memory:
         bounds += [

@@ -78,9 +78,9 @@ def run_trials(
 
 
 class TrialActor(ray_tune.Trainable):
-    """Ray actor that hosts a `Trial` and its client actors, which end with the trial's actor.
+    """Ray actor that hosts a `Trial` and starts the trial's client actors.
 
-    The client actors run in the trial's placement group.
+    The client actors end with this actor. They run in the trial's placement group.
     """
 
     def setup(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,4 +1,4 @@
-"""Search spaces: a range for each searched setting, and draws from these ranges.
+"""Search spaces: a range for each searched setting, and the values that trials take from these ranges.
 
 A range is declared by a field of the method, or given as a text like one of these.
 
@@ -195,7 +195,7 @@ def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
 
 
 def draw(space: Space, seed: int, method: str, index: int) -> dict[str, Any]:
-    """Draw the values of one trial, determined by the arguments alone.
+    """Return the random values of one trial; equal arguments give equal values.
 
     The values of a grid come in turn, so each draw is used once for every combination of the grids' values.
     """

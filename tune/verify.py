@@ -49,7 +49,7 @@ def _describe_results(folder: Path) -> str:
 
 
 def _describe_trial(folder: Path, trial: EndedTrialJson) -> str:
-    """Describe the steps of a trial; raise an error if its files contradict each other or its line."""
+    """Describe the steps of a trial; raise CheckpointError if its files contradict each other or trials.jsonl."""
     files = Files(folder)
     files.config()
     files.split()

@@ -40,10 +40,13 @@ def plan(
 
 
 def _check_as_run_does(config: Config) -> str:
-    """Check the settings as `raylt run` does before it starts, and describe the work after the last round.
+    """Check the settings as `raylt run` does before it starts.
 
     Plans are also made where the data or weights are not, on a laptop for a cluster. Checks that need them are then
-    left out, and the last phase is not described.
+    left out.
+
+    Returns:
+        A description of the phase after the last round; "" if it takes no longer than a round or was not checked.
     """
     from raylt.runs.start import lacks_files, preview_run
 

@@ -130,7 +130,7 @@ def list_jobs(address: str, format: Format) -> None:
 
 
 def complete(command: str, words: list[str]) -> str | None:
-    """Add the missing options that name folders on the cluster to a command, in place.
+    """Append the options for folders on the cluster to a command that lacks them, in place.
 
     Returns:
         The run folder on the cluster; None for a command of several runs.

@@ -69,7 +69,7 @@ def predict(
     client: ClientOption = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Classify images with the model of a run, or of an exported file without the run and its data."""
+    """Classify images with the model of a run or of an exported file, which needs neither the run nor its data."""
     from raylt.runs.export.load import load_images
 
     trained = open_model(model, client)

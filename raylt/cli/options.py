@@ -95,7 +95,7 @@ FormatOption = Annotated[Format, typer.Option("--format", help="Format of the re
 
 
 def divide(settings: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """Split a command's arguments into the configuration that the first names, if any, and the settings."""
+    """Split a command's arguments into a configuration, if the first argument names one, and the settings."""
     given = list(settings or [])
     return (given.pop(0), given) if given and ("=" not in given[0] or Path(given[0]).exists()) else (None, given)
 

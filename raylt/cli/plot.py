@@ -45,7 +45,7 @@ def clusters(
     round: Annotated[int | None, typer.Option(min=1, help="Round, one of the last; by default the last.")] = None,
     picture: Picture = None,
 ) -> None:
-    """Draw the clusters of a round's clients in a run of mupfl (PCA), next to their classes."""
+    """Draw the client clusters of one round in a run of mupfl (PCA), next to the clients' classes."""
     from raylt.plots.client_groups import draw_clusters
     from raylt.runs.run import Run
 

@@ -126,7 +126,7 @@ def _sign(findings: "list[Finding]", file: Path, key: Path) -> None:
 
 
 def _signature(file: Path, signers: Path | None) -> "list[Finding]":
-    """Return the finding on a file's signature; the list is empty if no signature exists or is required."""
+    """Return the finding on a file's signature, or an empty list if there is no signature and none is required."""
     from raylt.runs.signature import check_signature, signature_of
     from raylt.runs.verify import Finding
 

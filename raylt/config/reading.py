@@ -188,7 +188,7 @@ def _short(value: Any) -> str:
 
 
 def _first_of(error: ValidationError) -> Any:
-    """Choose the mistake to report; any other mistake comes before a missing method."""
+    """Return the mistake to report, which is a missing method only if there is no other mistake."""
     return min(error.errors(), key=lambda mistake: mistake["loc"] == ("method",) and mistake["type"] == "missing")
 
 

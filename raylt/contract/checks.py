@@ -153,7 +153,10 @@ def leaves_messages_alone(case: Case) -> None:
 
 
 def keeps_private_entries(case: Case) -> None:
-    """Clients load the server's shared entries and keep their private entries, also with local running statistics."""
+    """Clients load the shared entries of the server's model and keep the private entries of their own models.
+
+    This also holds with local running statistics.
+    """
     for batchnorm in ("average", "local"):
         config = case.config(federation={"batchnorm": batchnorm})
         model, other = (
@@ -252,7 +255,7 @@ def gives_one_logit_per_class(case: Case) -> None:
 
 
 def believes_no_wrong_count(case: Case) -> None:
-    """The server rejects a reply with a wrong sample count, or with values that are no sums over samples."""
+    """The server rejects a reply with a wrong sample count, or with values that cannot be sums over samples."""
     fleet = case.straight.experiment.fleet
     assert isinstance(fleet, Asked)
     for call, name, counted, honest in _sums(fleet.asked, fleet.sizes):
@@ -286,7 +289,7 @@ def _sums(asked: list[Question], sizes: Mapping[int, int]) -> Iterator[tuple[str
 
 
 def lies_blame_nobody_else(case: Case) -> None:
-    """The server rejects a client that lies in every reply, and no other client; the run continues."""
+    """The server rejects only the client that lies in every reply, and the run continues."""
     trace = case.run(case.config(federation={"quorum": 0.1}), host=Lies)
     blamed = {id for report in trace.reports for id in [*report.rejected, *report.lost]}
     expect(blamed <= {LIAR}, f"clients {sorted(blamed - {LIAR})} are blamed for a reply of client {LIAR}")

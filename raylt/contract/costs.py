@@ -123,7 +123,10 @@ def relative_cost(calls: list[CallCost], epochs: float = 1) -> float:
 
 
 def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Iterator[CallCost]:
-    """Yield the cost of each call in a step, except calls on joining that neither compute nor send anything."""
+    """Yield the cost of each call of a client function in a step.
+
+    Calls on joining that neither compute nor send anything are left out.
+    """
     for name, traffic in fleet.round_stats.traffic.items():
         trained, read = (count / samples / traffic.replies for count in passes.counts.get(name, (0, 0)))
         if when != "join" or traffic.up or trained or read:

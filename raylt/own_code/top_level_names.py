@@ -58,7 +58,7 @@ def _is(module: ModuleType, file: Path) -> bool:
 
 
 def shadowed(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Return the names that Ray's workers would import from these folders, unlike this process."""
+    """Return the modules that Ray's workers, unlike this process, would import from these folders, by folder."""
     by_folder = {str(folder.resolve()): _names_shadowed(folder.resolve()) for folder in folders}
     return {folder: names for folder, names in by_folder.items() if names}
 
@@ -124,7 +124,7 @@ def check_session() -> None:
 
 
 class _InstalledFirst(MetaPathFinder):
-    """Import finder that finds shadowed top-level names outside the folders that shadow them."""
+    """Import finder that imports shadowed top-level modules from outside the folders that shadow them."""
 
     def __init__(self, names: dict[str, list[str]]):
         self.names = set[str]().union(*names.values())

@@ -190,7 +190,7 @@ def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Fig
 
 
 def draw_classes(confusion: Confusion, path: Path | str | None = None) -> "Figure":
-    """Draw recall and precision of each class as dots, and the class's training samples below.
+    """Draw recall and precision of each class as dots, above the number of the class's training samples.
 
     The largest class comes first.
 

@@ -150,7 +150,7 @@ def _map(parts: Sequence[Tensor]) -> list[np.ndarray]:
 
 @torch.no_grad()
 def _real_features(config: Config, task: Task, server: Server, c: int, most: int) -> Tensor:
-    """Return features [n, d] of at most `most` training samples of class c, drawn over all clients."""
+    """Return features [n, d] of at most `most` training samples of class c, chosen at random from all clients."""
     owned = [(shard, np.flatnonzero(shard.y == c)) for shard in task.shards]
     images = np.concatenate([load_images(take(shard.x, rows)) for shard, rows in owned if len(rows)])
     rng = np.random.default_rng(seed_for(config.seed, "features", c))

@@ -75,10 +75,7 @@ def draw_predictions(
 
 
 def _model_to_draw(run: Run, client: str | int | None) -> tuple[int | None, TrainedModel, str]:
-    """Return the client whose class mapping applies (or None), the model whose predictions are drawn, and its name.
-
-    The client comes first.
-    """
+    """Return the client whose class mapping applies (or None), the model that predicts, and the model's name."""
     own_models = has_client_models(run)
     clients = clients_of(run)
     if client is not None:

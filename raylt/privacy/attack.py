@@ -35,7 +35,7 @@ SHOWN = 12  # columns of a picture
 
 
 def attack(run: Run, upload: str | None = None, outside: str | None = None, epochs: int = 60) -> list[AttackFinding]:
-    """Attack the uploads of a finished run with what the server knows: the model, and images of no client.
+    """Attack the uploads of a finished run with what the server knows: the model, and images that no client has.
 
     Args:
         upload: one of `uploads_of` its method, or "features", the reference; by default all of them.
@@ -186,7 +186,7 @@ class _Attacker:
         return findings
 
     def _against_nearest(self, what: str, z: Tensor, y: Tensor) -> AttackFinding:
-        """Reconstruct images from features that belong to no image; compare with the class's nearest private image."""
+        """Reconstruct images from given features; compare them with the nearest private images of the same classes."""
         distances = torch.cdist(z, self.private.z).masked_fill(y[:, None] != self.private.y[None], torch.inf)
         what = f"{what}, against the nearest image of their class, by a decoder"
         return self._inverted("synthetic", what, z, self.private.at(distances.argmin(1)))
@@ -217,11 +217,11 @@ class _Attacker:
         return [self._finding("update", "one step on one image, by its gradient's direction", made, chosen, control)]
 
     def counts(self) -> list[AttackFinding]:
-        """Guess which clients have a class of the rarest third from the class counts that clients upload."""
+        """Guess from uploaded class counts which clients have a rare class (one of the rarest third)."""
         return self._holders("counts", dict(uploaded_sums(self.config, self.private, self.experiment.task.classes)))
 
     def effective(self) -> list[AttackFinding]:
-        """Guess which clients have a rare class from FedYoYo's effective sample numbers, with one batch per client."""
+        """Guess from FedYoYo's effective sample numbers which clients have a rare class, with one batch per client."""
         classes = self.experiment.task.classes
         uploads: dict[int, Tree] = {}
         for client in self.private.client.unique().tolist():
@@ -235,7 +235,10 @@ class _Attacker:
         return self._holders("effective", uploads)
 
     def _holders(self, upload: str, uploads: Mapping[int, Tree]) -> list[AttackFinding]:
-        """Guess which clients have a rare class from uploaded numbers `n`. A secure sum counts as client -1."""
+        """Guess from uploaded numbers of samples, `n`, which clients have a rare class.
+
+        A secure sum counts as the upload of client -1.
+        """
         task = self.experiment.task
         rare = np.argsort(task.counts, kind="stable")[: max(1, task.classes // 3)].tolist()
         clients = self.private.client.unique().tolist()
@@ -288,7 +291,10 @@ class _Attacker:
         return nearness(images, true.x, self.private.x, true.y, self.private.y)
 
     def _decoder(self, name: str, z: Tensor, paired: bool) -> Inverter:
-        """Return the decoder trained for an upload; if not `paired`, return a control trained on shuffled pairs."""
+        """Return the decoder trained for an upload.
+
+        If not `paired`, return a control: a decoder trained on features paired with wrong images.
+        """
         if (name, paired) not in self._decoders:
             seed = seed_for(self.config.seed, "attack")
             x = self.outside.x if paired else shuffled(self.outside.x, seed)
@@ -307,6 +313,6 @@ class _Attacker:
         return mean, std
 
     def _some(self, count: int) -> Tensor:
-        """Draw at most `MOST` of `count` indices, the same for every call on a run."""
+        """Return at most `MOST` random indices below `count`, the same for every call on a run."""
         generator = torch.Generator().manual_seed(seed_for(self.config.seed, "attacked"))
         return torch.randperm(count, generator=generator)[:MOST]

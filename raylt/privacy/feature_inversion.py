@@ -1,4 +1,4 @@
-"""Feature inversion: a decoder network, trained on images of no client, that inverts an encoder (SFD, Fig. 6)."""
+"""Feature inversion: a decoder network that inverts an encoder, trained on images that no client has (SFD, Fig. 6)."""
 
 import torch
 from torch import Tensor, nn

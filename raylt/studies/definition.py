@@ -160,7 +160,10 @@ class Definition(Section):
         ]
 
     def run(self, cell: str, arm: str, seed: int, tuned: Outcomes | None = None) -> Planned:
-        """Return the planned run of an arm in a cell with a seed, even a seed that the study does not use."""
+        """Return the planned run of an arm in a cell with a seed.
+
+        The seed need not be one that the study uses.
+        """
         outcome = (tuned or {}).get(cell, {}).get(arm)
         tree = self._settings(cell, arm, seed)
         config = resolved(merge(tree, outcome["values"]) if outcome else tree, f"arm {arm!r}")
@@ -168,7 +171,7 @@ class Definition(Section):
         return Planned(cell, arm, seed, config, folder)
 
     def bases(self) -> dict[tuple[str, str], Config]:
-        """Return, by cell and arm, the settings from which tuning starts; see `base_of`."""
+        """Return the settings from which tuning starts, by cell and arm; see `base_of`."""
         return {(cell, arm): self.base_of(cell, arm) for cell in self.all_cells for arm in self.arms_of(cell)}
 
     def base_of(self, cell: str, arm: str) -> Config:

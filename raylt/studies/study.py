@@ -113,7 +113,9 @@ def of_runs(folders: Sequence[Path]) -> "Study":
 
 
 def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> None:
-    """Check that runs can start, and that each group of classes in a claim has test images in some cell.
+    """Check that a study's open runs can start, and that its claims can be tested.
+
+    A claim on a class group can be tested if the group has test images in some cell.
 
     The first run of each arm in each cell is checked, on behalf of all seeds. A study can be planned on a machine
     without its data, so a run whose files are missing is not checked, and then the claims are not checked either.
@@ -349,7 +351,7 @@ class Study:
         return self.definition.runs(self.tuned)
 
     def read(self) -> list[RunRecord]:
-        """Read the state of every run from its folder; runs taken from a results file need no folder.
+        """Read the record of every planned run, from its folder or else from a results file.
 
         Returns:
             The records, in the order of `planned`.

@@ -1,4 +1,4 @@
-"""Draws images of eight shops into folders, as heterogeneous and untidy as real image folders.
+"""Makes image folders of eight shops, as heterogeneous and untidy as real image folders.
 
 Each shop photographs in its own way, few kinds of things sell best, not every shop has every kind, and some files are
 odd.

@@ -137,7 +137,9 @@ def compare(
     mix_versions: bool = False,
     may_lack: bool = False,
 ) -> Comparison:
-    """Compare the finished runs of a study, and list the other runs.
+    """Compare the finished runs of a study.
+
+    The comparison also lists the other runs.
 
     Args:
         records: runs in any state.
@@ -212,7 +214,7 @@ def compare(
 
 
 def judged_on(done: Sequence[RunRecord]) -> str:
-    """Describe the test images and class groups behind a cell's runs, or return "" if they are not recorded."""
+    """Describe the test images on which a cell's runs were evaluated, by class group; "" if they are not recorded."""
     tests = next((tests for run in done if run.summary and (tests := run.summary.get("tests"))), None)
     if tests is None:
         return ""
@@ -279,7 +281,7 @@ def _conditions(record: RunRecord) -> dict[str, str]:
 
 
 def _condition_of(key: str) -> str:
-    """Return the name of the condition to which a setting belongs, or "" if it belongs to none."""
+    """Return the condition of a comparison that a setting affects, such as "budget", or "" if it affects none."""
     section, _, name = key.partition(".")
     if section == "local":
         return "budget" if name in _PASSES else "optimiser"
@@ -333,7 +335,7 @@ def _parts_only_in(condition: str, other: str) -> str:
 
 
 def _versions(done: Sequence[RunRecord]) -> list[str]:
-    """Return a line for each version of the code with its number of runs, if there are several versions."""
+    """Return a line for each version of the code with the number of runs it made; no lines for a single version."""
     made = Counter(" and ".join(code[:12] for code in record.made.get("codes", ["unknown"])) for record in done)
     return [f"{code}: {count_of(runs, 'run')}" for code, runs in made.items()] if len(made) > 1 else []
 
@@ -431,7 +433,7 @@ def _optimism(done: Sequence[RunRecord], arm: str, cell: str, measure: str) -> f
 
 
 def _claim_figures(done: Sequence[RunRecord], claim: Claim, at: At) -> ClaimFigures:
-    """Return the figures of both arms of a claim.
+    """Return the measured values of both arms of a claim.
 
     They are from the last round, unless both measures have values of other rounds.
     """

@@ -132,9 +132,9 @@ def value_of(record: RunRecord, measure: str, at: At) -> float | None:
 
 
 def _chosen(record: RunRecord, key: str) -> float | None:
-    """Return the figure at the step with the best accuracy on validation samples (the first such step).
+    """Return a run's figure at the step with the best accuracy on validation samples.
 
-    The step may be the phase after the last round.
+    It is the first such step, and may be the phase after the last round.
     """
     judged = [
         (chosen, value)

@@ -181,7 +181,7 @@ def _cells(
 
 
 def _planned(studies: Mapping[str, Sequence[RunRecord]]) -> Counter[str]:
-    """Return, by arm, the number of seeds in all cells in which the arm has a run."""
+    """Return each arm's number of seeds, summed over the cells in which the arm has a run."""
     planned: Counter[str] = Counter()
     for records in studies.values():
         for cell in {record.cell for record in records}:

@@ -33,7 +33,7 @@ class Reached:
 
 
 def reached(records: Sequence[RunRecord], target: float) -> list[Reached]:
-    """Return, by arm and cell, how soon the finished runs reached the target accuracy."""
+    """Return the rounds, bytes and seconds until finished runs reached the target accuracy, by arm and cell."""
     groups: dict[tuple[str, str], list[RunRecord]] = {}
     for record in records:
         if record.state == "done":

@@ -244,7 +244,7 @@ def _recipe_of(row: dict[str, str]) -> str:
 
 
 def _changes(row: dict[str, str]) -> tuple[dict[str, Any], str | None]:
-    """Return a row's changes to the recipe's settings, and the reason if the row cannot be run."""
+    """Return a row's changes to the recipe's settings, and the reason why the row cannot be run (None if it can)."""
     label = row["method"]
     paper = row["paper"]
     changes: dict[str, Any] = {}

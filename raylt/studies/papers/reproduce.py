@@ -135,9 +135,9 @@ def _cell_name(each: Expectation) -> str:
 
 
 def _arm_name(each: Expectation, arms: Mapping[str, dict[str, Any]]) -> str:
-    """Return the arm's name for a printed cell.
+    """Return the name of a study's arm that reproduces a printed cell.
 
-    It includes the data set if another cell has the same label but other settings.
+    The name includes the data set if another cell has the same label but other settings.
     """
     name = each.arm.replace("[", "(").replace("]", ")")
     return name if arms.get(name, each.changes) == each.changes else f"{name} ({each.setting['dataset']})"

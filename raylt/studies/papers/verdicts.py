@@ -208,9 +208,9 @@ class _Seeds(NamedTuple):
 
 
 def _by_seed(cell: Expectation, records: list[RunRecord], scale: float | None = None) -> _Seeds:
-    """Return a printed cell's runs at one scale.
+    """Return a printed cell's runs with one number of rounds, by seed.
 
-    The default is the paper's number of rounds, or the largest if there are no such runs.
+    `scale` is relative to the paper's number of rounds. The default is 1, or the largest scale if no run has scale 1.
     """
     paper_rounds = cell.config().federation.rounds
     scales = {record.config["federation"]["rounds"] / paper_rounds for record in records}
@@ -291,7 +291,7 @@ def _short(record: RunRecord, key: str) -> str:
 
 
 def _made(records: Sequence[RunRecord]) -> str:
-    """Return the versions and device of the last run, and the number of code versions in all runs."""
+    """Return the last run's device and versions of raylt and torch, and the number of code versions of all runs."""
     made = records[-1].made
     if not made:
         return "unknown"

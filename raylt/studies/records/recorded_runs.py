@@ -167,7 +167,7 @@ def _unsealable(record: RunRecord) -> str | None:
 
 
 def _check_form(record: RunRecord, where: str) -> None:
-    """Check the types of those fields of a finished run's record that tables and reports use.
+    """Check the types of the fields that tables and reports read from a finished run's record.
 
     Raises:
         CheckpointError: a part has another form than a run's, or contradicts another part; the message names it.
@@ -251,7 +251,7 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
 
 
 def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcomes:
-    """Load the recorded outcomes of searches that the study would repeat unchanged.
+    """Load the recorded outcomes of searches whose settings are unchanged, so that they need not run again.
 
     No outcome is loaded if this version of the code made none of the recorded runs, since another version then made the
     searches, too. This does not apply if versions may be mixed.
@@ -276,7 +276,7 @@ def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcom
 
 
 def store_taken(folder: Path, definition: Definition, recorded: Recorded) -> None:
-    """Write the recorded runs that a study uses into the study's folder, replacing earlier ones."""
+    """Write a study's recorded runs into its folder, in place of the recorded runs written earlier."""
     if recorded.records:
         write_results(folder / RECORDED, definition, list(recorded.records.values()), recorded.holdings, {})
     else:
@@ -352,13 +352,16 @@ def _key(record: RunRecord) -> Key:
 
 
 def _with_former(definition: Definition, former: Definition) -> Definition:
-    """Return a study with the arms and cells of its former definition added, unless their names are in use."""
+    """Return a study's definition, extended by the arms and cells of its former definition.
+
+    Arms and cells whose names are in use are not added.
+    """
     arms = {arm: changes for arm, changes in former.arms.items() if arm not in definition.arms}
     return _with(definition, arms=definition.arms | arms, cells=former.all_cells | definition.all_cells)
 
 
 def _restricted(wide: Definition, definition: Definition, kept: Mapping[Key, RunRecord]) -> Definition:
-    """Return a study without the former arms and cells for which no runs were kept."""
+    """Return a study's definition without those former arms and cells for which no runs were kept."""
     cells = {cell for cell, _, _ in kept}
     arms = {arm for _, arm, _ in kept} | definition.arms.keys()
     fields: dict[str, Any] = {"arms": {arm: changes for arm, changes in wide.arms.items() if arm in arms}}
@@ -379,7 +382,7 @@ def _in_order(
 
 
 def _outcomes_of(kept: Mapping[Key, RunRecord], outcomes: Outcomes) -> Outcomes:
-    """Return the tuning outcomes of those cells and arms that have kept runs."""
+    """Return the tuning outcomes of those cells and arms for which runs were kept."""
     pairs = {(cell, arm) for cell, arm, _ in kept}
     return {
         cell: {arm: outcome for arm, outcome in arms.items() if (cell, arm) in pairs} for cell, arms in outcomes.items()
@@ -407,7 +410,7 @@ def _with(definition: Definition, **fields: Any) -> Definition:
 
 
 def _changes(record: RunRecord, wide: Definition, outcomes: Outcomes) -> str:
-    """Return the reason why the study would now run a recorded run differently, or "" if it would not."""
+    """Describe how a recorded run differs from the run that the study now plans; return "" if they agree."""
     cell = record.cell
     arm = record.arm
     if cell not in wide.all_cells or arm not in wide.arms:

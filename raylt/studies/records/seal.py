@@ -80,7 +80,7 @@ def seal_file(definition: Any, holdings: Any, tuned: Any, records: Sequence[RunR
 
 
 def check_seal(seal: FileSeal, content: Mapping[str, Any], records: Sequence[RunRecord], where: str) -> list[bool]:
-    """Check the content of a results file against its seal, that is, against its hashes.
+    """Check the content of a results file against the hashes in its seal.
 
     Args:
         seal: as read from the file.
@@ -117,7 +117,7 @@ def check_seal(seal: FileSeal, content: Mapping[str, Any], records: Sequence[Run
 
 
 def changed(where: str, part: str, problem: str) -> CheckpointError:
-    """Return the error for a results file of which a part has changed since it was recorded."""
+    """Return the error for a results file in which one part has changed since it was recorded."""
     return CheckpointError(
         f"{where}: {part} {problem}. Restore the original file.", code="record.changed", path=where, part=part
     )

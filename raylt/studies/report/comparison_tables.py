@@ -195,7 +195,7 @@ def printed_text(judged: Judged) -> str:
 
 
 def claim_text(judged: Judged, at: At) -> str:
-    """Return a claim as text, with its rounds if they differ from the table's."""
+    """Return a claim as text, with the rounds on which it is tested if the table is about other rounds."""
     return str(judged.claim) if judged.at == at else f"{judged.claim}, {HEADINGS[judged.at]}"
 
 

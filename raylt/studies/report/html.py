@@ -250,7 +250,7 @@ def _curve(arm: str, colour: int, runs: Sequence[RunRecord], key: str) -> Curve 
 
 
 def _group_means(runs: Sequence[RunRecord]) -> tuple[list[float | None], list[list[float]]]:
-    """Return the mean accuracy of each class group, and its values by seed."""
+    """Return the mean accuracy of each class group, and the group's accuracies by seed."""
     seeds = [[value for run in runs if (value := value_of(run, group, "last")) is not None] for group in GROUPS]
     return [fmean(values) if values else None for values in seeds], seeds
 

@@ -122,7 +122,7 @@ def _run(folder: Path, name: str) -> ListedRun:
 
 
 def _images(summary: Mapping[str, Any] | None) -> int | None:
-    """Return the number of test images behind a finished run's main figure."""
+    """Return the number of test images from which a finished run's main figure was computed."""
     tests = (summary or {}).get("tests")
     if tests is None:
         return None
@@ -148,7 +148,7 @@ def _study(folder: Path) -> ListedRun:
 
 
 def _recorded(study: Path) -> set[Path]:
-    """Return the folders that a study's recorded runs would have, or none if recorded.json cannot be read."""
+    """Return the folders that a study's recorded runs would have; an empty set if recorded.json cannot be read."""
     with suppress(CheckpointError), Folder.open(study) as opened:
         return {study / each["folder"] for each in opened.read_json(RECORDED, _RECORDED, LIMIT)["records"]}
     return set()

@@ -13,7 +13,7 @@ from raylt.studies.definition import Planned
 
 
 class Stem(NamedTuple):
-    """The run from which another run continues, and the number of steps that both share.
+    """The run from which another run continues, and the number of steps that both runs share.
 
     Attributes:
         folder: of the stem, relative to the study's folder.
@@ -25,9 +25,9 @@ class Stem(NamedTuple):
 
 
 def stems(planned: Sequence[Planned]) -> dict[str, Stem]:
-    """Map each run that can continue from another run's first steps to this other run, by folder.
+    """Return the stem of each run that can continue from another run's first steps, by folder.
 
-    The other run is called the stem. A run that has a stem is never the stem of another run. A run keeps checkpoints
+    This other run is called the stem. A run that has a stem is never the stem of another run. A run keeps checkpoints
     only before its own stages, so other runs cannot continue from earlier steps. Runs with early stages are therefore
     tried first.
     """

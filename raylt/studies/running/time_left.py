@@ -67,7 +67,7 @@ class Pace:
         return self._expected.get((planned.arm, planned.cell), of_arm[0] if of_arm else None)
 
     def _nearest(self, planned: Planned) -> StepSeconds:
-        """Return measured durations of the arm in the run's cell, otherwise of the arm, otherwise of all runs."""
+        """Return durations measured in the planned run's arm and cell, otherwise in its arm, otherwise in all runs."""
         in_cell = self._seconds.get((planned.arm, planned.cell))
         if in_cell:
             return in_cell

@@ -95,7 +95,7 @@ def search_arms(
     fleet: Literal["local", "ray"],
     address: str | None,
 ) -> Outcomes:
-    """Search for the best settings of every arm and cell without an outcome in tuned.json.
+    """Search for the best settings of every arm and cell that has no outcome in tuned.json yet.
 
     Interrupted searches continue.
 
@@ -178,7 +178,7 @@ def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config) -> st
 
 
 def applying(ranges: Mapping[str, str], method: type[Method]) -> dict[str, str]:
-    """Return the search ranges without those of fields that the method lacks."""
+    """Return the search ranges that apply to a method, without ranges of fields that the method does not have."""
     return {
         key: text
         for key, text in ranges.items()

@@ -68,7 +68,7 @@ class EventSender(Callback):
 
 
 def main() -> None:
-    """Carry out the jobs that arrive on standard input, until it ends."""
+    """Carry out the jobs that arrive on standard input, until standard input ends."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps what libraries print out of the events
     sender = EventSender(channel)

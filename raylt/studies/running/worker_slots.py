@@ -1,4 +1,4 @@
-"""Worker slots: the resources for one worker process each, one per core or per GPU."""
+"""Worker slots, one per core or per GPU: each holds the resources of one worker process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
