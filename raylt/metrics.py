@@ -120,12 +120,12 @@ def class_iou(matrix: Tensor) -> Tensor:
 
 
 def mean_iou(matrix: Tensor) -> float:
-    """Return the mean intersection over union of the classes that are true or predicted anywhere."""
+    """Return the mean intersection over union of the classes that occur in the matrix."""
     return class_iou(matrix).nanmean().item()
 
 
 def owned_iou(matrix: Tensor, client_counts: Tensor) -> Tensor:
-    """Return the mean intersection over union of a client's owned classes that are true or predicted anywhere.
+    """Return the mean intersection over union of a client's owned classes that occur in the matrix.
 
     The matrix counts samples or pixels. Arguments are as for `owned_accuracy`.
     """
@@ -331,7 +331,7 @@ def _area(positive: np.ndarray, scores: np.ndarray) -> float:
 
 
 def client_figures(each: dict[str, list[float | None]]) -> dict[str, dict[str, float]]:
-    """Return, for each figure of `by_client`, the mean over clients and the mean of the worst tenth."""
+    """Return the mean over clients, and the mean of the worst tenth, for each figure of `by_client`."""
     judged = {kind: judged for kind, values in each.items() if (judged := [v for v in values if v is not None])}
     return {
         kind: {"mean": sum(values) / len(values), "worst_decile": worst_decile(values)}

@@ -64,7 +64,7 @@ def html_table(
 
 
 def html_of(table: Table) -> str:
-    """Return a table that was made for a terminal as HTML."""
+    """Convert a table that was made for a terminal to HTML."""
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
     head = [str(column.header) for column in table.columns] if table.show_header else []
     right = [number for number, column in enumerate(table.columns) if column.justify == "right"]

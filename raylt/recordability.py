@@ -41,7 +41,10 @@ def not_recordable(fn: Function) -> Function:
 
 
 def is_recordable(fn: object) -> bool:
-    """Return whether the GPU work of `fn`, a function or an object with the attribute `recordable`, may be recorded."""
+    """Return whether the GPU work of a function may be recorded.
+
+    An object with the attribute `recordable` may take the place of the function.
+    """
     mark = getattr(fn, _MARK, None)
     if mark is not None:
         return mark is True

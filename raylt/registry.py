@@ -264,7 +264,7 @@ def _add(value: Any, name: str | None, kind: PluginKind | None, origin: str) -> 
 
 
 def _place(value: Callable[..., Any]) -> tuple[str, str]:
-    """Return the module and name by which a value that is defined again is recognised."""
+    """Return the module and name of a value, which stay the same if the value is defined again."""
     return value.__module__.removeprefix(PLUGIN), value.__qualname__
 
 

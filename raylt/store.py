@@ -262,7 +262,11 @@ class Folder:
         return handle
 
     def _errors(self, name: str) -> AbstractContextManager[None]:
-        """Check a file's name, and return a context manager that adds the file's path to file errors."""
+        """Return a context manager that adds the path of a file to file errors.
+
+        Raises:
+            CheckpointError: no file can have this name.
+        """
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise CheckpointError(
                 f"{self.path}: is asked for a name that no file can have ({name!r}). Give a plain name.",

@@ -167,7 +167,7 @@ class RunningSum:
         self.weight += 0.0 if weight is None else weight
 
     def merge(self, later: "RunningSum", maximum: bool) -> None:
-        """Add another running sum, without changing that sum.
+        """Add another running sum to this one. The other sum stays unchanged.
 
         Args:
             later: The other sum.

@@ -55,7 +55,7 @@ def branch(
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Repeat the last stages of a run with other fields of its method, in a new run folder.
+    """Repeat the last stages of a run with changed fields of its method, in a new run folder.
 
     Args:
         run: a run or its folder. It need not be finished, but must have committed the shared steps.
@@ -252,7 +252,7 @@ def _reads_rounds(method: Method) -> bool:
 
 
 def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run, folder: Path) -> None:
-    """Remove from a last round's report, in place, the figures that only last rounds have."""
+    """Remove the figures that only the report of a last round has; change the report in place."""
     step = report["step"]
     every = config.evaluation
     shared_due = step % every.every == 0

@@ -1,4 +1,4 @@
-"""`raylt debug`: repeat one client's call of a run in this process, where debuggers and print work."""
+"""`raylt debug`: repeat one client's call of a run in this process, where debuggers and `print` work."""
 
 import time
 from collections.abc import Callable, Iterator

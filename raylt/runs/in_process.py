@@ -52,7 +52,7 @@ def with_device(setup: Setup, device: Literal["auto", "cpu", "cuda"]) -> Setup:
 
 
 def on_any_device(setup: Setup) -> Setup:
-    """Return a setup that can read a run on any machine, even a run from a GPU on a machine without one."""
+    """Return a setup with which any machine can read a run, even without the GPU that the run used."""
     return with_device(setup, "auto") if setup.config.resources.device == "cuda" else setup
 
 

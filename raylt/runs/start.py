@@ -140,7 +140,7 @@ def preview_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, 
 
 
 def lacks_files(error: RayltError) -> bool:
-    """Return whether `preview_run` raised an error for files that are missing on this machine alone."""
+    """Return whether an error of `preview_run` is due to missing files, which another machine may have."""
     return error.code in _LACKING_FILES
 
 

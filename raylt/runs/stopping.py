@@ -40,6 +40,9 @@ def is_asked(folder: Path) -> bool:
 
 
 def withdraw(folder: Path) -> None:
-    """Remove a request to stop a run, which may be older than the run's current process."""
+    """Remove the request to stop a run.
+
+    The request may be older than the run's current process.
+    """
     with Folder.open(folder) as run_folder:
         run_folder.remove(FILE)

@@ -226,7 +226,7 @@ def _check_matrices(files: Files) -> Iterator[Finding]:
 
 
 def _checkpoint_at(files: Files, step: int, lines: metrics_log.Lines | None) -> Checkpoint | str | CheckpointError:
-    """Return a checkpoint, a text on its damage, or the error that it belongs to another run.
+    """Return the checkpoint after a step, a text if it is damaged, or an error if it belongs to another run.
 
     Args:
         lines: the lines that it must fit; None where they cannot be read.

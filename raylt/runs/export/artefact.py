@@ -210,7 +210,10 @@ class DistinctEntries:
         }
 
     def own_of(self, id: int) -> dict[str, int]:
-        """Map each entry that differs between models to the first model with the same value."""
+        """Map each of a model's own entries to the first model with the same value.
+
+        An entry is a model's own if it is not the same in all models.
+        """
         return {name: first for name, first in self._first[id].items() if self._stored_name(name, first) != name}
 
     def _stored_name(self, name: str, id: int) -> str:

@@ -67,7 +67,7 @@ def load_images(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, de
 def try_images(
     files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, depth: int | None = None
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Return the images that can be decoded, and the reason for each other image, by its index in `files`."""
+    """Return the images that can be decoded, and the error texts of those that cannot, by index in `files`."""
     images = []
     faults: dict[int, str] = {}
     for index, file in enumerate(files):

@@ -40,7 +40,7 @@ class Prediction:
 
     @property
     def names(self) -> list[str]:
-        """The class name of each image's prediction. There are none for label maps."""
+        """The name of each image's predicted class. Label maps have no such names."""
         return [self.class_names[label] for label in self.labels.tolist()]
 
     @property

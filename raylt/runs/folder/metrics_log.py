@@ -136,9 +136,9 @@ def write_line(report: dict[str, Any], previous: str, date: str | None) -> str:
 
 
 def restored_line(saved: "Checkpoint", previous: str) -> str:
-    """Return the line of metrics.jsonl for a checkpoint's step that a killed run did not write.
+    """Return the line of metrics.jsonl for the step of a checkpoint, made from the checkpoint's report.
 
-    The date of this line is null.
+    A run that was killed after its checkpoint has not written this line. The date in it is null.
     """
     text = write_line(saved.facts["report"], previous, None)
     as_json(text, _LINE, f"{saved.folder}: its report")

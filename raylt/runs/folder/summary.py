@@ -79,7 +79,10 @@ class _Shown(BaseModel):
 
 
 class _Clients(BaseModel):
-    """The summary's figures over clients, on each client's own class mix; `by` has each kind of figure."""
+    """The summary's figures over clients, on each client's own class mix.
+
+    `by` maps the name of each figure to its mean and worst tenth over clients.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -236,7 +239,7 @@ def _pooled(by_client: dict[str, list[float | None]], tests: JudgedImages | None
 
 
 def _by_participation(reports: list[MetricsLine]) -> dict[str, dict[str, Any] | None]:
-    """Return the figures of evaluated clients, separately for clients that trained in some round and in none.
+    """Return the figures of clients that trained in at least one round, and of clients that never trained.
 
     A group without clients is None.
     """

@@ -67,7 +67,10 @@ def served_model(path: Path) -> ServedModel:
 
 
 def _read(path: Path) -> ServedModel:
-    """Return the content of an exported file, after loading its models so that errors name the user's path."""
+    """Return the content of an exported file and its model card.
+
+    The models are loaded first, so that errors name the user's path.
+    """
     _models_in(path)
     file = store.plain(path)
     card = card_of(path)
