@@ -19,6 +19,7 @@ Each message is one line: `setting: what is wrong (value). What to do.` Each err
 import difflib
 import os
 import shlex
+import sys
 import sysconfig
 import textwrap
 import traceback
@@ -26,6 +27,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 # code: one sentence for the documentation
 CODES: dict[str, str] = {
@@ -466,22 +468,23 @@ def user_fault(error: BaseException) -> str:
     frames = _user_frames(error)
     if not frames:
         return one_line(error)
-    message = textwrap.shorten(" ".join(str(error).split()), 400, placeholder=" ...")
     inner = frames[-1]
-    return f"{type(error).__name__}: {message} ({Path(inner.filename).name}:{inner.lineno}, in {inner.name})"
+    return f"{type(error).__name__}: {_message(error)} ({Path(inner.filename).name}:{inner.lineno}, in {inner.name})"
 
 
 @contextmanager
 def no_exit() -> Iterator[None]:
     """Turn sys.exit() in the user's own code into an error, since it would end the process silently.
 
+    Other exceptions that are no `Exception`, such as GeneratorExit, become errors too, but Ctrl-C does not.
+
     Raises:
         ConfigError: the code inside the block tried to end the process; the message names the place.
     """
     try:
         yield
-    except SystemExit as error:
-        if not in_user_code(error):
+    except BaseException as error:
+        if isinstance(error, Exception | KeyboardInterrupt) or not in_user_code(error):
             raise
         raise ConfigError(
             f"{user_fault(error)}: would end the process. Raise an error instead.",
@@ -515,6 +518,27 @@ def own_function(key: str, name: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def abrupt_exits_raised() -> Iterator[None]:
+    """Let os._exit() in the user's own code raise SystemExit, which `no_exit` turns into an error.
+
+    Child processes end as they ask.
+    """
+    leave = os._exit
+    process = os.getpid()
+
+    def raise_or_leave(status: int) -> NoReturn:
+        if os.getpid() == process and _is_user_code(sys._getframe(1).f_code.co_filename):
+            raise SystemExit(status)
+        leave(status)
+
+    os._exit = raise_or_leave
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
 def in_user_code(error: BaseException) -> bool:
     """Return whether an exception passed through the user's own code."""
     return bool(_user_frames(error))
@@ -538,8 +562,16 @@ def one_line(error: BaseException) -> str:
     """Describe an exception in one line: type, message and the innermost line outside installed packages."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = textwrap.shorten(" ".join(str(error).split()), 400, placeholder=" ...")
-    return f"{type(error).__name__}: {text}{place}"
+    return f"{type(error).__name__}: {_message(error)}{place}"
+
+
+def _message(error: BaseException) -> str:
+    """Return the message of an exception, shortened to one line."""
+    try:
+        text = str(error)
+    except Exception:
+        return "its message cannot be read"
+    return textwrap.shorten(" ".join(text.split()), 400, placeholder=" ...")
 
 
 def describe_error(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from raylt.cli.serve import serve
 from raylt.cli.study import follow, ls, study
 from raylt.cli.tune import tune
 from raylt.cli.verify import verify
-from raylt.errors import ConfigError, RayltError, at_the_shell, no_exit, one_line
+from raylt.errors import ConfigError, RayltError, abrupt_exits_raised, at_the_shell, no_exit, one_line
 from raylt.signals import interrupt_on_sigterm, outlive_pipes
 
 EXAMPLES = "\n\n".join(
@@ -123,7 +123,7 @@ def main() -> None:
     interrupt_on_sigterm()
     outlive_pipes()
     try:
-        with at_the_shell(), no_exit():  # of the user's own code: no command ends so
+        with at_the_shell(), no_exit(), abrupt_exits_raised():  # of the user's own code: no command ends so
             code = app(_plugins_first([a for a in arguments if a != "--debug"]), standalone_mode=False) or 0
     except ClickException as error:
         if message := error.format_message():  # none where the help was printed

@@ -1,6 +1,7 @@
 """Unusable files, names and code of other people end a command with one line and exit code 2."""
 
 import io
+import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,21 @@ EXITS = {
         "import sys, raylt\nclass Quiet(raylt.Method):\n    name = 'quiet'\n"
         "    def round(self, server, fleet):\n        sys.exit(0)\n"
     ),
+    "import-abruptly": "import os\nos._exit(0)\n",
+    "import-otherwise": "raise GeneratorExit\n",
+    "import-unreadable": "class E(Exception):\n    def __str__(self):\n        raise E\nraise E\n",
+    "round-abruptly": (
+        "import os, raylt\nclass Quiet(raylt.Method):\n    name = 'quiet_abruptly'\n"
+        "    def round(self, server, fleet):\n        os._exit(0)\n"
+    ),
+    "round-otherwise": (
+        "import raylt\nclass Quiet(raylt.Method):\n    name = 'quiet_otherwise'\n"
+        "    def round(self, server, fleet):\n        raise GeneratorExit\n"
+    ),
+    "train-otherwise": (
+        "import raylt\nclass Quiet(raylt.Method):\n    name = 'quiet_training'\n"
+        "    def train(self, client, message):\n        raise GeneratorExit\n"
+    ),
     "model": "import sys, raylt\ndef net(classes, shape):\n    sys.exit()\nraylt.register(net, 'net', kind='model')\n",
 }
 SMALL = ["data.clients=3", "federation.rounds=1", "local.epochs=1", "--fleet", "local"]
@@ -30,7 +46,8 @@ SMALL = ["data.clients=3", "federation.rounds=1", "local.epochs=1", "--fleet", "
 def test_code_that_exits_is_an_error_with_its_file(tmp_path, monkeypatch, capsys, place):
     file = tmp_path / "own.py"
     file.write_text(EXITS[place])
-    named = {"import": "method=fedavg", "round": "method=quiet", "model": "model=net method=fedavg"}[place].split()
+    method = re.search(r"name = '(\w+)'", EXITS[place])
+    named = ["model=net", "method=fedavg"] if place == "model" else [f"method={method[1] if method else 'fedavg'}"]
     arguments = ["raylt", "run", *named, *SMALL, "--plugin", str(file), "--out", str(tmp_path / "runs")]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
