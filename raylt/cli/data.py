@@ -80,7 +80,9 @@ def data(
     low, high = task.thresholds
     for group, bounds in (("many", f"more than {high}"), ("medium", f"{low} to {high}"), ("few", f"fewer than {low}")):
         sizes = [int(n) for n, class_group in zip(task.counts, task.groups, strict=True) if class_group == group]
-        out.print(f"{group}: {len(sizes)} classes, {sum(sizes)} {unit} ({bounds} of each class)")
+        out.print(
+            f"{group}: {len(sizes)} class{'es' * (len(sizes) != 1)}, {sum(sizes)} {unit} ({bounds} of each class)"
+        )
     out.print(str(figures), soft_wrap=True)
 
 

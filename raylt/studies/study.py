@@ -87,7 +87,8 @@ def study(
 def of_runs(folders: Sequence[Path]) -> "Study":
     """Return a study that consists of single runs.
 
-    Arms differ in the method or the model, cells in the data, and seeds in both seeds.
+    Arms differ in the method or the model, cells in the data, and seeds in both seeds. Where all finished runs have
+    clients' own models, the measure is the figure of these models that `raylt run` shows.
 
     Raises:
         CheckpointError: a folder cannot be read, or two runs have the same arm, cell and seed.
@@ -107,9 +108,22 @@ def of_runs(folders: Sequence[Path]) -> "Study":
             raise _duplicate_run(first, record)
     names = list(dict.fromkeys(record.arm for record in records))
     definition = Definition(
-        name="runs", arms={name: {} for name in names}, seeds=sorted({record.seed for record in records})
+        name="runs",
+        arms={name: {} for name in names},
+        seeds=sorted({record.seed for record in records}),
+        measure=_shown_measure(records),
     )
     return Study(definition, None, records)
+
+
+def _shown_measure(records: Sequence[RunRecord]) -> str:
+    """Return the measure of clients' own models that all finished runs show, or accuracy."""
+    summaries = [record.summary for record in records if record.summary is not None]
+    shown = {(summary.get("shown") or {}).get("figure") for summary in summaries}
+    for measure in ("local", "matched"):
+        if shown == {measure}:
+            return measure
+    return "accuracy"
 
 
 def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> None:

@@ -38,6 +38,15 @@ def test_a_study_and_its_comparison_are_tables(run):
     assert "judged on: n = " in text
 
 
+def test_runs_of_clients_own_models_are_compared_by_these(run, tmp_path):
+    personal = make_tiny_run(tmp_path, "fedper", "federation.rounds=1")
+    shown = personal.summary["shown"]
+    [row] = of_runs([personal.folder]).compare().rows
+    assert shown["figure"] == "local"
+    assert row.values == {personal.config.seed: shown["last"]}
+    assert of_runs([run.folder, personal.folder]).definition.measure == "accuracy"
+
+
 @pytest.mark.parametrize("kind", ["curves", "data", "clients", "classes", "confusion"])
 def test_plots_are_figures_that_a_notebook_shows(run, tmp_path, kind):
     figure = run.plot(kind, str(tmp_path / f"{kind}.svg"))
