@@ -95,7 +95,7 @@ _BUFFER = Buffer()  # of this process
 
 
 def _parcels(tensors: Sequence[Tensor], places: list[int]) -> Iterator[list[int]]:
-    """Yield groups of tensors, by index, to copy together.
+    """Yield the indices of the tensors to copy together, one group at a time.
 
     A group has at least two tensors and at most MOST bytes.
 

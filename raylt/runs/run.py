@@ -110,7 +110,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """Return the state of the run.
+        """Return whether the run is missing, running, stopped or done.
 
         "missing": there is no such run; "running": a process works at it; "stopped": it can be resumed; "done".
         """

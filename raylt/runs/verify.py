@@ -150,7 +150,7 @@ def _findings(run: Run) -> Iterator[Finding]:
 
 
 def finding_of(what: str, read: Callable[[], str]) -> Finding:
-    """Return the finding on a file; `read` reads the file and describes its content."""
+    """Return the result of checking a file; `read` reads the file and describes its content."""
     try:
         return Finding(what, True, read())
     except RayltError as error:

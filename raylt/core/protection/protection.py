@@ -94,7 +94,7 @@ class Protection:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Refuse noisy uploads inside the block, since a rehearsal would reveal a second draw of the noise."""
+        """Refuse noisy uploads inside the block, since a rehearsal would reveal a second sample of the noise."""
         before = self._rehearsed
         self._rehearsed = True
         try:

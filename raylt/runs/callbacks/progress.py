@@ -42,7 +42,7 @@ def progress_writer(folder: Path) -> Callable[..., None]:
 
 
 def item_writer(folder: Path, number: int) -> StageProgress:
-    """Return a function that writes the progress of one item (its finished steps) into the run folder."""
+    """Return a function that writes the number of finished steps of one `Fleet.map` item into the run folder."""
     last_time = time.monotonic()
 
     def write(done: int, total: int) -> None:
@@ -65,7 +65,7 @@ def read_progress(folder: Path) -> tuple[str, int, int] | ItemsProgress | None:
 
 
 def read_items(folder: Path, numbers: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Return the numbers of finished steps and of all steps, for each item that has reported steps."""
+    """Return the numbers of finished and of all steps for each `Fleet.map` item that has reported steps."""
     figures_by_item = {number: _read(folder, f"{ITEM}{number}") for number in numbers}
     return {
         number: (int(figures[0]), int(figures[1])) for number, figures in figures_by_item.items() if len(figures) == 2
@@ -73,7 +73,7 @@ def read_items(folder: Path, numbers: Iterable[int]) -> dict[int, tuple[int, int
 
 
 def remove_items(folder: Path, numbers: Iterable[int]) -> None:
-    """Remove the progress files of items that are done."""
+    """Remove the progress files of finished `Fleet.map` items."""
     with Folder.open(folder) as run_folder:
         for number in numbers:
             run_folder.remove(f"{ITEM}{number}")

@@ -168,7 +168,7 @@ class StagePace:
 
 
 def items_text(progress: ItemsProgress) -> str:
-    """Return the progress inside items as text, such as "class 3 of 10, step 40 of 100"."""
+    """Return the progress of a `Fleet.map` call as text, such as "class 3 of 10, step 40 of 100"."""
     item = ITEMS.get(progress.stage, "item")
     return f"{item} {progress.done + 1} of {progress.total}, step {progress.step} of {progress.steps}"
 
