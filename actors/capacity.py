@@ -137,7 +137,7 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
     bound = min(limits[0], key=lambda name: limits[0][name])
     reasons = {
         "nodes": f"{sum(node.count for node in nodes)}: {_total(nodes)}",
-        "client actors": f"{actors} on {where}; {why}; {slots} slots, bound by {bound}",
+        "client actors": f"{actors} on {where}; {why}; {count_of(slots, 'slot')}, limited by {bound}",
         "clients per actor": f"{each}; "
         + ("each client has its own" if each == 1 else "an idle actor takes over a waiting client"),
         "each actor": f"{count_of(wanted.cpus_per_client, 'CPU')} and {count_of(share, 'GPU')}"
@@ -145,9 +145,7 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
         "server": server_why,
     }
     if 0 < share <= 0.5:
-        reasons["MPS"] = (
-            "worth starting: without it the kernels of processes that share a GPU take turns (docs/gpus.md)"
-        )
+        reasons["MPS"] = "start it: without MPS, kernels of processes that share a GPU take turns (docs/gpus.md)"
     if share > 0:
         precision = config.local.precision
         reasons["precision"] = f"{precision}: {PRECISION_COSTS[precision]} on an H200 (docs/gpus.md)"
@@ -270,8 +268,8 @@ def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, home
     elif clients <= slots:
         return clients, "one for each client"
     else:
-        reason = f"{clients} clients are more than slots, and a round asks {active}"
-        return min(slots, active), reason if active <= slots else f"{reason}, of which {slots} work at a time"
+        reason = f"a round asks {active} of {clients} clients"
+        return min(slots, active), reason if active <= slots else f"{reason}, and {slots} work at a time"
     actors = min(actors, clients)
     if actors > slots:
         raise ConfigError(

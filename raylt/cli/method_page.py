@@ -134,8 +134,6 @@ def table(listing: Mapping[str, MethodEntry]) -> Group:
             "method",
             *(["sends in a round", "up", "down", "passes", "after training"] if measured else []),
             "paper",
-            title=f"{key}: {title.lower()}",
-            title_justify="left",
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
             show_edge=False,
@@ -145,7 +143,7 @@ def table(listing: Mapping[str, MethodEntry]) -> Group:
             paper = entry["paper"] + (f" (privileged: {entry['privileged']})" if entry["privileged"] else "")
             rows.add_row(name, *(_costs(entry["calls"]) if measured else []), paper)
         if lines:
-            parts += [rows, ""]
+            parts += [Text(f"{key}: {title.lower()}", style="table.title"), rows, ""]
     return Group(*parts)
 
 

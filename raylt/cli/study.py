@@ -225,8 +225,8 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = 
     trainings = ""
     if shared:
         count = len(not_on_record) - len(shared)
-        trainings = f"{count_of(count, 'training')}, from which the others continue; "
-    time_left = "the time is known when the first run has finished a round"
+        trainings = f"{count_of(count, 'training')} that the others branch from; "
+    time_left = "the time is unknown until a run has finished a round"
     if not open_runs:
         time_left = "all are done"
     elif total is not None:

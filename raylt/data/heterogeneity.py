@@ -24,8 +24,8 @@ class Heterogeneity(NamedTuple):
     def __str__(self) -> str:
         return (
             f"largest to smallest class: {self.imbalance:.4g}; largest to smallest client: {self.sizes:.4g}\n"
-            f"classes of a client, on average: {self.classes:.3g}\n"
-            f"distance of its class mix from that of all: {self.distance:.2f} (0: the same, 1: disjoint)"
+            f"classes of a client, mean: {self.classes:.3g}\n"
+            f"distance of a client's class mix from the overall mix, mean: {self.distance:.2f} (0: equal, 1: disjoint)"
         )
 
 

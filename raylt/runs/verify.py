@@ -13,7 +13,7 @@ from pathlib import Path
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Checkpoint
 from raylt.core.evaluation import counts
-from raylt.errors import CheckpointError, RayltError
+from raylt.errors import CheckpointError, RayltError, count_of
 from raylt.runs.folder import metrics_log, provenance, summary
 from raylt.runs.folder.identity import FILE as IDENTITY
 from raylt.runs.folder.identity import ORIGINS
@@ -160,7 +160,7 @@ def finding_of(what: str, read: Callable[[], str]) -> Finding:
 def _describe_provenance(files: Files) -> str:
     lines = files.provenance()
     unbound = [line for line in lines if not provenance.LINKS & line.keys()]
-    return f"{len(lines)} processes" + (", unsealed: of an early version" if unbound else ", in order")
+    return f"processes: {len(lines)}" + (", unsealed: of an early version" if unbound else ", in order")
 
 
 def _check_plain_file(folder: Path, name: str) -> str:
@@ -221,7 +221,7 @@ def _check_matrices(files: Files) -> Iterator[Finding]:
     ]
     damaged = [finding for finding in findings if not finding.whole]
     if steps and not damaged:
-        yield Finding(counts.FOLDER, True, f"of {len(steps)} evaluations, as recorded in {metrics_log.FILE}")
+        yield Finding(counts.FOLDER, True, f"{count_of(len(steps), 'evaluation')}, as recorded in {metrics_log.FILE}")
     yield from damaged
 
 

@@ -51,9 +51,9 @@ def test_reasons_of_a_plan_do_not_contradict_each_other():
     config = configure(data={"clients": 20}, federation={"participation": 0.3})
     few, enough = (plan(config, 20, [Node(cpus, 0.0)]).reasons for cpus in (2.0, 8.0))
     assert few["client actors"].startswith(
-        "2 on all nodes; 20 clients are more than slots, and a round asks 6, of which 2 work at a time; 2 slots"
+        "2 on all nodes; a round asks 6 of 20 clients, and 2 work at a time; 2 slots, limited by CPUs"
     )
-    assert "and a round asks 6; 8 slots" in enough["client actors"]
+    assert "a round asks 6 of 20 clients; 8 slots" in enough["client actors"]
     assert few["each actor"] == "1 CPU and 0 GPUs"
 
 

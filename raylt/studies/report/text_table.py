@@ -57,10 +57,10 @@ class TextTable:
         """Return the table for a terminal."""
         parts: list[_AsWideAsFits | Table | Text] = [_AsWideAsFits(self)]
         for title, head, rows in self.further:
-            more = _table(title, head)
+            more = _table(head)
             for row in rows:
                 more.add_row(*row)
-            parts += [Text(""), more]
+            parts += [Text(""), _title(title), more]
         parts += [
             Text(f"\n{heading}:\n" + "\n".join(f"  {line}" for line in lines))
             for heading, lines in self.notes.items()
@@ -68,9 +68,9 @@ class TextTable:
         ]
         return Group(*parts)
 
-    def table(self, columns: Sequence[int], title: str | None) -> Table:
+    def table(self, columns: Sequence[int]) -> Table:
         """Return some of the columns as a table of the library rich."""
-        table = _table(title, [self.head[index] for index in columns])
+        table = _table([self.head[index] for index in columns])
         for column, index in zip(table.columns, columns, strict=True):
             if self.columns[index] == "r":
                 column.justify = "right"
@@ -158,25 +158,29 @@ class _AsWideAsFits:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
         table = self.table
         naming = list(range(table.naming))
+        yield _title(table.title)
         if not naming:
-            yield table.table(range(len(table.head)), table.title)
+            yield table.table(range(len(table.head)))
             return
         part: list[int] = []
-        title: str | None = table.title
         for column in range(len(naming), len(table.head)):
-            wider = table.table([*naming, *part, column], None)
+            wider = table.table([*naming, *part, column])
             width = Measurement.get(console, options.update(width=10_000), wider).maximum
             if part and width > options.max_width:
-                yield table.table([*naming, *part], title)
+                yield table.table([*naming, *part])
                 yield Text("")
                 part = []
-                title = None
             part.append(column)
-        yield table.table([*naming, *part], title)
+        yield table.table([*naming, *part])
 
 
-def _table(title: str | None, head: Sequence[str]) -> Table:
-    return Table(*head, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+def _title(title: str) -> Text:
+    """Return the title of a table as a line of its own; rich would wrap it at the width of the table."""
+    return Text(title, style="table.title")
+
+
+def _table(head: Sequence[str]) -> Table:
+    return Table(*head, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
 
 
 def _pipes(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
