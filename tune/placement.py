@@ -103,7 +103,7 @@ def _share_with_servers(share: float) -> float:
 
 
 def _on_gpu(trials: int, actors: int, gpus: float) -> tuple[int, int]:
-    """Return the numbers of servers and client actors per GPU if both are spread evenly."""
+    """Return the numbers of servers and client actors per GPU if both are distributed evenly."""
     return -(-trials // int(gpus)), -(-trials * actors // int(gpus))
 
 

@@ -273,9 +273,9 @@ def believes_no_wrong_count(case: Case) -> None:
 
 
 def _sums(asked: list[Question], sizes: Mapping[int, int]) -> Iterator[tuple[str, str, set[str], list[Honest]]]:
-    """Yield the call, part, count names and replies of every part that is a sum over samples.
+    """Yield each part that is a sum over samples: its call, its name, the names of its counts, and the replies.
 
-    The names are those of counts that add up to the client's samples. The replies are honest.
+    The named counts are those that add up to the client's samples. The replies are honest.
     """
     calls: dict[tuple[str, str], list[Honest]] = {}
     for call, schema, id, reply in asked:

@@ -58,7 +58,7 @@ def _is(module: ModuleType, file: Path) -> bool:
 
 
 def shadowed(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Return the modules that Ray's workers, unlike this process, would import from these folders, by folder."""
+    """Return the modules that Ray's workers would import from each of these folders, unlike this process."""
     by_folder = {str(folder.resolve()): _names_shadowed(folder.resolve()) for folder in folders}
     return {folder: names for folder, names in by_folder.items() if names}
 

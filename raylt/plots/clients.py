@@ -100,7 +100,7 @@ class ClientComparison:
         return table
 
     def notes(self) -> list[str]:
-        """Return a notice about clients whose figures mean nothing, because their test images show one class."""
+        """Return a notice about clients whose test images have one class only, so that their figures mean nothing."""
         alone = len(self.one_class)
         if not alone:
             return []

@@ -154,7 +154,7 @@ def _key(measure: str) -> str | None:
 def _curve(
     done: Sequence[RunRecord], cell: str, arm: str, measure: str, over: Over, spread: Spread, level: float
 ) -> ArmCurve | None:
-    """Return the curve of an arm; None if all its runs have no evaluated step in common."""
+    """Return the curve of an arm in a cell, or None if no step was evaluated in all of the arm's runs."""
     runs = [record for record in done if (record.cell, record.arm) == (cell, arm)]
     key = _key(measure)
     assert key is not None

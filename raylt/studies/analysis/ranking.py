@@ -169,7 +169,10 @@ def fit(wins: np.ndarray) -> np.ndarray:
 def _cells(
     studies: Mapping[str, Sequence[RunRecord]], measure: str, at: At
 ) -> dict[tuple[str, str], list[dict[str, float | None]]]:
-    """Group the values by cell into blocks; a block holds the values of at least two arms for the same seed."""
+    """Return the measured values of each cell as one block per seed, which maps arms to values.
+
+    Blocks of a single arm are left out.
+    """
     cells: dict[tuple[str, str], dict[int, dict[str, float | None]]] = {}
     for name, records in studies.items():
         for record in records:

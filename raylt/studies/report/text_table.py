@@ -138,7 +138,7 @@ class TextTable:
         return f"{command}{{{figure}}}{sign}{spread}"
 
     def _starts(self) -> list[bool]:
-        """Return, for each row, whether the row starts a new group of rows. The first row does not."""
+        """Return whether each row starts a new group of rows; the first row does not."""
         return [self.grouped and index > 0 and row[0] != self.rows[index - 1][0] for index, row in enumerate(self.rows)]
 
     def _rows(self) -> list[list[str]]:
