@@ -232,7 +232,10 @@ class ActorPool:
 
 
 def _without_traceback(error: Any) -> Any:
-    """Return the error that an actor raised, without Ray's exception around it, which prints a whole traceback."""
+    """Return the error that an actor raised, without Ray's exception around this error.
+
+    Ray's exception would print a whole traceback.
+    """
     return getattr(error, "cause", error)
 
 

@@ -129,7 +129,7 @@ class ClientCalls(Job):
         return None
 
     def _take(self, clients: Container[int] | None) -> list[int]:
-        """Remove from the queue the first clients that can share one call, and return their ids.
+        """Return the ids of the first waiting clients that can share one call, and remove these clients from the queue.
 
         Args:
             clients: the clients to choose from; by default all.

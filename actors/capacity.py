@@ -301,7 +301,7 @@ def _gpu_share(
 
 
 def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str], str]:
-    """Return the server's share of a GPU and its label selector, and the reason for both."""
+    """Choose the server's GPU share and the labels of its node; return both, and a text that explains them."""
     labelled = [node for node in nodes if node.role == "server"]
     labels = {"role": "server"} if labelled else {}
     where = "the node labelled role=server" if labelled else "any node"
@@ -314,7 +314,7 @@ def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str]
 
 
 def _share(wanted: float, gpus: float) -> tuple[int, float]:
-    """Return how many actors that want `wanted` GPUs fit, and the share of each once the server has its share."""
+    """Return how many actors of `wanted` GPUs each fit next to the server, and the GPU share of each."""
     if wanted > 1:
         if wanted != int(wanted):
             raise ConfigError(

@@ -139,7 +139,7 @@ class ClientActor:
         return ray.get_runtime_context().get_node_id(), os.getpid(), describe(self.host.device)
 
     def wait_until_gone(self, processes: list[tuple[str, int]]) -> None:
-        """Wait at most `GONE_S` until those of the processes (node, pid) that ran on this node have ended."""
+        """Wait until all given processes (node, pid) of this node have ended, at most `GONE_S` seconds."""
         this_node = ray.get_runtime_context().get_node_id()
         end = time.monotonic() + GONE_S
         pids = [pid for node, pid in processes if node == this_node]

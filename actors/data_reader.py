@@ -40,7 +40,7 @@ from raylt.store import Folder, folder_for
 
 
 def main() -> None:
-    """Read what the parent asks for, and send None or the error."""
+    """Read the data set that the parent process requests; send the parent None, or the error if reading fails."""
     channel = Connection(int(sys.argv[1]))
     reading = channel.recv()
     threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _end_with(channel: Connection) -> None:
-    """End this process when its parent closes the pipe, or has died."""
+    """End this process when its parent closes the pipe or dies."""
     try:
         channel.recv()
     except (EOFError, OSError):
@@ -70,7 +70,7 @@ def _end_with(channel: Connection) -> None:
 
 
 def read(reading: Reading) -> None:
-    """Make the array and the index of a source in its cache, unless another process has made them.
+    """Write a source's images and labels to its cache, unless another process has already done so.
 
     Raises:
         ConfigError: see `find_columns`.
@@ -83,7 +83,7 @@ def read(reading: Reading) -> None:
 
 
 class _Read:
-    """One reading, and the labels that it has collected so far."""
+    """A reading of one source into its cache, and the labels read so far."""
 
     def __init__(self, reading: Reading, folder: Folder):
         import ray.data
@@ -195,7 +195,7 @@ class _Read:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn errors of Ray Data and of the file system into one line."""
+        """Convert errors of Ray Data and of the file system to a DataError of one line."""
         try:
             yield
         except RayltError:

@@ -41,7 +41,10 @@ class Call:
 
     @property
     def stuck_at(self) -> float | None:
-        """Return the time at which the call counts as stuck; None if it never does or has been reported."""
+        """Return the time at which the call counts as stuck.
+
+        It is None if the call has no time limit, or has already been reported.
+        """
         return None if self.patience is None or self.reported else self.start + self.patience
 
 

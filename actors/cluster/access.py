@@ -40,7 +40,7 @@ class Joined:
 
     @property
     def source(self) -> str:
-        """Return the option or variable that gave the address, with which error messages begin."""
+        """Return the cluster's address and the option or variable that gave it. Error messages begin with this text."""
         if self.asked_by == "--address":
             return f"{spoken('--address', 'address')} {self.address}"
         return f"{self.asked_by}, address {self.address}"
@@ -287,7 +287,10 @@ def _tls_credentials(grpc: Any) -> Any:
 
 
 def _read_token(file: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the token, and a remark if other users could read its file, which is then made private."""
+    """Return the token in a file, and a remark if other users could read the file.
+
+    Such a file is made private.
+    """
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > TOKEN_BYTES:  # reading a FIFO would never end

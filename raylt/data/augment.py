@@ -284,7 +284,7 @@ class InTurn:
 
     @property
     def recordable(self) -> bool:
-        """Return whether every step is recordable, see `raylt.recordability.recordable`."""
+        """Return whether all augmentations in the sequence are recordable, see `raylt.recordability.recordable`."""
         return all(map(is_recordable, self.steps))
 
     def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,10 @@ def _left_out(count: int, of: int, part: str) -> list[str]:
 
 
 def _row_hashes(x: Stored) -> np.ndarray:
-    """Return a hash of the middle row of pixels of each image, uint64 [n]; it takes 8 bytes for each of millions."""
+    """Return a hash of the middle row of pixels of each image, uint64 [n].
+
+    A hash takes 8 bytes, because there may be millions of images.
+    """
     parts = [
         b"".join(_digest(row, 8) for row in pixel_rows(cut(x, start, start + AT_ONCE), x.shape[1] // 2))
         for start in range(0, len(x), AT_ONCE)

@@ -33,12 +33,12 @@ def class_counts(labels: Stored, classes: int) -> np.ndarray:
 
 
 def shown(maps: Stored, classes: int) -> np.ndarray:
-    """Return the classes that each image contains, bool [N, C]."""
+    """Return a mask of the classes that each image contains, bool [N, C]."""
     return np.stack([class_counts(take(maps, np.array([row])), classes) > 0 for row in range(len(maps))])
 
 
 def class_views(clients: int, classes: int, beta: int, erased: Erased = "background") -> np.ndarray:
-    """Return each client's view of the classes, in which the client's `beta` classes are kept and others replaced.
+    """Return a class mapping for each client that leaves `beta` classes unchanged and replaces all other classes.
 
     The shape is int64 [K, C + 1] with a background class, otherwise [K, C].
 

@@ -52,7 +52,10 @@ class Shard:
 
     @property
     def renaming(self) -> np.ndarray | None:
-        """Return the client's class mapping if it renames classes; None if there is none or it only removes labels."""
+        """Return the client's class mapping if the mapping renames classes, otherwise None.
+
+        A mapping that only removes labels renames no class.
+        """
         return None if self.view is None or (self.view == VOID).any() else self.view
 
     def labels(self) -> np.ndarray:
@@ -157,7 +160,7 @@ class Task(TaskSpec):
 
     @property
     def counts(self) -> np.ndarray:
-        """Return the training samples, or labelled pixels, per class over all clients, int64 [C]."""
+        """Return the number of training samples, or labelled pixels, of each class over all clients, int64 [C]."""
         return self.client_counts.sum(0)
 
     @cached_property
@@ -306,7 +309,7 @@ def _classes(
 
 
 def _hold_out(source: Source, split: Split, config: DataConfig) -> tuple[IndexLists, np.ndarray | None]:
-    """Return the clients' training rows and the rows of the validation set; None if there is no such set."""
+    """Return the clients' training rows, and the rows of the validation set (None without a validation set)."""
     if config.validation:
         return hold_out_validation(split.clients, source.strata, config.validation, config.seed)
     clients = split.clients
@@ -342,7 +345,10 @@ def _normalisation(source: Source, split: Split, config: DataConfig) -> tuple[tu
 
 
 def _client_counts(shards: Holdings, classes: int) -> np.ndarray:
-    """Return the training samples, or labelled pixels, per client and class as the client sees it, int64 [K, C]."""
+    """Count the training samples, or labelled pixels, of each client and class, int64 [K, C].
+
+    The classes are those of the client's class mapping.
+    """
     y = shards.whole.y
     if len(y.shape) > 1 or shards.views is not None:
         return np.stack([class_counts(shard.labels(), classes) for shard in shards])
@@ -355,7 +361,7 @@ Count = Annotated[int, Field(ge=0)]
 
 @closed
 class JudgedImages(TypedDict):
-    """Numbers of test images behind the figures of a run, and thresholds of the class groups.
+    """Numbers of test images on which a run is evaluated, and the thresholds that define the class groups.
 
     `groups` has the test images, or labelled pixels, of the many-, medium- and few-shot classes. `own` has each
     client's own test images, by id; None where the data do not record them. `one_class` names the clients whose figures

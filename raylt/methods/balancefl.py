@@ -57,7 +57,7 @@ class BalanceFL(Method):
         return client.reply(model=self.shared(client.model), loss=loss)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the loss of a client.
+        """Return the training loss of a client.
 
         It is the cross-entropy on owned classes, plus distillation on missing classes, minus the entropy of
         predictions.

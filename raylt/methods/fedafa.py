@@ -117,7 +117,7 @@ class FedAFA(Method):
         self.personalise(client, message)
 
     def generate(self, client: Client, glob: nn.Module, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions of samples to replace in a batch, and generated activations of the same classes.
+        """Choose the samples of a batch to replace; return their positions, and generated activations of their classes.
 
         Args:
             glob: The global model's upper layers.

@@ -1,5 +1,4 @@
-"""FedALA: each client learns, for each weight, how to mix the global model with its own before training (Zhang et al.,
-AAAI 2023).
+"""FedALA: each client learns, weight by weight, how to mix its model with the global model (Zhang et al., AAAI 2023).
 
 Symbols are the paper's (from memory); where it is silent, the authors' code decides (TsingZ0/PFLlib at 2b077c1):
 [1] Of the received model, all but the last layer is taken as it is (p = 1). `scope=all` mixes every trained weight.
@@ -98,7 +97,7 @@ class FedALA(Method):
 
 @torch.no_grad()
 def put(params: Params, own: Params, gap: Params, weights: Params) -> None:
-    """Set each parameter to a mixture of the client's own and the global value.
+    """Set each parameter to a mixture of the client's own value and the global value.
 
     The mixture is theta_i + (theta - theta_i) W.
     """

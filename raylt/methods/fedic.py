@@ -117,7 +117,10 @@ class FEDIC(Method):
         return hard.item(), soft.item()
 
     def draws(self, n: int, generator: torch.Generator, device: torch.device) -> list[Tensor]:
-        """Draw the row indices of each batch of one training. A batch contains no row twice."""
+        """Return the row indices of random batches, one batch per training step.
+
+        A batch contains no row twice.
+        """
         size = min(self.batch, n)
         return [torch.randperm(n, generator=generator)[:size].to(device) for _ in range(self.steps)]
 

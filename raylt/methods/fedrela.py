@@ -1,4 +1,4 @@
-"""FedReLa: FedAvg whose clients relabel samples to their rarer classes late in training (Hu et al., ICML 2026).
+"""FedReLa: FedAvg in which clients relabel samples as rarer classes late in training (Hu et al., ICML 2026).
 
 A sample gets the label of a rare or absent class that the global model assigns to it. As in the authors' public code,
 with these decisions:
@@ -29,7 +29,7 @@ LATE_RATE = 0.1  # share of the rate after re-labelling; from the code [5]
 
 
 class FedReLa(Method):
-    """FedAvg whose clients train on new labels once the share `after` of all rounds has passed."""
+    """FedAvg whose clients train on new labels after the fraction `after` of all rounds."""
 
     name: ClassVar[str] = "fedrela"
     paper: ClassVar[str] = "Hu et al., ICML 2026"

@@ -1,4 +1,4 @@
-"""FedRoD: a balanced generic classifier, and a personal classifier whose logits are added (Chen and Chao, ICLR 2022).
+"""FedRoD: a balanced generic classifier, and a personal classifier that adds to its logits (Chen and Chao, ICLR 2022).
 
 Departures from the text:
 [1] The personal classifier starts at 0, so that a client that never took part predicts as the generic classifier does.

@@ -90,7 +90,10 @@ class FLea(Method):
         return client.reply(model=self.shared(client.model), **parts)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the loss on mixtures with shared activations; before any were shared, return a warm-up loss."""
+        """Return the loss on mixtures of the client's activations with shared activations.
+
+        Before any activations were shared, it is a warm-up loss on the client's images alone.
+        """
         model = client.model
         received = copy.deepcopy(model).requires_grad_(False).eval()
         lower, upper = halves(model, self.layer)
@@ -134,7 +137,7 @@ class FLea(Method):
 
     @torch.no_grad()
     def upload(self, client: Client, message: Message) -> Reply:
-        """Upload the activations and labels of the samples that the client shares, keyed by number."""
+        """Upload the activations and labels of the samples that the client shares, numbered from 0."""
         client.receive(message["encoder"])
         batch = client.samples.batch(client.state["shared"].to(client.device))
         with autocast(client):

@@ -1,5 +1,5 @@
-"""MOON: FedAvg with a contrastive loss that draws features to the global model's and away from the previous local
-model's (Li, He and Song, CVPR 2021).
+"""MOON: FedAvg with a contrastive loss that pulls features towards those of the global model, and away from those of
+the previous local model (Li, He and Song, CVPR 2021).
 
 Departures from the text:
 [1] The global and the previous local model compute features in evaluation mode, as in the authors' code (QinbinLi/MOON

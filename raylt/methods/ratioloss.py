@@ -104,7 +104,7 @@ class RatioLoss(Method):
 
 
 def ratios(pulls: Tensor, rival: float) -> Tensor:
-    """Return each class's ratio r_p: its changes of the classifier divided by the other classes' mean changes [4].
+    """Return each class's ratio r_p: its own effect on the classifier, divided by the mean effect of other classes [4].
 
     Only weights where p pulls alone count.
 

@@ -1,4 +1,4 @@
-"""RUCR: FedAvg with features drawn to global prototypes, and a classifier balanced on features mixed with the
+"""RUCR: FedAvg with features pulled to global prototypes, and a classifier balanced on features mixed with the
 prototypes (Huang et al., IEEE Transactions on Mobile Computing 2024).
 
 Where the text is silent, the authors' code decides. Departures from both:
@@ -66,7 +66,7 @@ class RUCR(Method):
     # at a client
 
     def prototypes(self, client: Client, message: Message) -> Reply:
-        """Report, for each class of the client, the count and the count times the mean feature's direction [1] [2]."""
+        """Report each class's sample count n at the client, and n times the direction of the mean feature [1] [2]."""
         client.receive(message["encoder"])
         return client.reply(classes=class_means(*features(client), unit=True))
 

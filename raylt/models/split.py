@@ -118,7 +118,7 @@ def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linea
 
 
 def with_encoder(model: SplitModel, encoder: nn.Module) -> SplitModel:
-    """Return a model with another encoder that shares everything else with the given model."""
+    """Return a copy of a model with another encoder. All other parts are shared with the given model."""
     other = copy.copy(model)
     other._modules = {**model._modules, "encoder": encoder}
     return other

@@ -31,7 +31,7 @@ def class_bootstrap(z: Tensor, y: Tensor, size: int, generator: torch.Generator)
 
 
 def bootstrap_of_clients(drawn: Sequence[Tree], generator: torch.Generator) -> dict[int, Tensor]:
-    """Draw features [size, d] of each class over all clients, from each client's own draws.
+    """Choose `size` random features of each class from the features that the clients drew, [size, d].
 
     The result has the classes that any client has, ascending.
 

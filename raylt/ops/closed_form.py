@@ -10,7 +10,9 @@ from raylt.tree import Tree
 
 
 def nearest_mean_classifier(means: Tensor, present: Tensor) -> Params:
-    """Return FedNCM's classifier with weights mu_c / ||mu_c||; it never predicts a class without a mean.
+    """Return FedNCM's classifier, whose weights are the normalised class means mu_c / ||mu_c||.
+
+    The classifier never predicts a class without a mean.
 
     Args:
         means: Means of the classes, [C, d].

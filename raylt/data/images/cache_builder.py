@@ -61,7 +61,7 @@ def pack(
     grey: bool = False,
     whole: bool = True,
 ) -> dict[int, str]:
-    """Decode all rows of a cache array and write the array, if it does not exist yet.
+    """Make a cache array: decode its rows and write them to a file, unless the array already exists.
 
     Args:
         path: path of the array.
@@ -90,7 +90,7 @@ def pack(
 
 @contextmanager
 def unfinished(folder: Folder, path: Path) -> Iterator[bool]:
-    """Yield whether an array must be made; until the block ends no other process makes it."""
+    """Yield whether an array is missing, and lock it against other processes until the block ends."""
     if path.exists():
         yield False
         return
@@ -103,7 +103,7 @@ def unfinished(folder: Folder, path: Path) -> Iterator[bool]:
 
 
 def bad_rows(folder: Folder, path: Path) -> dict[int, str]:
-    """Return the rows of an array that could not be decoded, with the reason."""
+    """Return the numbers of an array's rows that could not be decoded, each with the cause of the failure."""
     bad = folder.read_json(_bad_file(path), _BAD) if folder.has(_bad_file(path)) else {}
     return {int(row): reason for row, reason in bad.items()}
 
@@ -117,7 +117,7 @@ def _partial(path: Path) -> Path:
 
 
 class DecodedRows(NamedTuple):
-    """Consecutive rows of an array, as another process has decoded them.
+    """Consecutive rows of an array that another process has decoded.
 
     Attributes:
         pixels: uint8 [n, ...].
@@ -139,7 +139,7 @@ def append(
     grey: bool = False,
     whole: bool = True,
 ) -> dict[int, str]:
-    """Make the array of a cache from rows that arrive in their order; their number is known only at the end.
+    """Make a cache array from rows that arrive in order, without knowing the number of rows in advance.
 
     The caller has the folder's lock. A process that was killed starts again with the first row.
 
@@ -183,7 +183,7 @@ def _finish(
     about: Mapping[str, Any],
     whole: bool,
 ) -> bool:
-    """Give an array whose rows are written its name; return whether the cache is finished."""
+    """Rename a completely written array to its final name; return whether the cache is finished."""
     folder.remove(_bad_file(path))
     if reasons:
         folder.write(_bad_file(path), json.dumps(dict(sorted(reasons.items()))))
@@ -310,7 +310,10 @@ class _Build:
             self.folder.remove(self.state_file)
 
     def _earlier_states(self) -> np.ndarray:
-        """Return the row states that an earlier process saved; GONE for all rows if its array has another size."""
+        """Return the decoding state of each row as an earlier process saved it.
+
+        All rows are GONE if that process's array has another size.
+        """
         states = np.zeros(self.shape[0], np.uint8)
         with suppress(RayltError):
             written = np.frombuffer(self.folder.read(self.state_file, self.shape[0]), np.uint8)
@@ -401,7 +404,10 @@ class _Build:
 
 @contextmanager
 def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, and suppress PIL's warnings; a total of None is not known."""
+    """Show a progress bar on a terminal until the block ends; a total of None is unknown.
+
+    PIL's warnings are suppressed meanwhile.
+    """
     from PIL.Image import DecompressionBombWarning
     from rich.console import Console
     from rich.progress import Progress

@@ -31,7 +31,7 @@ DEFLATED = 1040  # largest compression ratio of deflate
 
 
 class Undecodable(DataError):
-    """A file cannot be decoded as an image.
+    """Raised when a file cannot be decoded as an image.
 
     Args:
         name: printable name of the image.
@@ -50,7 +50,7 @@ class Undecodable(DataError):
 
     @property
     def reason(self) -> str:
-        """Return the file's name with the cause of the failure, for a list of images."""
+        """Return the file's name, followed by the cause of the failure in brackets."""
         return f"{self.name} ({self.cause})"
 
 
@@ -145,7 +145,7 @@ ArrayHeaders = dict[str, tuple[tuple[int, ...], np.dtype]]  # shape and type by 
 def read_npz(
     path: Path, keys: Sequence[str], check: Callable[[ArrayHeaders], None] | None = None
 ) -> dict[str, np.ndarray]:
-    """Read the named arrays from an npz file, without names that the file lacks.
+    """Read the arrays with the given names from an npz file. Names that the file lacks are skipped.
 
     Args:
         check: called with the shapes and types before an array takes memory; raises a ValueError where one is wrong.

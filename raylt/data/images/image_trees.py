@@ -96,7 +96,7 @@ def decode_all(
 def usable(
     path: Path, count: int, bad: dict[int, str], how: How, deep: Callable[[int], bool]
 ) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
-    """Return the images of a cache that could be decoded; see `decode_tree`.
+    """Return a cache's images, except those that could not be decoded; see `decode_tree`.
 
     Args:
         count: the number of all images, N.

@@ -310,7 +310,7 @@ def _check_names(folder: Path, top: set[str], test: str | None) -> None:
 
 
 def part_of(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
-    """Read classes and clients of the images below a folder, which must lie at one of the given depths.
+    """Read the class and client of each image below a folder. All images must lie at one of the given depths.
 
     Args:
         depths: numbers of folders between the part and its images.

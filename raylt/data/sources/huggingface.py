@@ -95,7 +95,7 @@ def _is_labelled(part: Any, label: str) -> bool:
 
 
 def _note_on(config: DataConfig, parts: dict[str, Any], test: str | None) -> tuple[str, ...]:
-    """Return a notice if the test set is a part not named `test` that the user did not choose."""
+    """Return a notice if raylt itself chose a part with a name other than `test` as the test set."""
     if config.test_part is not None or test in (None, "test"):
         return ()
     why = "whose part test has no labels" if "test" in parts else "which has no part test"

@@ -51,7 +51,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """A request to the reader.
+    """A request to the process that reads a `ray:` source into its cache.
 
     Args:
         name: `data.source`.
@@ -119,7 +119,10 @@ def open_ray(config: DataConfig) -> Source:
 
 
 def _call_reader(reading: Reading) -> None:
-    """Make the cache in a process of its own, because Ray must not be imported here before a run's own session."""
+    """Make a data set's cache of decoded images in a separate process.
+
+    Ray must not be imported in this process before a run opens its own session.
+    """
     channel, remote = Pipe()
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(
@@ -229,7 +232,7 @@ def _not_found(address: str, cause: str) -> DataError:
 
 
 def _kind(name: str, files: Sequence[Stored]) -> FileKind:
-    """Return the kind of the files by their suffixes.
+    """Return the file format of a data set, as the suffixes of its files tell it.
 
     Raises:
         DataError: they are of several kinds, or of none that is read.
@@ -275,7 +278,7 @@ def image_parts(reading: Reading) -> list[Part]:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a data set, and the shape of its images.
+    """The names of a data set's columns, and the shape of its images.
 
     Args:
         image, label, client: their names; `label` is None where folders name the classes.
@@ -300,7 +303,7 @@ class Columns:
 
 
 def find_columns(reading: Reading, first: dict[str, Any]) -> Columns:
-    """Return the columns by their names in the settings, or by what the first row holds.
+    """Find the image, label and client columns: as the settings name them, or by the values in the first row.
 
     Args:
         first: the values of the first row by column, as Ray Data gives them in numpy's form.
@@ -367,7 +370,7 @@ def _plain_kind(value: Any) -> Literal["integer", "text"] | None:
 
 
 def _content(value: Any) -> bytes | None:
-    """Return the content of an image file that a value holds; None if it holds none."""
+    """Return the bytes of an image file from a column's value; None if the value has none."""
     value = value.get("bytes") if isinstance(value, dict) else value
     return value if isinstance(value, bytes) else None
 
@@ -378,7 +381,7 @@ def _is_image(value: Any) -> bool:
 
 
 def _array(value: np.ndarray) -> np.ndarray:
-    """Return nested arrays, as columns of lists have them, as one array.
+    """Convert nested arrays, which are the values of list columns, to one array.
 
     Raises:
         ValueError: the lists differ in length.
@@ -389,7 +392,7 @@ def _array(value: np.ndarray) -> np.ndarray:
 
 
 def _shape(reading: Reading, image: str, value: Any) -> tuple[int, int, int]:
-    """Return the shape of images that are arrays, from the first of them."""
+    """Return [H, W, channels] of a column of image arrays, given its first array."""
     shape = _dimensions(value)
     if len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] > 4) or 0 in shape:
         raise DataError(
@@ -432,13 +435,16 @@ class DecodeBatch:
 
     @property
     def row(self) -> tuple[int, int, int]:
-        """Return the shape of a decoded image; grey ones may be spread over three channels."""
+        """Return the shape of a decoded image, [H, W, channels].
+
+        Grey images may be spread over three channels.
+        """
         grey = self.how.channels == 1
         return self.columns.shape or (self.how.size, self.how.size, 1 if grey else 3)
 
     @property
     def rows(self) -> int:
-        """Return the rows of a batch."""
+        """Return the number of rows in a batch."""
         return max(1, min(1024, BATCH_BYTES // int(np.prod(self.row))))
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -498,7 +504,7 @@ class DecodeBatch:
 
 
 def _texts(values: np.ndarray) -> np.ndarray:
-    """Return classes or clients in the form that they travel in: integers as they are, files of a tar as their text."""
+    """Return class or client names with bytes decoded to text. Other values stay unchanged."""
     if values.dtype == object and any(isinstance(value, bytes) for value in values):
         texts = [value.decode("utf-8", "replace").strip() if isinstance(value, bytes) else value for value in values]
         return np.array(texts, dtype=object)
@@ -521,7 +527,7 @@ class NameCodes:
         self.count = 0
 
     def add(self, values: np.ndarray) -> None:
-        """Add the values of a batch.
+        """Add the class or client names of a batch of rows.
 
         Raises:
             DataError: a value is missing, is neither an integer nor a string, or cannot be printed.
@@ -537,7 +543,7 @@ class NameCodes:
         self.count += len(values)
 
     def sorted(self, numbers: bool) -> tuple[list[str], np.ndarray]:
-        """Return the names in their order, and the position of each row's name, int32 [N].
+        """Return all distinct names, sorted, and the position of each row's name among them, int32 [N].
 
         Args:
             numbers: the names are integers, which have the order of numbers; otherwise that of the alphabet.
@@ -579,7 +585,7 @@ class NameCodes:
 
 
 def index_bytes(labels: CodedLabels, deep: bool) -> bytes:
-    """Return the content of a cache's index."""
+    """Return a cache's labels as the bytes of the cache's index file."""
     content = io.BytesIO()
     clients = {}
     if labels.clients is not None and labels.client_names is not None:

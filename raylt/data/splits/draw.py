@@ -185,7 +185,9 @@ def _resolved(config: DataConfig, unique_ids: np.ndarray | None) -> DataConfig:
 
 
 def test_part(source: Source, config: DataConfig) -> tuple[IndexLists | None, float | None]:
-    """Return the training rows that become test samples, and their share; (None, None) if the source has a test set.
+    """Choose the training rows that become test samples; return these rows, and the share that they make up.
+
+    Both are None if the source has a test set.
 
     The rows are those of each id, or one list where the source records no ids.
 

@@ -145,7 +145,7 @@ Part = TypeVar("Part", covariant=True)
 
 
 class PerClient(Sequence[Part]):
-    """A sequence with one element per client, made on access from data stored client by client.
+    """A sequence with one element per client. Each element is made on access, from data stored client by client.
 
     Args:
         ends: for each client, the row at which its part ends, int64 [K].

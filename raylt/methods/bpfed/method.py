@@ -194,9 +194,9 @@ class BPFed(Method):
         return f"stage 2 at every client in {self.epochs} epochs, {duration} for 1,000 balanced features"
 
     def covariance(self, client: Client, message: Message) -> Reply:
-        """Report the client's packed feature scatter, float32 [d (d + 1) / 2], and its weight, Eq. 12-15 [2].
+        """Report the client's feature scatter, packed as float32 [d (d + 1) / 2], and the weight of this scatter [2].
 
-        They are n_k M_k and n_k.
+        They are n_k M_k and n_k, Eq. 12-15.
         """
         client.receive(message["model"])
         z, y = features(client)  # [n, d], [n]
@@ -331,7 +331,7 @@ def undecided(labels: Tensor, owned: Tensor) -> int:
 
 
 def at_most(most: int) -> Callable[[int], str | None]:
-    """Return a check that gives a message if a count exceeds `most`, otherwise None."""
+    """Return a function that checks a count: it returns a message if the count exceeds `most`, otherwise None."""
     return lambda count: None if count <= most else f"counts {count}, more than {most}"
 
 

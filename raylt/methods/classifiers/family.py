@@ -84,7 +84,7 @@ class Calibrated(AfterTraining):
         }
 
     def class_moments(self, server: Server, fleet: Fleet) -> dict[int, tree.Tree]:
-        """Return feature sums over all clients, one entry for each class that any client has, by ascending class."""
+        """Return each class's feature sums over all clients, for the classes that any client has, ascending."""
         like = dict.fromkeys(range(server.model.classes), self.sums_like(server.model.dim))
         privacy = server.config.privacy
         sums = (

@@ -477,5 +477,5 @@ def encoder(model: SplitModel) -> Message:
 
 
 def answers_fault(teacher: Tree) -> str | None:
-    """Return a fault if the teacher's reported right answers exceed the number `n` of samples, or None."""
+    """Return a message if a client reports more right answers of the teacher than samples, otherwise None."""
     return "is right on more samples than there are" if (teacher["right"] > teacher["n"]).any() else None

@@ -68,7 +68,10 @@ class BAVD(nn.Module):
         return None if self._fresh else self._loss
 
     def reset(self, map: Tensor | None = None, loss: Tensor | None = None) -> None:
-        """Reset the layer, or restore `map` and `loss` from the end of an earlier training."""
+        """Set the layer's map and loss to copies of the given tensors.
+
+        Without both tensors, the layer is as before its first batch.
+        """
         self._fresh = map is None or loss is None  # the tensors are kept, because a recorded step uses them
         if map is not None and loss is not None:
             self._map = map.clone()
@@ -104,7 +107,10 @@ class BAVD(nn.Module):
         self._fresh = False
 
     def keep(self) -> None:
-        """Store the current dropout mask for use in evaluation mode; without a map, store a mask that drops nothing."""
+        """Store the current dropout mask for use in evaluation mode.
+
+        Before the first batch there is no map, and the stored mask drops nothing.
+        """
         if self.map is None:
             self.mask.fill_(True)
         else:  # the mean over the batch dimension, if M has one
@@ -239,6 +245,9 @@ def copy_of(value: Tensor | None) -> Tensor | None:
 
 
 def recall(layers: Sequence[BAVD], remembered: Tree) -> None:
-    """Restore the layers from a result of `memory`; reset them if that result is empty."""
+    """Restore BAVD layers from the copies that `memory` returned.
+
+    Layers without a copy are reset.
+    """
     for i, layer in enumerate(layers):
         layer.reset(**remembered.get(str(i), {}))

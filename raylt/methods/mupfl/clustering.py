@@ -50,7 +50,10 @@ def update_gram(updates: Sequence[Params], names: Iterable[str], block: int = 2*
 
 
 def mean_update(updates: Iterable[Params]) -> Params:
-    """Return the unweighted mean of updates, Eq. 14 of MuPFL; for integer entries, the largest value."""
+    """Return the unweighted mean of updates, Eq. 14 of MuPFL.
+
+    Integer entries have no mean; the result has their largest value.
+    """
     mean = RunningSum()
     for update in updates:
         mean.add(update, 1.0)

@@ -183,7 +183,7 @@ class MuPFL(Method):
         return "classifier" if self.own_start in ("nothing", "classifier") else "model"
 
     def remembered(self, client: Client) -> Params:
-        """Return the entries that a client keeps for its next start; empty if it has not taken part yet [9]."""
+        """Return the model entries that a client keeps for its next training; empty before its first training [9]."""
         own: Params = client.state.get("own", {})
         entries: Params = client.state.get("cluster", own) if self.next_init == "cluster" else own
         return own_entries(entries, self.own_start)

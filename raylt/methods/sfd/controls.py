@@ -40,7 +40,7 @@ def draws(kind: Classifier, sums: Mapping[int, Tree], sizes: list[int], seed: in
 
 
 def closed_form(kind: Classifier, sums: Mapping[int, Tree], classes: int) -> Params:
-    """Return the classifier of FedNCM or, for the kind "ridge", of Fed3R."""
+    """Return FedNCM's classifier for the kind "ncm", and Fed3R's classifier for the kind "ridge"."""
     dim = len(next(iter(sums.values()))["z"])
     z = torch.zeros(classes, dim, dtype=torch.float64)
     n = torch.zeros(classes, dtype=torch.float64)

@@ -528,7 +528,7 @@ def encoder(model: SplitModel) -> Params:
 
 
 def class_mean(made: list[Tree], loss: str) -> dict[str, float]:
-    """Average the figures of one loss over the classes; return the means by name."""
+    """Return the mean over classes of each figure that describes the loss `loss`, by the figure's name."""
     return {name: sum(of_class[loss][name] for of_class in made) / len(made) for name in made[0][loss]}
 
 

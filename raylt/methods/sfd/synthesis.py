@@ -252,7 +252,7 @@ def synthesise(
 
 
 def _gradient_at(white: Tensor, prepared: Prepared) -> tuple[Tensor, float]:
-    """Return the synthesis loss L_syn and its gradient with respect to W, the gradient first."""
+    """Return the gradient of the synthesis loss L_syn with respect to W, and the loss."""
     gradient = torch.zeros_like(white)
     loss = white.new_zeros(())
     if prepared.parts.arr:
