@@ -11,7 +11,7 @@ runs that it took in recorded.json.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NotRequired
@@ -38,7 +38,7 @@ from raylt.studies.records.seal import (
     seal_file,
 )
 from raylt.studies.running.tuning import Outcomes, joined, search_hash
-from raylt.studies.settings import differences, file_names
+from raylt.studies.settings import differences, file_names, flat
 from raylt.typed_json import as_json, closed, hash_json
 
 FILE = "results.json"
@@ -266,11 +266,12 @@ def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcom
     if not mix_versions and not any(record.made.get("codes") == [current] for record in records):
         return {}
     planned = {(cell, arm) for cell in definition.all_cells for arm in definition.arms_of(cell)}
+    versions = _versions(records)
     outcomes: Outcomes = {}
     for cell, arms in tuned.items():
         outcomes[cell] = {}
         for arm, outcome in arms.items():
-            if (cell, arm) in planned and outcome["asked"] == _search_hash(definition, cell, arm):
+            if (cell, arm) in planned and outcome["asked"] in _search_hashes(definition, cell, arm, versions):
                 outcomes[cell][arm] = outcome
     return outcomes
 
@@ -326,7 +327,8 @@ def update(
 
     new = {_key(record): _portable(record) for record in done}
     older = [record for record in records if _key(record) not in new]
-    changes = {_key(record): _changes(record, wide, outcomes) for record in older}
+    versions = _versions(records)
+    changes = {_key(record): _changes(record, wide, outcomes, versions) for record in older}
     kept = {_key(record): record for record in older if not changes[_key(record)]}
     removed = [f"{record.folder} ({changes[_key(record)]})" for record in older if changes[_key(record)]]
 
@@ -409,7 +411,7 @@ def _with(definition: Definition, **fields: Any) -> Definition:
     return Definition.model_validate(definition.model_dump(mode="json") | fields)
 
 
-def _changes(record: RunRecord, wide: Definition, outcomes: Outcomes) -> str:
+def _changes(record: RunRecord, wide: Definition, outcomes: Outcomes, versions: Iterable[frozenset[str]]) -> str:
     """Describe how a recorded run differs from the run that the study now plans; return "" if they agree."""
     cell = record.cell
     arm = record.arm
@@ -417,18 +419,24 @@ def _changes(record: RunRecord, wide: Definition, outcomes: Outcomes) -> str:
         return "the study has no such cell or arm"
     outcome = outcomes.get(cell, {}).get(arm)
     try:
-        if outcome and wide.tune and outcome["asked"] != _search_hash(wide, cell, arm):
+        if outcome and wide.tune and outcome["asked"] not in _search_hashes(wide, cell, arm, versions):
             return "its arm was tuned for something else"
         return _differences(record, wide.run(cell, arm, record.seed, outcomes))
     except ConfigError as error:
         return str(error)
 
 
-def _search_hash(definition: Definition, cell: str, arm: str) -> str:
+def _versions(records: Iterable[RunRecord]) -> set[frozenset[str]]:
+    """Return the dotted settings of each version of raylt that made one of the runs."""
+    return {frozenset(flat(record.config)) for record in records if record.config}
+
+
+def _search_hashes(definition: Definition, cell: str, arm: str, versions: Iterable[frozenset[str]]) -> set[str]:
+    """Return the hashes of an arm's search, as this version and each of the other versions would compute them."""
     assert definition.tune is not None
     base = definition.base_of(cell, arm)
     reference = definition.base_of(cell, definition.compared_to)
-    return search_hash(definition.tune, arm, base, reference)
+    return {search_hash(definition.tune, arm, base, reference, known) for known in (None, *versions)}
 
 
 def _differences(record: RunRecord, plan: Planned) -> str:

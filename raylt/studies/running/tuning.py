@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from raylt import store
-from raylt.config import Config, Section
+from raylt.config import Config, Section, settings
 from raylt.core.method import Method
 from raylt.errors import CheckpointError, ConfigError, RayltError
 from raylt.registry import plugin_files, resolve
@@ -158,12 +158,21 @@ def search_arms(
     return outcomes
 
 
-def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config) -> str:
+def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config, known: Collection[str] | None = None) -> str:
     """Return a hash of everything that an arm's search depends on, except the location of files.
 
     Settings for other arms do not count. The reference arm counts, since its runs are the unit of the budget.
+
+    Args:
+        known: Dotted settings of the version that made the search. Other settings do not count at their defaults, which
+            are what that version did. None: All settings count.
     """
     method = resolve(base).method
+    newer = {} if known is None else {key: field.default for key, field in settings() if key not in known}
+
+    def counted(config: Config) -> dict[str, Any]:
+        return {key: value for key, value in portable(config).items() if key not in newer or value != newer[key]}
+
     return hash_json(
         {
             "runs": tuning.runs,
@@ -171,8 +180,8 @@ def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config) -> st
             "searcher": tuning.searcher,
             "fields": tuning.fields.get(arm),
             "ranges": applying(tuning.ranges, type(method)),
-            "base": portable(base),
-            "reference": portable(reference),
+            "base": counted(base),
+            "reference": counted(reference),
         }
     )
 

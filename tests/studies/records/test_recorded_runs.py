@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,9 +13,9 @@ from refusals import refused
 import raylt
 from raylt.cli.main import app
 from raylt.errors import CheckpointError
-from raylt.studies.definition import define
+from raylt.studies.definition import define, read_definition
 from raylt.studies.records import recorded_runs
-from raylt.studies.records.recorded_runs import load_planned, read_results, record_path, write_results
+from raylt.studies.records.recorded_runs import load_planned, load_tuned, read_results, record_path, write_results
 from raylt.studies.report.comparison_tables import comparison_table
 from raylt.studies.running import scheduler
 from raylt.studies.study import Study
@@ -25,6 +26,9 @@ TINY = {
     "arms": {"fedavg": "fedavg", "prox": {"method": "fedprox"}},
     "seeds": 2,
 }
+
+
+STUDIES = Path(__file__).parents[3] / "studies"
 
 
 def kept(tmp_path, tree=TINY, out="first", code=None):
@@ -130,6 +134,21 @@ def test_a_field_that_the_code_of_then_did_not_have_is_no_other_setting(tmp_path
     assert "method.mu: 0.01 -> 0.5" in load_planned(record, strong, mix_versions=True).passed_over[0]
     other = define(TINY | {"arms": {"fedavg": "fedavg", "prox": {"method": {"name": "fedavg"}}}}).runs()
     assert len(load_planned(record, other, mix_versions=True).records) == 2  # another method is another setting
+
+
+@pytest.mark.parametrize("name", ["ground_tuned", "ground_own"])
+def test_searches_of_versions_with_fewer_settings_are_still_recognised(name):
+    record = STUDIES / "results" / f"{name}.json"
+    searched = {arm for arms in read_results(record)[3].values() for arm in arms}
+    outcomes = load_tuned(record, read_definition(STUDIES / f"{name}.yaml"), mix_versions=True)
+    assert {arm for arms in outcomes.values() for arm in arms} == searched
+
+
+def test_a_search_from_other_values_of_newer_settings_is_another_search():
+    record = STUDIES / "results" / "ground_own.json"
+    definition = read_definition(STUDIES / "ground_own.yaml")
+    changed = define(definition.model_dump(mode="json") | {"base": definition.base | {"local.warm_up": 3}})
+    assert load_tuned(record, changed, mix_versions=True) == {"": {}}
 
 
 def test_where_a_file_lies_is_no_other_setting_of_a_recorded_run(tmp_path):
