@@ -436,7 +436,7 @@ def _search_hashes(definition: Definition, cell: str, arm: str, versions: Iterab
     assert definition.tune is not None
     base = definition.base_of(cell, arm)
     reference = definition.base_of(cell, definition.compared_to)
-    return {search_hash(definition.tune, arm, base, reference, known) for known in (None, *versions)}
+    return {search_hash(definition.tune, arm, base, reference, version) for version in (None, *versions)}
 
 
 def _differences(record: RunRecord, plan: Planned) -> str:

@@ -158,17 +158,19 @@ def search_arms(
     return outcomes
 
 
-def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config, known: Collection[str] | None = None) -> str:
+def search_hash(
+    tuning: Tuning, arm: str, base: Config, reference: Config, version: Collection[str] | None = None
+) -> str:
     """Return a hash of everything that an arm's search depends on, except the location of files.
 
     Settings for other arms do not count. The reference arm counts, since its runs are the unit of the budget.
 
     Args:
-        known: Dotted settings of the version that made the search. Other settings do not count at their defaults, which
+        version: Dotted settings of the version that made the search. Other settings do not count at their defaults, which
             are what that version did. None: All settings count.
     """
     method = resolve(base).method
-    newer = {} if known is None else {key: field.default for key, field in settings() if key not in known}
+    newer = {} if version is None else {key: field.default for key, field in settings() if key not in version}
 
     def counted(config: Config) -> dict[str, Any]:
         return {key: value for key, value in portable(config).items() if key not in newer or value != newer[key]}
