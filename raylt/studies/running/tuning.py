@@ -166,8 +166,8 @@ def search_hash(
     Settings for other arms do not count. The reference arm counts, since its runs are the unit of the budget.
 
     Args:
-        version: Dotted settings of the version that made the search. Other settings do not count at their defaults, which
-            are what that version did. None: All settings count.
+        version: Dotted settings of the version that made the search. Other settings do not count at their defaults,
+            which are what that version did. None: All settings count.
     """
     method = resolve(base).method
     newer = {} if version is None else {key: field.default for key, field in settings() if key not in version}
