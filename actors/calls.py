@@ -273,7 +273,7 @@ class ServerItems(Job):
 
     @property
     def under_way(self) -> list[int]:
-        """The items that were submitted and have no result yet."""
+        """Return the numbers of the items that were submitted and have no result yet."""
         return [item for item in range(len(self.items)) if item not in self.results and item not in self._waiting]
 
     @property

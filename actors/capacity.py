@@ -256,7 +256,7 @@ def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
 
 
 def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, homes: Sequence[Node]) -> tuple[int, str]:
-    """Return the number of client actors, and the reason for that number."""
+    """Return the number of client actors, and a text that explains this number."""
     if wanted.actors != "auto":
         actors = wanted.actors
         setting = f"actors = {wanted.actors}"

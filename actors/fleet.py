@@ -129,7 +129,7 @@ class RayFleet(Fleet):
         return f"{STACKS}/{file.name} has its stacks"
 
     def patience(self, name: str, clients: int) -> float:
-        """Return the seconds after which a call counts as stuck, which is far longer than other clients took.
+        """Return the seconds after which a call counts as stuck: far more than calls of other clients took.
 
         Args:
             clients: how many the call is for, one after the other.

@@ -57,7 +57,7 @@ class Shards:
 
 
 def packs(shards: Sequence[Shard]) -> Iterator[Pack]:
-    """Yield the data of all clients in packs, in the order of the ids."""
+    """Yield the data of all clients in packs, by ascending client id."""
     first = 0
     size = 0
     for id, shard in enumerate(shards):

@@ -127,7 +127,7 @@ def _connected(joined: Joined | None, **options: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_reports(ray: Any) -> Iterator[None]:
-    """Keep Ray's reports of lost processes off standard output.
+    """Suppress Ray's reports of lost processes on standard output.
 
     They contain the last log lines of a node.
 
@@ -215,7 +215,10 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _temporary(folder: Path) -> dict[str, str]:
-    """Return TMPDIR for Ray's processes: the session folder if the user's path is too long for sockets."""
+    """Return the variable TMPDIR for Ray's processes, if the user's temporary folder is too long for sockets.
+
+    It is then the session folder; otherwise no variable is set.
+    """
     return {} if _fits(tempfile.gettempdir()) else {"TMPDIR": str(folder)}
 
 

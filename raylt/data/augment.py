@@ -373,7 +373,7 @@ def _steps(n: int, like: Tensor) -> Tensor:
 
 
 def _centres(start: Tensor, length: Tensor, side: int) -> Tensor:
-    """Return the coordinates of `side` new pixels in the old image, in -1..1 as for grid_sample, float32 [B, side].
+    """Return where the centres of `side` new pixels lie in the old image, in -1..1, float32 [B, side].
 
     The clamp keeps pixels outside of a part from showing in it, as when a cut-out is resized.
     """

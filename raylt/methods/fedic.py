@@ -126,7 +126,7 @@ class FEDIC(Method):
 
 
 class Ensemble(nn.Module):
-    """Ensemble of the clients' models: logits weighted by client, calibrated by class and gated.
+    """Ensemble of the clients' models, whose logits are weighted by client, calibrated by class and gated.
 
     The gate mixes them with the logits of the tuned model.
     """

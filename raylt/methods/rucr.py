@@ -42,7 +42,7 @@ from raylt.seeds import seed_for
 
 
 class RUCR(Method):
-    """FedAvg with global prototypes. The defaults are those of the authors' code."""
+    """FedAvg with global prototypes and a balanced classifier. The defaults are those of the authors' code."""
 
     name: ClassVar[str] = "rucr"
     paper: ClassVar[str] = "Huang et al., IEEE TMC 2024"

@@ -160,7 +160,7 @@ _KEEP_SIGNS = (
 
 
 def _sign(module: nn.Module) -> bool | None:
-    """Return True if a module's outputs are never negative, None if it keeps the inputs' signs, otherwise False."""
+    """Return whether a module's outputs are never negative; None if they have the signs of the inputs."""
     if type(module) in _KEEP_SIGNS:
         return None
     if type(module) is nn.Sequential:

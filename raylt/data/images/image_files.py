@@ -70,7 +70,7 @@ class _Search:
         self.hidden: list[str] = []
 
     def look(self, inner: PurePosixPath, above: frozenset[str]) -> None:
-        """Search a folder and its subfolders.
+        """Search a folder and its subfolders for image files.
 
         Args:
             inner: the folder, relative to the one where the search began.

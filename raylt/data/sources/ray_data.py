@@ -298,7 +298,7 @@ class Columns:
 
     @property
     def named(self) -> list[str]:
-        """Return the names of the columns that are read."""
+        """Return the names of all columns to read."""
         return [name for name in (self.image, self.label, self.client, self.file) if name is not None]
 
 
@@ -423,7 +423,7 @@ def _dimensions(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Decode the images of a batch of rows, in a task of Ray Data.
+    """Function of a Ray Data task that decodes the images of a batch of rows.
 
     Args:
         columns: of the data set.

@@ -217,7 +217,7 @@ def creff(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generat
 def dirichlet(
     labels: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Divide each class over clients by p ~ Dir(alpha), repeated until each client has `min_size` samples.
+    """Divide each class over clients by p ~ Dir(alpha); draw again until each client has `min_size` samples.
 
     Raises:
         DataError: no draw gave each client `min_size` samples.
@@ -523,12 +523,15 @@ def _draw_mix(concentration: np.ndarray, left: np.ndarray, rng: np.random.Genera
 
 
 def _cut_down(p: np.ndarray, n: int) -> np.ndarray:
-    """Return the positions at which shares `p` cut n samples, rounded down as in CReFF's code."""
+    """Return the positions at which n samples are cut into the shares `p`, rounded down as in CReFF's code."""
     return (np.cumsum(p)[:-1] * n).astype(np.int64)
 
 
 def _cut_exact(p: np.ndarray, n: int) -> np.ndarray:
-    """Return the positions at which shares `p` cut n samples; the largest fractions get the remaining samples."""
+    """Return the positions at which n samples are cut into the shares `p`.
+
+    Sizes are rounded down, and the largest fractions get the remaining samples.
+    """
     counts = np.floor(n * p).astype(np.int64)
     counts[np.argsort(counts - n * p, kind="stable")[: n - counts.sum()]] += 1
     return np.cumsum(counts)[:-1]

@@ -148,7 +148,7 @@ class WithMaps:
         return value
 
     def unlike(self, number: int) -> bool:
-        """Reset the maps if step `number` is the first step of an epoch; return whether it is."""
+        """Return whether step `number` is the first step of an epoch, and reset the maps if so."""
         begins = self._period > 0 and (number - 1) % self._period == 0
         for layer in self._layers if begins else []:
             layer.reset()
