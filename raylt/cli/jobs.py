@@ -137,6 +137,8 @@ def complete(command: str, words: list[str]) -> str | None:
     """
     if command == "resume":
         return next((word for word in words if not word.startswith("-") and "=" not in word), None)
+    if _has_option(words, "--resume"):  # a search keeps its folders
+        return None
     if not _has_option(words, "--out"):
         words += ["--out", RUNS]
     if command in OF_NEW_FOLDERS and not _has_option(words, "--name"):

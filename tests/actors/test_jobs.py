@@ -34,6 +34,12 @@ class Slowly(Method):
         time.sleep(0.5)
         super().round(server, fleet)
 '''
+STUDY = """
+name: pair
+base: {data: {clients: 2}, federation: {rounds: 1}, model: small}
+arms: {fedavg: fedavg, ccvr: ccvr}
+seeds: 1
+"""
 PLUGIN = ["--plugin", "slowly.py"]
 SETTINGS = ["method=slowly", "data.clients=2", "local.epochs=1", "resources.actors=1", f"federation.rounds={ROUNDS}"]
 
@@ -121,3 +127,36 @@ def test_a_run_survives_its_terminal_is_followed_stopped_at_a_checkpoint_and_res
     ended = call("follow", again.stdout.split(":")[0], "--address", url)
     assert "succeeded" in ended.stdout, ended.stdout
     assert raylt.Run.open(folder).state == "done"
+
+
+def test_a_search_is_interrupted_and_resumed_as_a_job(cluster):
+    url, call, runs = cluster
+    settings = [*SETTINGS[:-1], "federation.rounds=20", "local.lr=loguniform(0.01,0.3)"]
+    options = ["--scheduler", "none", "--samples", "2", "--parallel", "1", "--name", "search"]
+    sent = call("submit", "--address", url, "tune", *PLUGIN, *settings, *options)
+    assert sent.returncode == 0, sent.stderr
+    job = sent.stdout.split(":")[0]
+    folder = runs / "search"
+    deadline = time.monotonic() + PATIENCE_S
+    while not list(folder.glob("**/metrics.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert "was interrupted" in call("stop", job, "--address", url).stdout
+    assert "stopped" in call("follow", job, "--address", url).stdout
+    assert not (folder / "best.yaml").exists()
+
+    again = call("submit", "--address", url, "tune", *PLUGIN, "--resume", folder)
+    assert again.returncode == 0, again.stderr
+    ended = call("follow", again.stdout.split(":")[0], "--address", url)
+    assert "succeeded" in ended.stdout, ended.stdout
+    assert (folder / "best.yaml").is_file()
+
+
+def test_a_study_runs_as_a_job(cluster):
+    url, call, runs = cluster
+    (runs.parents[2] / "project" / "pair.yaml").write_text(STUDY)
+    sent = call("submit", "--address", url, "study", "pair.yaml", "--parallel", "2")
+    assert sent.returncode == 0, sent.stderr
+    ended = call("follow", sent.stdout.split(":")[0], "--address", url)
+    assert "succeeded" in ended.stdout, ended.stdout
+    assert {record.state for record in raylt.Study.open(runs / "pair").read()} == {"done"}

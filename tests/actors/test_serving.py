@@ -88,6 +88,49 @@ def test_the_command_serves_a_file_to_several_connections_and_ends_with_a_signal
     assert code == 0, (tmp_path / "log").read_text()
 
 
+def test_the_command_of_ray_serve_starts_the_same_application(tmp_path):
+    file = export(make_tiny_run(tmp_path, "fedavg"), tmp_path / "model.safetensors")
+    port = free_port()
+    application = {
+        "name": "shops",
+        "route_prefix": "/",
+        "import_path": "raylt.serving:app",
+        "args": {"model": file.name},
+    }
+    options = {"host": "127.0.0.1", "port": port}  # `serve run raylt.serving:app` itself always takes port 8000
+    (tmp_path / "serve.yaml").write_text(json.dumps({"http_options": options, "applications": [application]}))
+    variables = {"RAYLT_SERVE_TOKEN": "secret", "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "serve.yaml"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not _healthy(port):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert ask(port, "/predict", "POST", picture())[0] == 401
+        status, content = ask(port, "/predict", "POST", picture(), Authorization="Bearer secret")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    model = load_model(file)
+    [expected] = model.predict(load_image(picture(), model.shape, model.fit, model.depth)[None]).shares
+    assert status == 200
+    shares = json.loads(content)["shares"]
+    assert shares.keys() == expected.keys()
+    np.testing.assert_allclose(list(shares.values()), list(expected.values()), atol=1e-6)
+
+
+def _healthy(port):
+    try:
+        return ask(port, "/health")[0] == 200
+    except OSError:
+        return False
+
+
 def test_ray_serve_builds_the_application_from_its_own_arguments(tmp_path):
     from pydantic import ValidationError
     from ray.serve import Application

@@ -37,6 +37,9 @@ def test_other_commands_get_what_they_know():
     words = ["study.yaml"]
     assert complete("study", words) is None
     assert words == ["study.yaml", "--out", "~/raylt/runs"]
+    words = ["--resume", "/nfs/search"]
+    assert complete("tune", words) is None
+    assert words == ["--resume", "/nfs/search"]
     words = ["/nfs/one", "federation.rounds=9"]
     assert complete("resume", words) == "/nfs/one"
     assert words == ["/nfs/one", "federation.rounds=9"]
