@@ -21,7 +21,7 @@ SIZES = ("local.batch", "evaluation.batch", "method.batch")  # settings whose la
 
 
 def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:
-    """Return the number of processes with this memory need that fit on one GPU and its share of the node's memory."""
+    """Return how many processes fit on one GPU, limited by its memory and by its share of the node's memory."""
     bounds = [math.floor(USABLE / need.gpu_memory)] if need.gpu_memory else []
     if need.memory:
         bounds += [
@@ -93,7 +93,7 @@ def place_trial(
 
 
 def _share_with_servers(share: float) -> float:
-    """Return a client actor's share of a GPU, at most `share`, that leaves room for the trials' servers.
+    """Return a client actor's share of a GPU, reduced if the trials' servers need room on the same GPU.
 
     It assumes as many trials of one actor each on a GPU as `share` allows.
     """

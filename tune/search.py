@@ -193,9 +193,9 @@ def resume(
 
 @contextmanager
 def _in_folder(start: str | None) -> Iterator[None]:
-    """Resolve relative paths in the settings of a search against the folder in which the search began.
+    """Run the block in the folder in which the search began, so that relative paths in its settings are valid.
 
-    A search that was copied to a machine without this folder finds them in the working directory.
+    On a machine without this folder, the block runs in the working directory.
     """
     before = os.getcwd()
     if start is not None and os.path.isdir(start):

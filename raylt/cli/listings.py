@@ -30,7 +30,7 @@ def methods(
     ] = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """List the methods by what they change, with what they send and cost; NAME shows one method with its fields."""
+    """List the methods by group, with their uploads and costs; NAME shows one method with its fields."""
     from raylt.cli.method_page import PAGE_MODEL, entries, one, table, write
     from raylt.methods import METHODS
 

@@ -104,7 +104,7 @@ def group(method: type[Method]) -> str:
 
 
 def year(method: type[Method]) -> int | None:
-    """Return the last year that the reference in the method's `paper` names."""
+    """Return the year of a method's paper (the last year in the reference), or None if no year is given."""
     years = re.findall(r"\b(?:19|20)\d\d\b", method.paper)
     return int(years[-1]) if years else None
 

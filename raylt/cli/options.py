@@ -51,7 +51,7 @@ class _Started(Callback):
 
 @contextmanager
 def say_how_to_resume() -> Iterator[_Started]:
-    """If the block is interrupted, print the command that continues its run or search, and exit with 130."""
+    """Wrap a block: an interrupt prints the command that continues the run or search, and exits with 130."""
     started = _Started()
     try:
         yield started

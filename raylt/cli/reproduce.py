@@ -103,7 +103,7 @@ def verdicts(
 
 
 def show(judged: "list[Verdict]", format: str, only_run: bool = False) -> None:
-    """Print the verdicts, and the number of printed cells with each kind of verdict.
+    """Print the verdicts, and the number of verdicts of each kind.
 
     Args:
         judged: the verdicts.

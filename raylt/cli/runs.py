@@ -96,7 +96,7 @@ def branch(
     address: Address = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Repeat the last stage of a run with changed fields; the result is that of a whole new run."""
+    """Repeat the last stage of a run with changed fields; the result equals that of a new run with these fields."""
     from raylt.runs.continuation import branch as start
 
     with say_how_to_resume() as started:

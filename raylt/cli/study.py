@@ -186,7 +186,7 @@ def raise_if_failed(study: "Study", failed: Sequence[str]) -> None:
 
 
 def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = "table") -> None:
-    """Print the runs of a study with their states, and an estimate of the time left once a run is finished."""
+    """Print the runs of a study with their states. If a run is finished, also estimate the time left."""
     from raylt.studies.running.scheduler import makespan
     from raylt.studies.running.shared_training import stems
     from raylt.studies.running.time_left import Pace

@@ -73,7 +73,7 @@ def tune(
     address: Address = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Search the ranges of a method's fields and of settings given as ranges: local.lr=loguniform(0.01,0.3)."""
+    """Search for the best values of method fields and of settings given as ranges: local.lr=loguniform(0.01,0.3)."""
     execution: dict[str, Any] = {"parallel": parallel, "fleet": fleet.value, "address": address, "track": track or []}
     if resume is not None:
         fixed = [

@@ -188,7 +188,7 @@ def _short(value: Any) -> str:
 
 
 def _first_of(error: ValidationError) -> Any:
-    """Return the mistake to report, which is a missing method only if there is no other mistake."""
+    """Return the first mistake, or a missing method if that is the only mistake."""
     return min(error.errors(), key=lambda mistake: mistake["loc"] == ("method",) and mistake["type"] == "missing")
 
 

@@ -1,4 +1,4 @@
-"""Runs a check case in another process, to which the method is sent with its source, as to a Ray worker."""
+"""Runs a check case in another process. The method is sent there with its source, as Ray sends it to a worker."""
 
 import json
 import os

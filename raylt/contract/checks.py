@@ -273,7 +273,7 @@ def believes_no_wrong_count(case: Case) -> None:
 
 
 def _sums(asked: list[Question], sizes: Mapping[int, int]) -> Iterator[tuple[str, str, set[str], list[Honest]]]:
-    """Yield each part that is a sum over samples: its call, its name, the names of its counts, and the replies.
+    """Yield the reply parts that are sums over samples, each as (call, part name, names of counts, replies).
 
     The named counts are those that add up to the client's samples. The replies are honest.
     """

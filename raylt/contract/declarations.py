@@ -32,7 +32,7 @@ def is_a_value(case: Case) -> None:
 
 
 def declares_its_fields(case: Case) -> None:
-    """The method declares each field with hp(): a source, and a search range that holds the default."""
+    """The method declares each field with hp(): a source, and a search range that contains the default."""
     for name, field in type(case.method).model_fields.items():
         try:
             default_in_range = in_range(field.default, range_of(field))

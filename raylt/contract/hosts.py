@@ -51,7 +51,7 @@ class Recorder(ClientHost):
 
 
 class Backwards(LocalFleet):
-    """Fleet that runs the last client first. Replies are in the order of ids, as in every fleet."""
+    """Fleet that runs the last client first. Like every fleet, it returns replies in the order of client ids."""
 
     def _answers(self, fn, ids, message, enough, usable, sums):
         yield from reversed(list(super()._answers(fn, ids[::-1], message, enough, usable, sums)))

@@ -34,7 +34,7 @@ def fingerprint(parts: Tree) -> str:
 
 
 def private_states(experiment: Experiment) -> dict[int, Tree]:
-    """Return the private state of every client that was called at least once, by id."""
+    """Return the private state of every client that was called at least once, by client id."""
     fleet = experiment.fleet
     return dict(fleet.private_states(sorted(fleet._private)))
 

@@ -139,7 +139,7 @@ def caption(study: Study, over: Over = "rounds", spread: Spread = "interval", le
 
 
 def _judged_measures(done: Sequence[RunRecord]) -> list[str]:
-    """Return the names of the measures to draw, given the figures that the finished runs have."""
+    """Return the measures to draw by default: accuracy, and others of which the finished runs have values."""
     shown = {((record.summary or {}).get("shown") or {}).get("figure") for record in done}
     own = [name for name in ("local", "matched") if name in shown]
     return [*own, "accuracy", *(g for g in GROUPS if any(v is not None for r in done for v in r.curve.get(g, ())))]

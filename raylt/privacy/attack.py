@@ -192,7 +192,7 @@ class _Attacker:
         return self._inverted("synthetic", what, z, self.private.at(distances.argmin(1)))
 
     def update(self) -> list[AttackFinding]:
-        """Reconstruct an image from the update of one training step on it, the standard reference attack.
+        """Reconstruct an image from the update of one training step on this image (the standard attack).
 
         It is far from a round of several epochs over many images.
         """
@@ -221,7 +221,10 @@ class _Attacker:
         return self._holders("counts", dict(uploaded_sums(self.config, self.private, self.experiment.task.classes)))
 
     def effective(self) -> list[AttackFinding]:
-        """Guess from FedYoYo's effective sample numbers which clients have a rare class, with one batch per client."""
+        """Guess from FedYoYo's effective sample numbers which clients have a rare class.
+
+        Each client's images are one batch.
+        """
         classes = self.experiment.task.classes
         uploads: dict[int, Tree] = {}
         for client in self.private.client.unique().tolist():

@@ -198,7 +198,7 @@ def _sums_of_unit_means(images: Images) -> dict[int, Tree]:
 
 
 def uploaded_gradients(config: Config, images: Images, classifier: nn.Module) -> dict[int, dict[int, Tensor]]:
-    """Return the classifier gradients that each client uploads, [C, d + 1] for each class.
+    """Return the classifier gradients that each client uploads, one matrix [C, d + 1] per class.
 
     A secure sum is one sum over all clients, as the upload of client -1.
     """

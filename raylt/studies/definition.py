@@ -104,7 +104,9 @@ class Definition(Section):
 
     @cached_property
     def all_cells(self) -> dict[str, dict[str, Any]]:
-        """The settings of each cell by label, in the file's order; without `cells`, one cell labelled "".
+        """A mapping from each cell's label to the settings of the cell, in the file's order.
+
+        A study without `cells` has one cell, labelled "".
 
         Raises:
             ConfigError: two cells would have the same label, or there are too many.

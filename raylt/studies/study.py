@@ -117,7 +117,7 @@ def of_runs(folders: Sequence[Path]) -> "Study":
 
 
 def _shown_measure(records: Sequence[RunRecord]) -> str:
-    """Return the measure of clients' own models that all finished runs show, or accuracy."""
+    """Return "local" or "matched" if all finished runs show this measure of clients' models, else "accuracy"."""
     summaries = [record.summary for record in records if record.summary is not None]
     shown = {(summary.get("shown") or {}).get("figure") for summary in summaries}
     for measure in ("local", "matched"):

@@ -269,7 +269,7 @@ def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str
 
 
 def _conditions(record: RunRecord) -> dict[str, str]:
-    """Return the conditions that runs must share in order to be compared, each as a text."""
+    """Return the conditions of a run, such as its split and its budget, that must be equal in all compared runs."""
     assert record.summary is not None
     return {
         "split": record.summary["split_sha256"][:12],
@@ -281,7 +281,7 @@ def _conditions(record: RunRecord) -> dict[str, str]:
 
 
 def _condition_of(key: str) -> str:
-    """Return the condition of a comparison that a setting affects, such as "budget", or "" if it affects none."""
+    """Return the condition to which a setting belongs, such as "budget", or "" if it belongs to none."""
     section, _, name = key.partition(".")
     if section == "local":
         return "budget" if name in _PASSES else "optimiser"

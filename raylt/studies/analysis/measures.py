@@ -18,7 +18,7 @@ At = Literal["last", "last10", "validation", "best"]
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a finished run.
+    """A quantity by which finished runs are compared, such as accuracy.
 
     Attributes:
         what: description for the heading of a table.
@@ -132,7 +132,7 @@ def value_of(record: RunRecord, measure: str, at: At) -> float | None:
 
 
 def _chosen(record: RunRecord, key: str) -> float | None:
-    """Return a run's figure at the step with the best accuracy on validation samples.
+    """Return the value of a run's curve at the step with the best accuracy on validation samples.
 
     It is the first such step, and may be the phase after the last round.
     """

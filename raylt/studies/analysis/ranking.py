@@ -169,7 +169,7 @@ def fit(wins: np.ndarray) -> np.ndarray:
 def _cells(
     studies: Mapping[str, Sequence[RunRecord]], measure: str, at: At
 ) -> dict[tuple[str, str], list[dict[str, float | None]]]:
-    """Return the measured values of each cell as one block per seed, which maps arms to values.
+    """Return, for each cell, one mapping per seed (a block) from arms to measured values.
 
     Blocks of a single arm are left out.
     """

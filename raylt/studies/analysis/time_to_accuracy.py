@@ -42,7 +42,7 @@ def reached(records: Sequence[RunRecord], target: float) -> list[Reached]:
 
 
 def with_target(table: TextTable, reaching: Sequence[Reached], target: float) -> TextTable:
-    """Return a comparison's table with a second table on the time to the target accuracy."""
+    """Append a table of the times to the target accuracy to a comparison's table; return the result."""
     rows = []
     for each in reaching:
         mebibytes = None if each.bytes is None else each.bytes / 2**20

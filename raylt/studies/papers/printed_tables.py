@@ -88,7 +88,7 @@ _UNCLEAR = {"FedAvg with clustering": "the paper does not say what FedAvg with c
 
 @dataclass(frozen=True)
 class Expectation:
-    """A cell of a printed table, with the value that a reproduction should reach.
+    """A cell of a paper's table, with the value that a reproduction should reach.
 
     Attributes:
         number: row in papers.csv, from 1.
@@ -129,7 +129,7 @@ class Expectation:
 
     @property
     def arm(self) -> str:
-        """The label of the method, with the other parameters that the row fixes."""
+        """The label of the method in the table, with the parameters that this row fixes, such as lambda."""
         more = {key: value for key, value in self.setting.items() if key in ("lambda", "clusters", "E")}
         return " ".join([self.method, *(f"{key}={value}" for key, value in more.items())])
 
@@ -145,7 +145,7 @@ class Expectation:
 
 @cache
 def expectations() -> tuple[Expectation, ...]:
-    """Return all printed cells, in the order of the file papers.csv."""
+    """Return all cells of the papers' tables, in the order of the file papers.csv."""
     with (Path(__file__).with_name("papers.csv")).open(newline="") as stream:
         return tuple(_expectation(number, row) for number, row in enumerate(csv.DictReader(stream), 1))
 
@@ -222,7 +222,7 @@ def _expectation(number: int, row: dict[str, str]) -> Expectation:
 
 
 def _corrected(row: dict[str, str]) -> dict[str, str]:
-    """Return a row of papers.csv with its true setting where the printed heading is wrong or missing.
+    """Return a row of papers.csv with the right setting, even if the paper's heading is wrong or missing.
 
     The two IF headings of MuPFL's Table 2 are taken to be swapped. The captions of Tables 5 and 6 then agree with it,
     and so do Figs. 6 and 8, which count rounds to 70 % at IF 10. Table 1 repeats figures of Table 2 without a setting.

@@ -14,7 +14,7 @@ KEYS = ("dataset", "IF", "alpha", "beta", "K", "E", "lambda", "clusters")
 def select(
     paper: str, table: str | None = None, where: Mapping[str, str] | None = None, arms: Sequence[str] | None = None
 ) -> list[Expectation]:
-    """Return the selected printed cells, including those that cannot be run.
+    """Return the selected cells of a paper's tables, including cells that cannot be run.
 
     Args:
         paper: sfd, fedsm, mupfl or bpfed.
@@ -51,7 +51,9 @@ def select(
 
 
 def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> Definition:
-    """Return a study of the selected printed cells, without cells that cannot be run.
+    """Return a study that reproduces the given cells of a paper's tables.
+
+    Cells that cannot be run are left out.
 
     Args:
         cells: printed cells.
@@ -105,7 +107,7 @@ def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> D
 
 
 def name_of(paper: str, table: str | None, where: Mapping[str, str], scale: float) -> str:
-    """Return the default name of a study of these cells."""
+    """Return the default name of a study that reproduces the selected cells."""
     parts = [
         paper.lower(),
         f"table{table}" if table else "",
@@ -116,7 +118,7 @@ def name_of(paper: str, table: str | None, where: Mapping[str, str], scale: floa
 
 
 def command(cell: Expectation) -> str:
-    """Return the shell command that runs a printed cell, or "" if the cell cannot be run."""
+    """Return the shell command that reproduces a cell of a paper's table, or "" if the cell cannot be run."""
     if cell.problem is not None:
         return ""
     method = cell.changes.get("method", {})
@@ -135,7 +137,7 @@ def _cell_name(each: Expectation) -> str:
 
 
 def _arm_name(each: Expectation, arms: Mapping[str, dict[str, Any]]) -> str:
-    """Return the name of a study's arm that reproduces a printed cell.
+    """Return the name of the arm that reproduces a cell of a paper's table.
 
     The name includes the data set if another cell has the same label but other settings.
     """

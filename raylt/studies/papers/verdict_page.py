@@ -1,4 +1,4 @@
-"""The verdicts on printed results as a Markdown page, and as a table for a terminal."""
+"""The verdicts on the papers' results as a Markdown page, and as a table for a terminal."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -112,7 +112,7 @@ def _columns(verdict: Verdict) -> list[str]:
 
 
 def _coverage(judged: Sequence[Verdict]) -> list[str]:
-    """Return a table of how many cells of each printed table have runs or can be run."""
+    """Return a table that counts, for each table of the papers, the cells that have runs or can be run."""
     lines = ["| table | cells | with recorded runs | command, no run | no command |", "|---|---|---|---|---|"]
     for table, group in groupby(sorted(judged, key=lambda v: v.cell.table), key=lambda v: v.cell.table):
         of_table = list(group)
@@ -139,7 +139,7 @@ def _with_runs(judged: Sequence[Verdict]) -> list[str]:
 
 
 def _without_runs(judged: Sequence[Verdict]) -> list[str]:
-    """Return a line for each printed cell without runs, with its value and the command that runs it.
+    """Return a line for each cell of the papers' tables that has no runs, with the command that runs it.
 
     A cell that cannot be run has the reason in place of the command.
     """

@@ -28,7 +28,7 @@ WIDEST = 0.05  # half width of an interval; a wider interval confirms nothing
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one printed cell, from the runs of this cell.
+    """The verdict on whether recorded runs reproduce one cell of a paper's table.
 
     Attributes:
         ours: mean and t interval over the seeds; None without runs.
@@ -59,7 +59,7 @@ class Verdict:
 def verdicts(
     records: Sequence[RunRecord], cells: Sequence[Expectation] | None = None, mix_versions: bool = False
 ) -> list[Verdict]:
-    """Return a verdict for each printed cell.
+    """Return a verdict on each given cell of the papers' tables.
 
     Unfinished runs, and runs that belong to no cell, do not count.
 
@@ -77,7 +77,7 @@ def verdicts(
 
 
 def judge(cell: Expectation, runs: dict[str, list[RunRecord]], mix_versions: bool) -> Verdict:
-    """Return the verdict on one printed cell.
+    """Return the verdict on one cell of a paper's table.
 
     With the paper's number of rounds, a cell is reproduced when the t interval over the seeds contains the printed
     value. Its difference is reproduced when the interval of the paired differences to FedAvg contains the printed
@@ -137,7 +137,7 @@ def judge(cell: Expectation, runs: dict[str, list[RunRecord]], mix_versions: boo
 
 
 def count(judged: Sequence[Verdict]) -> dict[VerdictKind, int]:
-    """Count the printed cells by kind of verdict."""
+    """Return the number of verdicts of each kind."""
     counts = Counter(verdict.kind for verdict in judged)
     return {kind: counts[kind] for kind in KINDS}
 
@@ -145,7 +145,7 @@ def count(judged: Sequence[Verdict]) -> dict[VerdictKind, int]:
 def _kind(
     cell: Expectation, ours: Interval, printed: float | None, difference: Paired | None, seeds: int, scale: float
 ) -> tuple[VerdictKind, str]:
-    """Return the kind of a verdict, and a reason if the kind alone is not clear.
+    """Return the kind of verdict for a cell, and a reason if the kind alone is not clear.
 
     Args:
         cell: the printed cell.
@@ -194,7 +194,7 @@ def _kind_of_ablation(
 
 
 class _Seeds(NamedTuple):
-    """The runs of a printed cell at one scale (number of rounds relative to the paper).
+    """The runs of one cell of a paper's table that differ in the seed only.
 
     Attributes:
         scale: number of rounds, relative to the paper.
@@ -208,9 +208,9 @@ class _Seeds(NamedTuple):
 
 
 def _by_seed(cell: Expectation, records: list[RunRecord], scale: float | None = None) -> _Seeds:
-    """Return a printed cell's runs with one number of rounds, by seed.
+    """Return, by seed, the runs of a cell that took `scale` times the paper's number of rounds.
 
-    `scale` is relative to the paper's number of rounds. The default is 1, or the largest scale if no run has scale 1.
+    The default scale is 1, or the largest scale if no run has scale 1.
     """
     paper_rounds = cell.config().federation.rounds
     scales = {record.config["federation"]["rounds"] / paper_rounds for record in records}
@@ -245,9 +245,9 @@ def _other_split_note(seeds: int, of: int) -> str:
 
 
 def _base(cell: Expectation) -> Expectation | None:
-    """Return FedAvg's printed cell of the same setting and figure, from the same table if possible.
+    """Return the cell with FedAvg's value for the same setting and measure, from the same table if possible.
 
-    There is none for FedAvg itself, and where the paper prints none.
+    Return None for FedAvg itself, and if the paper prints no such value.
     """
 
     def setting(each: Expectation) -> tuple[Any, ...]:

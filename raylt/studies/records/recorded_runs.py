@@ -427,7 +427,7 @@ def _changes(record: RunRecord, wide: Definition, outcomes: Outcomes, versions: 
 
 
 def _versions(records: Iterable[RunRecord]) -> set[frozenset[str]]:
-    """Return the dotted settings of each version of raylt that made one of the runs."""
+    """Return the sets of dotted setting names in the runs, one set per version of raylt that made them."""
     return {frozenset(flat(record.config)) for record in records if record.config}
 
 

@@ -33,7 +33,7 @@ class Pace:
         return bool(self._seconds)
 
     def lacks_finish(self, planned: Planned, steps: int) -> bool:
-        """Return whether `left` omits the phase after training, because no run of the arm has timed it.
+        """Return whether `left` omits the phase after training because its duration is unknown.
 
         Args:
             planned: the run.
