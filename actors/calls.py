@@ -31,7 +31,7 @@ SPREAD = 4  # fewest calls per actor, so that no actor waits long for the last c
 
 
 class ClientDirectory(Protocol):
-    """The interface of a fleet that `ClientCalls` needs.
+    """The attributes and methods of a fleet that `ClientCalls` uses.
 
     Attributes:
         all_sizes: samples per client, by id.

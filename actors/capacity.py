@@ -223,7 +223,7 @@ def reserve(placement: Placement, actors: int) -> Any:
 
 
 def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, str], str]:
-    """Return the nodes that may run clients, the label selector for these nodes, and their description."""
+    """Return the nodes that may run clients, their label selector, and a text that describes these nodes."""
     labels = {}
     where = "all nodes"
     homes = list(nodes)

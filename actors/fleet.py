@@ -198,7 +198,7 @@ def _stacks_file(actor: str) -> str:
 
 
 def _process_state(slot: ActorSlot) -> str:
-    """Return a clause that describes the process of an actor that does not answer."""
+    """Return a clause that describes the state of an unresponsive actor's process."""
     if slot.process is None:
         return "its process has not started"
     node, pid = slot.process

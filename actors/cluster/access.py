@@ -115,7 +115,7 @@ def tls() -> bool:
 
 
 def _local_entry() -> ClusterEntry:
-    """Return the entry to a new local cluster, which requires a token unless the user has set RAY_AUTH_MODE.
+    """Return the `ClusterEntry` of a new local cluster, which requires a token unless the user has set RAY_AUTH_MODE.
 
     Ray itself would make a token file that other users can read.
     """

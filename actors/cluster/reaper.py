@@ -1,4 +1,4 @@
-"""Ends the processes of a local Ray cluster whose driver was killed, and removes its session folder.
+"""Ends the processes of a local Ray cluster whose driver was killed, and removes the cluster's session folder.
 
 This is a program of its own and not a part of session.py: `python -I reaper.py FOLDER` must outlive the driver and
 start without raylt or Ray, so it imports only the standard library. The driver is at the other end of its standard

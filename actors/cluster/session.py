@@ -215,7 +215,7 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _temporary(folder: Path) -> dict[str, str]:
-    """Return the variable TMPDIR for Ray's processes, if the user's temporary folder is too long for sockets.
+    """Return the variable TMPDIR for Ray's processes, if the user's temporary folder has too long a path for sockets.
 
     It is then the session folder; otherwise no variable is set.
     """

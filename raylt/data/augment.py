@@ -357,7 +357,7 @@ def _moved(y: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
 
 @functools.cache
 def _sides(size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return height and width as a cached tensor on the device, int64 [2].
+    """Return the height and width of images as a cached tensor on the device, int64 [2].
 
     It is cached because the copy makes the host wait for the device.
     """
@@ -373,7 +373,7 @@ def _steps(n: int, like: Tensor) -> Tensor:
 
 
 def _centres(start: Tensor, length: Tensor, side: int) -> Tensor:
-    """Return where the centres of `side` new pixels lie in the old image, in -1..1, float32 [B, side].
+    """Return the positions of the centres of `side` new pixels in the old image, in -1..1, float32 [B, side].
 
     The clamp keeps pixels outside of a part from showing in it, as when a cut-out is resized.
     """

@@ -33,7 +33,7 @@ _FILE_HASH = TypeAdapter(_FileHash)
 
 
 def hash_data(task: Task) -> dict[str, str]:
-    """Return the SHA-256 hashes of a task's images, labels, clients and classes, by name.
+    """Return the SHA-256 hash of each part of a task, by the part's name, such as `training images`.
 
     Training images and labels are hashed client by client; validation samples and the server's own come last.
     """

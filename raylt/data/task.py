@@ -361,7 +361,7 @@ Count = Annotated[int, Field(ge=0)]
 
 @closed
 class JudgedImages(TypedDict):
-    """Numbers of test images on which a run is evaluated, and the thresholds that define the class groups.
+    """Counts of the test images on which a run is evaluated, and the thresholds that define the class groups.
 
     `groups` has the test images, or labelled pixels, of the many-, medium- and few-shot classes. `own` has each
     client's own test images, by id; None where the data do not record them. `one_class` names the clients whose figures

@@ -73,7 +73,7 @@ class APFL(Method):
         return client.state.get("alpha", torch.tensor(self.alpha)).to(client.device)
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train the personal model v_i and the mixing weight alpha as in a client's first round."""
+        """Train a new client's personal model v_i and mixing weight alpha, as in a client's first round."""
         self.train(client, message)
 
     def client_model(self, client: Client) -> SplitModel:

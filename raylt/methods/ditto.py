@@ -59,9 +59,9 @@ class Ditto(Method):
         client.state["personal"] = tree.snapshot(client.model.state_dict())
 
     def near_global(self, client: Client) -> Objective:
-        """Return the personal objective: the client's loss plus a penalty on the distance from the current model.
+        """Return the personal model's loss: the client's loss plus a penalty on the distance from the global model.
 
-        It is h_k(v; w_t) = F_k(v) + lambda/2 ||v - w_t||^2, where w_t is the current model.
+        It is h_k(v; w_t) = F_k(v) + lambda/2 ||v - w_t||^2, where w_t is the client's model when this is called.
         """
         model = client.model
         params = [p for p in model.parameters() if p.requires_grad]

@@ -117,7 +117,7 @@ class FedAFA(Method):
         self.personalise(client, message)
 
     def generate(self, client: Client, glob: nn.Module, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the samples of a batch to replace; return their positions, and generated activations of their classes.
+        """Choose samples of a batch to replace; return their positions and the activations that replace them.
 
         Args:
             glob: The global model's upper layers.

@@ -67,7 +67,7 @@ class FedBABU(Method):
         return client.reply(loss=loss)
 
     def tuned(self, model: SplitModel) -> Iterable[Tensor]:
-        """Return the parameters of the model that fine-tuning updates."""
+        """Return those parameters of a model that fine-tuning updates."""
         parts = {"all": model, "encoder": model.encoder, "classifier": model.classifier}
         return parts[self.tune].parameters()
 

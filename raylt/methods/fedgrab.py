@@ -80,7 +80,7 @@ class FedGraB(Method):
 
 
 def estimated_shares(weight: Tensor) -> Tensor:
-    """Estimate each class's share of all samples from a classifier weight [C, d]; return float64 [C] on the CPU."""
+    """Estimate, from a classifier weight [C, d], each class's share of all samples; return float64 [C] on the CPU."""
     lengths = weight.double().cpu().norm(dim=1)
     above = (lengths - lengths.mean()) / lengths.std(correction=0).clamp(min=1e-12)
     above = above - above.min()

@@ -59,7 +59,7 @@ class FedNova(Method):
         return client.reply(direction=direction, mass=mass, rest=rest, loss=loss)
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        """Run a round; the server moves by the weighted mean of the normalised updates, times tau_eff, section 5 [1].
+        """Run a round: the server subtracts tau_eff times the weighted mean of the normalised updates, section 5 [1].
 
         The step is x <- x - tau_eff sum_i p_i d_i.
 

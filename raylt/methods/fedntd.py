@@ -59,7 +59,7 @@ class FedNTD(Method):
 
 
 def divergence(teacher: Tensor, logits: Tensor, tau: float) -> Tensor:
-    """Return the mean KL divergence over a batch between teacher's and student's predictions of the other classes [1].
+    """Return the mean KL divergence of teacher and student over a batch, computed without the true class [1].
 
     This is KL(q || p), where q is the teacher's softmax and both logits are divided by tau.
 

@@ -32,7 +32,7 @@ class FedAdam(Method):
 
 
 class FedYogi(FedAdam):
-    """FedAdam with Yogi's second moment, which rises no faster than it falls."""
+    """FedAdam with Yogi's second moment v, which rises and falls by (1 - beta2) Delta^2 per round."""
 
     name: ClassVar[str] = "fedyogi"
 

@@ -137,7 +137,7 @@ class FLea(Method):
 
     @torch.no_grad()
     def upload(self, client: Client, message: Message) -> Reply:
-        """Upload the activations and labels of the samples that the client shares, numbered from 0."""
+        """Upload the activations and labels of the samples that the client shares with other clients."""
         client.receive(message["encoder"])
         batch = client.samples.batch(client.state["shared"].to(client.device))
         with autocast(client):

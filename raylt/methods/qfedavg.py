@@ -108,7 +108,7 @@ class QFedAvg(Method):
 
 
 def step_fault(n: int, parts: Tree, q: float, lipschitz: float) -> str | None:
-    """Return a fault if a client's h_k is too small for its uploaded Delta_k, or None.
+    """Return a message if a client's h_k is too small for the Delta_k that it uploads, otherwise None.
 
     h is at least the minimum of q |Delta|^2 / F^(q + 1) + L F^q over F.
 

@@ -85,7 +85,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 
 def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[str], weights: str, model: str) -> None:
-    """Load all entries of a state dict except those of classifiers, which were trained on other classes.
+    """Load a state dict into a model, except the classifiers' entries, which were trained on other classes.
 
     Args:
         classifiers: paths of the layers in `body` that stay as they are.

@@ -78,7 +78,10 @@ def _check_types(name: str, model: SplitModel) -> None:
 
 
 def _check_memory(name: str, model: SplitModel) -> None:
-    """Raise an error if two entries share memory, since clients and files handle entries one by one."""
+    """Raise an error if parameters or buffers of a model share memory.
+
+    Clients and files handle each of them separately.
+    """
     owners: dict[int, str] = {}
     for entry, value in model.state_dict().items():
         memory = value.untyped_storage()

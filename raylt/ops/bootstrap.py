@@ -1,4 +1,4 @@
-"""Draws with replacement from all clients' features, without collecting all features in one process.
+"""Random choice, with replacement, of features of all clients, without collecting all features in one process.
 
 A client draws as many as are wanted of each of its classes; the server takes each place from one of the clients.
 """

@@ -48,7 +48,7 @@ Decode = Callable[[int, Any], np.ndarray]
 
 
 def place_of(name: str, key: Any, cache: Path) -> Path:
-    """Return the path of the cache folder for `key`."""
+    """Return the path of a cache folder, which is named after `name` and a hash of `key`."""
     return cache.resolve() / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
 
 
@@ -103,7 +103,7 @@ def unfinished(folder: Folder, path: Path) -> Iterator[bool]:
 
 
 def bad_rows(folder: Folder, path: Path) -> dict[int, str]:
-    """Return the numbers of an array's rows that could not be decoded, each with the cause of the failure."""
+    """Map the index of each row of an array that could not be decoded to the cause of the failure."""
     bad = folder.read_json(_bad_file(path), _BAD) if folder.has(_bad_file(path)) else {}
     return {int(row): reason for row, reason in bad.items()}
 
@@ -322,7 +322,7 @@ class _Build:
         return states
 
     def _decode_missing(self) -> dict[int, str]:
-        """Decode the rows that are missing or bad; return the reasons why rows failed."""
+        """Decode the rows that are missing or bad; return the cause of each failure by row."""
         reasons: dict[int, str] = {}
         todo = np.flatnonzero((self.states == GONE) | (self.states == BAD))
         unwritten = 0
@@ -404,7 +404,7 @@ class _Build:
 
 @contextmanager
 def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal until the block ends; a total of None is unknown.
+    """Show a progress bar on a terminal until the block ends; `total` is None if it is unknown.
 
     PIL's warnings are suppressed meanwhile.
     """

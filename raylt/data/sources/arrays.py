@@ -70,12 +70,12 @@ class Source:
 
     @property
     def strata(self) -> np.ndarray:
-        """Return the strata from which a validation set is drawn, int64 [N]: the class labels, or 0 for label maps."""
+        """Return each training sample's stratum for a validation set, int64 [N]: its class, or 0 for label maps."""
         return load(self.y_train) if self.kind == "classification" else np.zeros(len(self.y_train), dtype=np.int64)
 
 
 class Arrays(NamedTuple):
-    """The images, labels and names of a data set, as an npz file stores them.
+    """The images, labels, class names and client ids of a data set, as an npz file stores them.
 
     Attributes:
         x_train, x_test: uint8 [N, H, W, channels].

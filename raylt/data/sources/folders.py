@@ -32,7 +32,7 @@ NOT_READ = {"val", "valid", "validation"}  # parts next to train that other tool
 
 @dataclass(frozen=True)
 class Part:
-    """The training or the test images of a folder, ordered by client, class and name.
+    """The training or the test images of a folder, ordered by client, class and file name.
 
     Args:
         below: the part's own folder, with a slash; files are relative to it.
@@ -167,7 +167,9 @@ def _read_top(folder: Path, test: str | None) -> Parts:
 
 
 def open_parts(name: str, parts: Parts, how: How, cache: Path) -> Source:
-    """Decode the images of a folder into a data set, with test images only if the folder has some.
+    """Make a data set from the images of a folder.
+
+    It has test images only if the folder has some.
 
     Args:
         how, cache: see `decode_tree`.
@@ -215,7 +217,7 @@ def assemble(name: str, x: Mapped, rows: np.ndarray, labels: ImageLabels, notes:
 
 
 def assemble_coded(name: str, x: Mapped, rows: np.ndarray, labels: CodedLabels, notes: tuple[str, ...]) -> Source:
-    """Make a source of decoded images whose classes and clients are numbers; see `assemble`."""
+    """Make a data set from decoded images and their labels, given as numbers; otherwise the same as `assemble`."""
     y = labels.classes[rows]
     train = np.flatnonzero(rows < labels.train)
     test = np.flatnonzero(rows >= labels.train)

@@ -95,7 +95,7 @@ def _is_labelled(part: Any, label: str) -> bool:
 
 
 def _note_on(config: DataConfig, parts: dict[str, Any], test: str | None) -> tuple[str, ...]:
-    """Return a notice if raylt itself chose a part with a name other than `test` as the test set."""
+    """Return a notice if raylt, not the user, chose the test set and the chosen part is not named `test`."""
     if config.test_part is not None or test in (None, "test"):
         return ()
     why = "whose part test has no labels" if "test" in parts else "which has no part test"

@@ -232,7 +232,7 @@ def _not_found(address: str, cause: str) -> DataError:
 
 
 def _kind(name: str, files: Sequence[Stored]) -> FileKind:
-    """Return the file format of a data set, as the suffixes of its files tell it.
+    """Return the file format of a data set, determined by the suffixes of the files.
 
     Raises:
         DataError: they are of several kinds, or of none that is read.
@@ -256,7 +256,7 @@ def _kind(name: str, files: Sequence[Stored]) -> FileKind:
 
 
 def image_parts(reading: Reading) -> list[Part]:
-    """Return class and client of each image file by its folders, as `folder:` does.
+    """Read the class and client of each image file from the names of the folders that contain it.
 
     Raises:
         DataError: the images lie otherwise.

@@ -256,7 +256,7 @@ def _imagenet_lt(folder: Path, config: DataConfig) -> Source:
 
 
 def _read_list(path: Path) -> tuple[list[str], np.ndarray]:
-    """Read the file names and labels of a published list."""
+    """Read image file names and their labels from a published list, which has one image per line."""
     try:
         lines = store.read(path, LONGEST_LIST).decode().splitlines()
     except (CheckpointError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Checks that a split fits its source, and the settings that a split determines."""
+"""Checks that a split fits its source, and completes a configuration with the settings of the split."""
 
 from typing import Any
 

@@ -185,7 +185,7 @@ def _own_partition(name: str, labels: np.ndarray, config: DataConfig, rng: np.ra
 
 
 def creff(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray]:
-    """Divide by Dirichlet draws over groups of ten clients, then evenly within each group (CReFF).
+    """Divide samples among clients by Dirichlet draws within groups of ten clients, then even out the sizes (CReFF).
 
     Source: Shang et al., IJCAI 2022.
 

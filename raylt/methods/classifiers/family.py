@@ -76,7 +76,7 @@ class Calibrated(AfterTraining):
 
     @staticmethod
     def sums_like(d: int) -> tree.Tree:
-        """Return a template of one class's feature sums, where features have length d."""
+        """Return empty tensors that state the shapes of one class's feature sums, for features of length d."""
         return {
             "n": 1,
             "z": torch.empty(d, dtype=torch.float64, device="meta"),

@@ -133,7 +133,7 @@ class CLIP2FL(CReFF):
         return super().match(server, gradients, penalty)
 
     def prototype_contrast(self, server: Server, classes: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return a function: the contrastive loss between federated features and text prototypes, Eq. 8 [2] [3]."""
+        """Return a function for the contrastive loss of federated features and text prototypes, Eq. 8 [2] [3]."""
         text = server.state["text"].to(server.device)
         y = classes.repeat_interleave(self.per_class).to(server.device)
         return lambda h: self.contrast * F.cross_entropy(h.flatten(0, 1) @ text.T / self.contrast_temperature, y)

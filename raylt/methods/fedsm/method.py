@@ -187,7 +187,7 @@ class FedSM(Method):
 
     @property
     def distils(self) -> bool:
-        """Return whether the settings require image features of the teacher."""
+        """Return whether the settings require the teacher's features of images."""
         return self.teacher != "none" and (self.finetune or self.kd > 0)
 
     @property
@@ -316,7 +316,7 @@ class FedSM(Method):
         return total.within(like).counting("n").over_samples(partial(sums_fault, **limits))
 
     def means(self, client: Client) -> dict[int, Tree]:
-        """Return the client's feature sums and counts for Eq. 3, computed with its current encoder."""
+        """Return the feature sum and sample count of each class of a client, under the client's current encoder."""
         return class_means(*features(client), self.norm == "l2")
 
     def train_and_retrain(self, client: Client, message: Message) -> Reply:
@@ -472,10 +472,10 @@ class FedSM(Method):
 
 
 def encoder(model: SplitModel) -> Message:
-    """Return the encoder's entries as a message for clients."""
+    """Return the encoder's parameters and buffers as a message for clients."""
     return {"encoder": tree.snapshot(model.entries("encoder."))}
 
 
 def answers_fault(teacher: Tree) -> str | None:
-    """Return a message if a client reports more right answers of the teacher than samples, otherwise None."""
+    """Return a message if a client reports that the teacher classifies more samples correctly than exist, else None."""
     return "is right on more samples than there are" if (teacher["right"] > teacher["n"]).any() else None

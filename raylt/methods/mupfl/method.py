@@ -270,7 +270,7 @@ class MuPFL(Method):
         return pkcf_work(spec, model, self.m, self.matching_steps, self.distance) if self.pkcf else ""
 
     def train_all(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> tuple[Params, Replies]:
-        """Train a cohort; return the mean of the trained models and the replies.
+        """Train a cohort; return the mean model, and the replies of the clients.
 
         With ACMU the mean is taken by clusters.
         """

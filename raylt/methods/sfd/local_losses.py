@@ -9,7 +9,7 @@ Delta = Literal["all", "negatives", "none"]
 
 
 def adjusted_prior(counts: Tensor, beta: float) -> Tensor:
-    """Return class counts in which each missing class has the share `beta` of the smallest count, Eq. 6.
+    """Return class counts in which each missing class gets `beta` times the smallest count, Eq. 6.
 
     Args:
         counts: Samples per class at this client, int64 [C], at least one positive.

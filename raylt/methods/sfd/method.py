@@ -349,7 +349,7 @@ class SFD(Method):
             check_class_sums(task, model, self.class_sums_like(model.dim))
 
     def class_sums_like(self, d: int) -> Tree:
-        """Return a template of one class's feature sums, where features have length d."""
+        """Return empty tensors that state the shapes of one class's feature sums, for features of length d."""
         return {"n": 1, "z": sums_like(d), "zz": sums_like(d * (d + 1) // 2), "phi": sums_like(self.rf_dim)}
 
     def finish(self, server: Server, fleet: Fleet) -> None:
@@ -523,15 +523,15 @@ class SFD(Method):
 
 
 def encoder(model: SplitModel) -> Params:
-    """Return the encoder's entries, which messages to clients carry."""
+    """Return the encoder's parameters and buffers, which are sent to clients."""
     return model.entries("encoder.")
 
 
 def class_mean(made: list[Tree], loss: str) -> dict[str, float]:
-    """Return the mean over classes of each figure that describes the loss `loss`, by the figure's name."""
+    """Average the figures that describe the loss `loss` over classes; return each average by the figure's name."""
     return {name: sum(of_class[loss][name] for of_class in made) / len(made) for name in made[0][loss]}
 
 
 def sums_like(size: int) -> Tensor:
-    """Return the template of a sum of vectors over samples, float64 [size]."""
+    """Return an empty tensor, float64 [size], that states the shape of a sum of vectors over samples."""
     return torch.empty(size, dtype=torch.float64, device="meta")
