@@ -495,7 +495,7 @@ def no_exit() -> Iterator[None]:
 
 @contextmanager
 def own_function(key: str, name: str) -> Iterator[None]:
-    """Name the setting and the line where a function of the user's own raises an exception.
+    """Convert exceptions of a user's function inside the block to errors that name the setting and the line.
 
     Args:
         key: setting that names the function.

@@ -229,7 +229,7 @@ def worst_decile(values: Sequence[float]) -> float:
 def by_client(
     matrices: Mapping[int, Tensor], client_counts: Tensor, own: Mapping[int, Tensor] | None = None
 ) -> dict[str, list[float | None]]:
-    """Return each figure's values, one per client, with None for clients without evaluation.
+    """Return lists of accuracies and IoU by kind, with one value per client (None for a client without evaluation).
 
     The kinds are owned, matched and global accuracy and the mean IoU of owned classes. Where clients have test images,
     "local" is the accuracy on them. A client is not judged if it has no model, or no sample of any tested class.

@@ -190,7 +190,7 @@ def origins(config: Config) -> list[dict[str, str | None]]:
 
 
 def _named(config: Config) -> set[tuple[PluginKind, str]]:
-    """Return the kind and name of each value in a configuration that a plugin may supply."""
+    """Return the kind and name of each configured value that may come from a plugin."""
     augmentations: set[tuple[PluginKind, str]] = {("augmentation", name) for name in config.augment.split("+")}
     named: set[tuple[PluginKind, str]] = {
         ("method", config.method["name"]),

@@ -334,7 +334,7 @@ def check_archive(path: Path) -> None:
 
 
 def followed(path: Path) -> Path:
-    """Return an absolute path without symbolic links.
+    """Make a path absolute and resolve its symbolic links.
 
     Raises:
         CheckpointError: links lead to each other, or the path cannot be one.

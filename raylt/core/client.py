@@ -114,7 +114,7 @@ class Client:
         self.recall({})
 
     def recall(self, state: Tree) -> None:
-        """Start a call of a client function with the private state that the client's last call left."""
+        """Start a call of a client function with the private state from the client's previous call."""
         self._stamps = Stamps()
         self._state = ClientState(state, self._stamps)
 
@@ -206,7 +206,7 @@ class Client:
 
     @recordable  # as far as the augmentation is
     def batch(self, rows: Tensor, then: Augmentation | None = None) -> Batch:
-        """Return the samples at `rows`, augmented as the configuration says and then by the function `then`."""
+        """Return the samples at `rows` after the configured augmentation and, if given, the augmentation `then`."""
         return self.samples.batch(rows, in_turn([self._augment, then]), self.noise)
 
     def begin(self, purpose: str, round: int) -> None:
@@ -260,7 +260,7 @@ def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Genera
 
 
 def labelled_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the labelled pixels, or 0 without a gradient if no pixel has a label.
+    """Return the mean cross-entropy of the labelled pixels, or 0 if no pixel has a label.
 
     Args:
         logits: [B, C, H, W].
@@ -273,7 +273,7 @@ def labelled_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def back_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the cross-entropy of a batch, with unlabelled pixels assigned to the classes without labelled pixels.
+    """Return the cross-entropy of a batch, in which unlabelled pixels count as any class without labels in the batch.
 
     The probability of such a pixel is the sum of these classes' probabilities (BackCE of FedSeg, Miao et al., CVPR
     2023; the absent classes are those of the batch, as in its code). Where the labels show all classes, such pixels are

@@ -77,7 +77,7 @@ class PlannedRun:
 
     @property
     def early_stages(self) -> list[str]:
-        """Return the stages of the method that begin before its last round has ended."""
+        """Return the stages of the method that begin before the end of the run's last round."""
         rounds = self.config.federation.rounds
         return [name for name, after in self.method.stages(rounds).items() if after < rounds]
 

@@ -175,7 +175,7 @@ class Experiment:
         return self._step - self._peak["step"] >= patience and self._step < self._last_round
 
     def _early_end(self) -> str:
-        """Return the text about an early stop for the tables of a run."""
+        """Return the text for a run's tables that says why the run stopped early."""
         assert self._peak is not None
         return (
             f"after round {self._last_round} of {self.server.rounds}: no better accuracy on validation samples since "
@@ -188,7 +188,7 @@ class Experiment:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run the method's final phase now, and restore the state from before it when the block ends.
+        """Run the method's final phase before the block, and undo the phase's effects after the block.
 
         The rehearsal draws other numbers than the finish at the end, whose seeds follow the last round's number.
         """
@@ -207,7 +207,7 @@ class Experiment:
             server.model, server.state, server.round, server.figures, server.timings = before
 
     def judge_again(self) -> dict[str, Any]:
-        """Evaluate the models after the last step again, for a branch that changed fields of the method.
+        """Repeat the evaluation after the last step, in a branched run whose method fields differ from the parent's.
 
         Returns:
             All figures of an evaluation, by their names in `RoundReport`.

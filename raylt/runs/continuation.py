@@ -252,7 +252,7 @@ def _reads_rounds(method: Method) -> bool:
 
 
 def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run, folder: Path) -> None:
-    """Remove the figures that only the report of a last round has; change the report in place."""
+    """Remove from a report the figures that only a last round has. The report is changed in place."""
     step = report["step"]
     every = config.evaluation
     shared_due = step % every.every == 0

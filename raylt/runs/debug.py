@@ -29,7 +29,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass
 class ReplayedCall(Exception):
-    """The outcome of a repeated client call, raised as an exception to end the round."""
+    """The exception that ends a replayed round; it contains the reply and duration of the repeated client call."""
 
     function: str
     seconds: float
@@ -41,10 +41,11 @@ class ReplayedCall(Exception):
 
 
 def replay(run: Run, round: int, client: int, function: str | None, device: DeviceKind | None = None) -> ReplayedCall:
-    """Repeat one client's call in a round (its first call, or its call of `function`), without catching exceptions.
+    """Repeat one call to a client in a round, by default the first, without catching exceptions.
 
     Args:
         round: 1..R; R + 1 for the method's last phase, 0 for the join.
+        function: name of the client function to call; None for the first call to the client in the round.
         device: instead of resources.device; needed where this machine lacks the run's kind of device.
 
     Raises:
@@ -94,7 +95,7 @@ def _checkpoint_before(run: Run, round: int) -> Checkpoint | None:
 
 
 class ReplayFleet(LocalFleet):
-    """A fleet that repeats a round up to one client's call, then raises the outcome as `ReplayedCall`."""
+    """A fleet that repeats a round up to one client's call, makes the call and raises `ReplayedCall` with the reply."""
 
     def __init__(self, config: Config, task: Task, host: ClientHost, round: int, client: int, function: str | None):
         super().__init__(config, task, host)

@@ -426,7 +426,7 @@ class Run:
         return trained_model.client_models(self.experiment(self.outline, step), self.setup, saved, ids)
 
     def resolve(self, config: Config) -> Setup:
-        """Resolve the names in a configuration to values; relative paths start from the same folder as the run's.
+        """Resolve the names in a configuration to values; paths are relative to the same folder as in the run.
 
         Raises:
             ConfigError: a plugin is missing, or has changed since the run was made.

@@ -296,7 +296,7 @@ def _save(folder: Folder, name: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _pack(states: ClientStates) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return clients' states as one tree for the manifest, and their tensors by client id and path."""
+    """Split clients' states into one tree for the manifest and a dict of tensors by client id and path."""
     numbers: dict[str, int] = {}
     clients: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
@@ -334,7 +334,7 @@ def _form(part: Tree, path: str = "") -> dict[str, Any]:
 
 
 class _EarlierCheckpoints:
-    """Gives a new checkpoint the files of unchanged parts from the two checkpoints before it."""
+    """The last two checkpoints, which supply a new checkpoint with the files of unchanged parts."""
 
     def __init__(self, folder: Folder, previous: Checkpoint | None):
         self._folder, self._previous = folder, previous

@@ -53,7 +53,7 @@ def parts(step: int, saved: Mapping[str, CheckpointPart], fleet: Fleet) -> Itera
 
 
 def copied(step: int, saved: Checkpoint) -> Iterator[tuple[str, Tree | ClientStates]]:
-    """Yield all parts of a checkpoint, so that another run can save a copy of it."""
+    """Yield the name and tree of each part of a checkpoint, so that another run can save a copy of the checkpoint."""
     states = SavedStates(saved)
     yield from ((name, saved.read(name)) for name in saved.parts if not name.startswith(PACKS))
     yield from _packed(step, ((id, states.read_from(name, id)) for id, name in sorted(states.part_of.items())))
@@ -112,6 +112,6 @@ def _packed(step: int, private_states: Iterable[tuple[int, Tree]]) -> Iterator[t
 
 
 def _is_worth_keeping(entry: CheckpointPart, current: int) -> bool:
-    """Return whether to keep a pack in which `current` states are still the newest states of their clients."""
+    """Return whether to keep a pack of client states if only `current` of the states are up to date."""
     small = current < FEW and entry["tree"]["bytes"] < LITTLE
     return not small and 2 * current >= len(entry["tree"]["clients"])

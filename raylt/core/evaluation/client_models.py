@@ -60,7 +60,7 @@ class NewClient:
     method: Method
 
     def settle(self, client: Client, message: Message) -> Reply:
-        """Prepare a new client for its evaluation by the method's function `settle`."""
+        """Call the method's `settle`, which prepares a new client for its evaluation."""
         self.method.settle(client, message)
         return client.reply()
 
@@ -81,7 +81,7 @@ def judged_entries(server: Server, method: Method) -> Params:
 
 @torch.no_grad()
 def judged_model(method: Method, client: Client, entries: Params, other: str | None = None) -> SplitModel:
-    """Return the model to evaluate at a client: the client's own, or the global model with the client's statistics.
+    """Return the client's own model, or the global model with the client's running statistics, for an evaluation.
 
     A client that was never asked takes its statistics now.
 
@@ -143,7 +143,7 @@ def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor
 
 
 def _cells_like(expected: Tensor, columns: int) -> Reduction:
-    """Return a reduction for nonzero confusion counts that limits the number of counts by the classes and labels."""
+    """Return the reduction for nonzero confusion counts, with a limit on the number of rows that a client may send."""
     classes, labels = len(expected), int(expected.sum())
     most = min(classes**2, labels)
     return each.like(torch.empty(most, columns, dtype=cell_type(classes, labels), device="meta")).or_shorter()

@@ -36,7 +36,7 @@ _NAME = re.compile(r"[0-9]{6,}\.npz")
 
 
 def cell_type(classes: int, labels: int) -> torch.dtype:
-    """Return the integer type for a confusion matrix's cell numbers and for counts up to `labels`."""
+    """Return an integer type that can hold a confusion matrix's cell numbers and counts up to `labels`."""
     return torch.int32 if max(classes**2, labels) < 2**31 else torch.int64
 
 
@@ -367,7 +367,7 @@ def copy(source: Path, target: Path, steps: Iterable[int]) -> None:
 
 
 def prune(folder: Path, step: int, spared: Collection[int]) -> None:
-    """Remove the counts of steps after `step`, and of earlier steps except the last `KEPT` evaluations.
+    """Remove the confusion counts of all steps except the last `KEPT` evaluations up to `step`.
 
     Args:
         spared: steps whose counts stay all the same.

@@ -176,7 +176,7 @@ class Evaluator:
         return self._figures(self._judge_clients(self.fleet.everyone, name), self.fleet.ids)
 
     def _figures(self, matrices: Matrices, ids: Collection[int]) -> dict[str, Any]:
-        """Compute the figures of clients' own or shared models, on the classes that each client distinguishes.
+        """Compute the accuracies and IoU of clients' models, with classes merged that a client does not distinguish.
 
         The overall figures of clients' own models are computed from the sum of their counts.
 
@@ -234,7 +234,7 @@ def has_own_models(method: Method, server: Server) -> bool:
 
 
 def in_halves(method: Method, model: SplitModel, server: Server, fleet: Fleet) -> InHalves:
-    """Return a model's prediction function, which uses smaller batches once the server's device is full."""
+    """Return a model's prediction function, which uses smaller batches after the server's device ran out of memory."""
     return InHalves(
         lambda x: method.predict(model, x),
         lambda text: fleet.note(f"round {server.round}, evaluation at the server: {text}"),
@@ -242,7 +242,7 @@ def in_halves(method: Method, model: SplitModel, server: Server, fleet: Fleet) -
 
 
 def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[str, float | None]:
-    """Compute figures on the validation set with all classes weighted equally, as on the balanced test set.
+    """Compute the accuracies and mean IoU on the validation set, with equal weights for all classes.
 
     Returns:
         accuracy, many, medium, few, owned, matched, miou, local and worst_decile, in [0, 1]; None where there is
@@ -342,5 +342,5 @@ def _as_message(shard: Shard) -> dict[str, Any]:
 
 
 def _as_deployed(shared: Counts | None) -> Matrices | None:
-    """Return the global model's counts as confusion matrices that all clients share, or None without counts."""
+    """Return the global model's confusion matrices, which all clients share, or None without counts."""
     return None if shared is None else Matrices(shared.all, own=shared.own)

@@ -81,7 +81,7 @@ class Aggregator(ABC):
 
 
 class Plain(Aggregator):
-    """Weighted means, sums and values by client, without any protection.
+    """The aggregator without protection: weighted means, sums, and the values of each client.
 
     Args:
         parts: the reductions by name.
@@ -124,7 +124,9 @@ class Plain(Aggregator):
 
 
 class Robust(Aggregator):
-    """Robust means and sums, computed after all replies are accepted. Values by client are as in `Plain`.
+    """The aggregator that computes robust means and sums after all replies are accepted.
+
+    Values by client are as in `Plain`.
 
     Args:
         parts: the reductions by name.

@@ -39,7 +39,7 @@ class BlockSums:
         self._total.add({name: reply.tree[name] for name in self._total_parts})
 
     def merge(self, block: "BlockSums") -> None:
-        """Add the sums of the next block (in order of ids), without changing that block."""
+        """Add another block's sums, which stay unchanged. Blocks must be added in ascending order of client ids."""
         self._mean.merge(block._mean, maximum=True)
         self._total.merge(block._total, maximum=False)
 
@@ -70,12 +70,12 @@ def block_numbers(ids: Iterable[int]) -> dict[int, int]:
 
 
 def split_into_blocks(ids: Sequence[int]) -> list[list[int]]:
-    """Split the ids of the asked clients into blocks, in ascending order."""
+    """Split the ids of the asked clients, which must be in ascending order, into blocks."""
     return [list(ids[start : start + BLOCK]) for start in range(0, len(ids), BLOCK)]
 
 
 def sum_replies(parts: Mapping[str, Reduction], replies: Sequence[tuple[Reply, ReplyLayout]]) -> list[SummedReply]:
-    """Add up a block's usable replies in ascending order of ids, and return a placeholder for each reply."""
+    """Add up a block's usable replies, given in ascending order of client ids; return a placeholder for each reply."""
     sums: dict[ReplyLayout, BlockSums] = {}
     for reply, layout in replies:
         if layout not in sums:

@@ -74,7 +74,7 @@ class ClientHost:
         return self._run(fn, message, round, id, shard, private)
 
     def drop(self, all_but: int) -> bool:
-        """Remove from the device the data of all clients except the client `all_but`.
+        """Remove the data of all clients except the client `all_but` from the device.
 
         Returns:
             Whether there was another client's data to remove.

@@ -179,7 +179,7 @@ class Fleet(ABC):
             self.on_progress(getattr(fn, "__name__", "map"), done, total)
 
     def show_steps(self, fn: ItemFunction, done: int, total: int, steps: Mapping[int, tuple[int, int]]) -> None:
-        """Tell the observer how far the unfinished items of a `map` call are; see `progress_of_items`."""
+        """Tell the observer how many steps of each unfinished `map` item are done; see `progress_of_items`."""
         if self.on_items is not None:
             self.on_items(progress_of_items(getattr(fn, "__name__", "map"), done, total, steps))
 
@@ -195,7 +195,7 @@ class Fleet(ABC):
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """Mark calls in the block as the researcher's evaluation, which leaves clients' private states unchanged."""
+        """Run calls inside the block as the researcher's evaluation: without masks or changes of private states."""
         with self.rehearsing(), self.protection.judging():
             yield
 
@@ -225,7 +225,7 @@ class Fleet(ABC):
         usable: Callable[[int, Arrived], bool],
         sums: Schema | None,
     ) -> Iterator[Answer]:
-        """Run `fn` on the clients and yield an answer for each, in the order of `ids` (ascending).
+        """Run `fn` on the clients, and yield one answer per client in ascending order of client ids.
 
         A client that fails is asked again up to `federation.retries` times, and `round_stats.retried` notes it. Once
         `enough` clients have answered usably, late clients are left out. Clients that are late at the deadline are

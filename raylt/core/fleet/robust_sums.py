@@ -62,7 +62,7 @@ def _entry_sum(rule: Rule, entries: Sequence[Any]) -> Any:
 
 
 def _columns_summed(rule: Rule, values: Sequence[Tensor]) -> Tensor:
-    """Sum the clients' tensors [D + 1, C] column by column. Each column ends with its count."""
+    """Sum the clients' tensors [D + 1, C] column by column. Each column ends with a number of samples."""
     summed = torch.zeros_like(values[0], dtype=torch.float64)
     for c in range(summed.shape[1]):
         columns = [value[:, c] for value in values if value[-1, c] > 0]

@@ -91,7 +91,7 @@ class Schema:
         return light
 
     def sum_block(self, ids: Sequence[int], replies: Sequence[Reply | Unusable]) -> list[SummedReply | Unusable]:
-        """Add up a block's usable replies in id order, and return a placeholder for each reply.
+        """Add up a block's usable replies, given in ascending order of client ids; return a placeholder for each reply.
 
         The placeholder of a faulty reply is `Unusable`.
         """

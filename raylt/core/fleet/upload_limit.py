@@ -1,4 +1,4 @@
-"""The check, made before a run starts, that clients' last uploads will be small enough to send."""
+"""A check before a run starts: clients' last uploads must be small enough to send."""
 
 from raylt import tree
 from raylt.core.fleet.wire import room_for

@@ -91,7 +91,7 @@ class Noise:
         }
 
     def mended(self, name: str, value: Any, parts: Mapping[str, Reduction]) -> Any:
-        """Return a noisy sum, corrected by its reduction's function `mend` to a sum that samples can have.
+        """Correct a noisy sum to a value that samples can have, by the function `mend` of the sum's reduction.
 
         This is post-processing, which costs no privacy.
         """
@@ -100,7 +100,7 @@ class Noise:
 
 
 class SampleDP(Aggregator):
-    """An aggregator that adds noise to a reply's sums over samples and passes it to another aggregator.
+    """An aggregator that adds noise to a reply's sums over samples, and passes the reply to another aggregator.
 
     Args:
         inner: aggregates the replies with noise.
@@ -154,7 +154,7 @@ def _noised(
 
 
 def _numbers(template: Any) -> Any:
-    """Return a template whose leaves are float64 tensors or plain numbers."""
+    """Return a template with its tensors converted to float64 and its numbers replaced by 0.0."""
     if isinstance(template, dict):
         return {key: _numbers(inner) for key, inner in template.items()}
     return template.to(torch.float64) if isinstance(template, Tensor) else 0.0

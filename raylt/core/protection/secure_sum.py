@@ -96,7 +96,7 @@ class Secure(Aggregator):
 
 @dataclass(frozen=True)
 class VectorEntry:
-    """The tensor or number of a reply part that one slice of the vector encodes.
+    """One tensor or number of a reply, which a slice of the encoded vector contains.
 
     Attributes:
         like: its template; a tensor or a number.

@@ -119,7 +119,7 @@ def fit_seconds(dim: int, classes: int, samples: int, epochs: int, batch: int) -
 
 
 def about(seconds: float) -> str:
-    """Return an estimated duration as text, with the machine on which it was measured."""
+    """Return a duration as text, such as `about 12 s on one core of this machine`."""
     return f"about {max(1, round(seconds))} s on one core of this machine"
 
 

@@ -65,7 +65,7 @@ def gradient_norm(loss: Tensor, params: Sequence[Tensor]) -> float:
 
 
 def reply_of(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the reply part `shares`, or an empty dict if the loss has no named terms.
+    """Return each loss term's share of the gradient as the reply part `shares`; {} if the loss has no named terms.
 
     The share of a term is its gradient's length over the sum of all lengths. It is zero for a client that took no step,
     and for a term that this round's objective leaves out.

@@ -9,7 +9,7 @@ Schedule = Callable[[LocalConfig, int, int], float]  # settings, round from 1, r
 
 
 def step(local: LocalConfig, round: int, rounds: int) -> float:
-    """Return `local.lr`, reduced by the share `local.lr_decay` after every `local.lr_decay_every` rounds."""
+    """Return `local.lr`, multiplied by 1 - `local.lr_decay` after every `local.lr_decay_every` rounds."""
     return local.lr * (1 - local.lr_decay) ** ((round - 1) // local.lr_decay_every)
 
 

@@ -116,7 +116,7 @@ def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
 
 
 def balanced(client: Client, epochs: float | None = None, size: int | None = None) -> Iterator[Tensor]:
-    """Yield sample indices of class-balanced batches, as many as `client.rows` yields.
+    """Yield the sample indices of each class-balanced batch, for as many batches as `client.rows` yields.
 
     Each class that the client owns is equally likely.
 

@@ -1,4 +1,4 @@
-"""`PlainConsole`: a terminal that prints names and texts from files as they are, but runs none of them."""
+"""`PlainConsole`: a terminal that prints names and texts from files literally, without markup or escape sequences."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud80
 
 
 class PlainConsole(Console):
-    """A console without markup, since names may contain brackets, and without escape sequences from outside."""
+    """A console that prints brackets literally, not as markup, and replaces escape sequences by question marks."""
 
     def __init__(self, stderr: bool = False):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)

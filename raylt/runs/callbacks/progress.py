@@ -65,7 +65,7 @@ def read_progress(folder: Path) -> tuple[str, int, int] | ItemsProgress | None:
 
 
 def read_items(folder: Path, numbers: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Return the numbers of finished and of all steps for each `Fleet.map` item that has reported steps."""
+    """Return (finished steps, all steps) for each `Fleet.map` item that has reported its progress."""
     figures_by_item = {number: _read(folder, f"{ITEM}{number}") for number in numbers}
     return {
         number: (int(figures[0]), int(figures[1])) for number, figures in figures_by_item.items() if len(figures) == 2

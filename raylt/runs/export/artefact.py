@@ -210,7 +210,7 @@ class DistinctEntries:
         }
 
     def own_of(self, id: int) -> dict[str, int]:
-        """Map each of a model's own entries to the first model with the same value.
+        """Map the name of each entry that not all models share to the id of the first model with the same value.
 
         An entry is a model's own if it is not the same in all models.
         """

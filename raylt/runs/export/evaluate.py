@@ -118,7 +118,7 @@ def _folder_of(data: str) -> Path:
 
 
 def _by_client(folder: Path, listing: Listing) -> dict[str | None, list[PurePosixPath]]:
-    """Return the images by client, or all images under None if the folders do not distinguish clients."""
+    """Return the image files by client, or all files under the key None if the folders do not distinguish clients."""
     depths = {len(file.parts) for file in listing.files}
     if depths not in ({2}, {3}):
         fault = "images lie at different depths" if depths else "holds no images"

@@ -200,13 +200,13 @@ def _describe(
 
 
 def _reports(run: Run) -> list[dict[str, Any]]:
-    """Return the run's reports up to the exported model; an unfinished run exports its last checkpoint."""
+    """Return a run's reports up to the exported model's step, which is the last checkpoint in an unfinished run."""
     saved = None if run.state == "done" else run.checkpoint()
     return run.reports if saved is None else run.reports[: saved.facts["step"]]
 
 
 def _figures(report: dict[str, Any]) -> dict[str, float | None]:
-    """Return the model's figures and the means over clients, or an empty dict without an evaluation."""
+    """Return the model's accuracies and IoU, and their means over clients, or an empty dict without an evaluation."""
     if report["accuracy"] is None:
         return {}
     over_clients = {f"clients_{kind}": spread["mean"] for kind, spread in report["clients"].items()}

@@ -374,7 +374,10 @@ def _own_rows(local: Spread, pooled: float | None, tests: JudgedImages | None) -
 
 
 def _intervals(groups: Groups, tested: dict[str, int]) -> str:
-    """Return the confidence intervals of class groups with few test images; empty if no group has few."""
+    """Return, as text, confidence intervals for the accuracies of class groups with few test images.
+
+    The text is empty if there is no such group.
+    """
     few = {name: n for name, n in tested.items() if 0 < n < FEW_SAMPLES and groups[name] is not None}
     texts = ["-" if name not in few else interval_text(groups[name] or 0.0, few[name]) for name in groups]
     return " / ".join(texts) if few else ""
@@ -464,7 +467,7 @@ def _class_table(task: Task, heads: Sequence[str], groups: Sequence[str]) -> Tab
 
 
 def _counts_table(*heads: str) -> Table:
-    """Return an empty table with right-aligned columns of figures."""
+    """Return a table without rows, in which all columns except the first are right-aligned."""
     table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -167,7 +167,7 @@ class Journal:
         return self._lines().reports
 
     def rewind(self) -> tuple[Checkpoint | None, list[str]]:
-        """Drop the lines of steps after the newest usable checkpoint.
+        """Make metrics.jsonl end with the step of the newest usable checkpoint.
 
         Returns:
             The checkpoint to continue from, and a warning for each damaged one.
