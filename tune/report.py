@@ -58,7 +58,7 @@ def write(folder: Path, plan: SearchPlan, state: SearchState) -> None:
 
 
 def check_results(search_folder: Folder) -> str:
-    """Check the results in a search's folder against the hashes that `write` left there; return a description.
+    """Check the results of a search against the hashes that `write` stored; return the names of the checked files.
 
     Raises:
         CheckpointError: a file is missing or was changed, or the hashes cannot be read.

@@ -130,7 +130,7 @@ def list_jobs(address: str, format: Format) -> None:
 
 
 def complete(command: str, words: list[str]) -> str | None:
-    """Append the options for folders on the cluster to a command that lacks them, in place.
+    """Append options for folders on the cluster to the command's words, in place, unless the user gave them.
 
     Returns:
         The run folder on the cluster; None for a command of several runs.

@@ -18,7 +18,7 @@ def settled(config: Config) -> dict[str, Any]:
 
 
 def followed(config: Config, recorded: Config) -> Config:
-    """Return a planned configuration with the values that depend on the data, copied from a run over the same data.
+    """Return a planned configuration in which the values that depend on data come from a run on the same data.
 
     Args:
         config: The planned configuration.

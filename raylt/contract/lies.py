@@ -53,7 +53,7 @@ def is_whole(leaf: Any) -> bool:
 
 
 def counts_of_part(value: Any) -> dict[str, int]:
-    """Return the sums of the integers in a part of a reply, grouped by the last name in their paths.
+    """Return the sums of the integers in a part of a reply, grouped by the last name in each integer's path.
 
     The name "" stands for the part itself.
     """

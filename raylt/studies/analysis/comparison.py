@@ -214,7 +214,7 @@ def compare(
 
 
 def judged_on(done: Sequence[RunRecord]) -> str:
-    """Describe the test images on which a cell's runs were evaluated, by class group; "" if they are not recorded."""
+    """Describe the numbers of test images on which a cell's runs were evaluated; "" if they are not recorded."""
     tests = next((tests for run in done if run.summary and (tests := run.summary.get("tests"))), None)
     if tests is None:
         return ""
