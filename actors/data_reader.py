@@ -83,7 +83,7 @@ def read(reading: Reading) -> None:
 
 
 class _Read:
-    """A reading of one source into its cache, and the labels read so far."""
+    """One pass that reads a source into its cache, and the labels read so far."""
 
     def __init__(self, reading: Reading, folder: Folder):
         import ray.data

@@ -264,7 +264,7 @@ def _admits(joined: Joined, address: str, token: str | None) -> bool:
 
 
 def _tls_credentials(grpc: Any) -> Any:
-    """Return gRPC credentials from Ray's TLS settings. Client and server both show a certificate."""
+    """Return gRPC credentials from Ray's TLS settings. Client and server authenticate each other by certificates."""
     content = []
     for name in ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_SERVER_CERT"):
         file = os.environ.get(name)

@@ -130,7 +130,7 @@ def versions() -> dict[str, str]:
 
 
 def _differing_nodes() -> list[str]:
-    """Read the versions of each node by a Ray task, and return a warning for each node with other versions."""
+    """Read the versions of each node by a Ray task, and return a warning for each node whose versions differ."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

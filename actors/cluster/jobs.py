@@ -173,7 +173,7 @@ def connect(address: str) -> Iterator[JobClient]:
 
 
 def _asks_for_token(address: str) -> bool:
-    """Return whether a dashboard requires a token. This request itself needs none."""
+    """Return whether a dashboard requires a token. The check itself needs no token."""
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
             f"--address {address}: not the address of a dashboard. Give one as http://HOST:8265.",

@@ -36,7 +36,7 @@ from raylt.hyper import Choice, LogUniform, hp
 
 
 class FedGraB(Method):
-    """FedAvg with a binary cross-entropy for each class, balanced by a controller.
+    """FedAvg with a binary cross-entropy for each class, each balanced by its own controller.
 
     kp = ki = kd = 0 switches the balancer off.
     """

@@ -151,7 +151,7 @@ def effective_fault(n: int, parts: Tree) -> str | None:
 
 
 def steadied(effective: Tensor, before: Tensor | None) -> Tensor:
-    """Return each class's effective number of samples, smoothed over rounds, without implausible values, [C] [2].
+    """Return each class's effective number of samples, smoothed over rounds, with outliers replaced, [C] [2].
 
     Args:
         effective: The estimate of this round, [C].

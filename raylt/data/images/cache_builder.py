@@ -48,7 +48,7 @@ Decode = Callable[[int, Any], np.ndarray]
 
 
 def place_of(name: str, key: Any, cache: Path) -> Path:
-    """Return the path of a cache folder, which is named after `name` and a hash of `key`."""
+    """Return the path of the cache folder that belongs to `name` and `key`."""
     return cache.resolve() / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
 
 

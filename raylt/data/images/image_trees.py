@@ -72,7 +72,7 @@ def decode_tree(
 def decode_all(
     path: Path, count: int, file: Callable[[int], str | bytes], how: How, about: Mapping[str, Any]
 ) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
-    """Decode images, given as paths or as file contents, through a cache, and return the result of `usable`.
+    """Decode images, given as paths or as file contents, through a cache; return the same as `decode_tree`.
 
     Args:
         path: path of the array in its cache.

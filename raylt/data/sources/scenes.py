@@ -65,7 +65,7 @@ COLOURS = {
 
 
 def camvid(root: Path, height: int, depth: int | None = None) -> Arrays:
-    """Open CamVid with 367 training and 233 test frames and 11 classes (Brostow et al., 2008; divided as by SegNet).
+    """Open CamVid with 367 training and 233 test frames and 11 classes (Brostow et al., 2008; SegNet's split).
 
     They are read from `root`/camvid as SegNet's tutorial distributes it ({train,test}/*.png, {train,test}annot/*.png of
     class indices, where 11 is void), or from `root`/camvid.npz (x_*, y_*, seq_*). Ids are the recordings.

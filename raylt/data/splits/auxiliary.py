@@ -1,4 +1,4 @@
-"""Images held by the server, which only some methods require.
+"""Training images that the server itself has. Only some methods require them.
 
 A method that has them has an advantage over the others.
 """

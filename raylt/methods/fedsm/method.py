@@ -477,5 +477,5 @@ def encoder(model: SplitModel) -> Message:
 
 
 def answers_fault(teacher: Tree) -> str | None:
-    """Return a message if a client reports that the teacher classifies more samples correctly than exist, else None."""
+    """Return a message if the teacher's correct predictions at a client outnumber the samples, otherwise None."""
     return "is right on more samples than there are" if (teacher["right"] > teacher["n"]).any() else None
