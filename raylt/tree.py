@@ -150,7 +150,7 @@ class Stamps:
 
 
 class RunningSum:
-    """A running sum or weighted mean of trees in float64, which takes one tree at a time and keeps none.
+    """A running sum or weighted mean in float64, to which trees are added one at a time.
 
     Float tensors and numbers are summed, times the weight. Integer and boolean tensors are summed in a sum; in a mean
     they take the maximum, as BatchNorm's batch counters need. A missing key counts as zero in a sum.

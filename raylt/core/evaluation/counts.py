@@ -91,7 +91,7 @@ class CountsByClient(Mapping[int, Tensor]):
 
     @classmethod
     def gathered(cls, classes: int, keys: Tensor, counts: Tensor) -> "CountsByClient":
-        """Return the counts by client, with values of the same client and cell added up.
+        """Return confusion counts by client; values for the same client and cell are added up.
 
         Args:
             keys: client id times C^2 plus the number of a cell, int64 [n], in any order and perhaps several times.
@@ -158,7 +158,7 @@ class Counts:
 
 
 class EvaluationSet:
-    """The test set of one process, loaded into memory on first use.
+    """One process's copy of the test set, loaded into memory on first use.
 
     Clients that share an encoder differ in their classifiers alone. The features of the last encoder are kept, so each
     process encodes the test set once for these clients, not once for each.

@@ -39,7 +39,10 @@ class BlockSums:
         self._total.add({name: reply.tree[name] for name in self._total_parts})
 
     def merge(self, block: "BlockSums") -> None:
-        """Add another block's sums, which stay unchanged. Blocks must be added in ascending order of client ids."""
+        """Add the sums of another block. Blocks must be added in ascending order of client ids.
+
+        The other block stays unchanged.
+        """
         self._mean.merge(block._mean, maximum=True)
         self._total.merge(block._total, maximum=False)
 

@@ -39,7 +39,7 @@ SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares and their authentication tag
 
 
 class Secure(Aggregator):
-    """An aggregator of means and sums whose replies arrive masked.
+    """An aggregator that computes means and sums from masked replies.
 
     Args:
         parts: the reductions by name, `mean` or `total`; none where nothing is uploaded.

@@ -32,7 +32,7 @@ class Board:
         self._settings = settings
 
     def show(self, folder: Folder, report: dict[str, Any]) -> None:
-        """Add the numbers of a step."""
+        """Add the numbers in a step's report to the file."""
         self._add(folder, report["step"], [{"tag": tag, "simple_value": value} for tag, value in figures_of(report)])
 
     def picture(self, folder: Folder, step: int, picture: Picture) -> None:
@@ -79,7 +79,7 @@ def curve_of(name: str) -> str:
 
 
 def figures_of(report: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return the numbers of a step with their TensorBoard tags.
+    """Return (TensorBoard tag, value) for each number in a step's report.
 
     Args:
         report: a line of metrics.jsonl.

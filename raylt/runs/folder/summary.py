@@ -146,7 +146,7 @@ class _SummaryFields(BaseModel):
 
 
 def _repeated_figures() -> Iterator[tuple[str, Any]]:
-    """Yield the summary's fields that repeat a figure of the last step, in the form that `create_model` takes."""
+    """Yield pydantic field definitions for the summary's fields that repeat a figure of the last step."""
     for name in SHARES:
         if name != "accuracy":
             annotation = RoundReport.model_fields[name].annotation
