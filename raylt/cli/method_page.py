@@ -110,9 +110,9 @@ def year(method: type[Method]) -> int | None:
 
 
 def sends(call: Mapping[str, Any]) -> str:
-    """Return the parts of a call's reply as text, such as `model, loss; gradients of each`.
+    """Return the names of what a client sends in a call, such as `model, loss; gradients of each`.
 
-    The parts whose values the server sees client by client come last.
+    Names of summed values come first. Those that the server sees of each client come last.
     """
     summed = [name for name, kind in call["sends"].items() if kind != "each"]
     apart = [f"{name} of each" for name, kind in call["sends"].items() if kind == "each"]

@@ -1,4 +1,4 @@
-"""Runs a check case in another process. The method is sent there with its source, as Ray sends it to a worker."""
+"""Runs a check case in another process, which receives the method with its source code, like a Ray worker."""
 
 import json
 import os

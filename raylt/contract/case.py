@@ -128,7 +128,7 @@ SOME = 0.3
 
 @dataclass
 class Case:
-    """A method on a problem of one kind, run for two rounds. Some clients have few samples or none.
+    """A method and the two rounds that it ran on a small test problem, on which some clients have few or no samples.
 
     Attributes:
         method: The method, with the fields that it is checked with.

@@ -190,7 +190,7 @@ def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Fig
 
 
 def draw_classes(confusion: Confusion, path: Path | str | None = None) -> "Figure":
-    """Draw recall and precision of each class as dots, above the number of the class's training samples.
+    """Draw each class's recall and precision as dots, and its number of training samples in a panel below.
 
     The largest class comes first.
 
