@@ -42,7 +42,7 @@ TROUBLES = "lost", "retried", "rejected"
 
 
 def ends_with_a_judged_model(case: Case) -> None:
-    """The method runs two rounds and its last phase, and its final model is evaluated; with all clients and with some."""
+    """The method runs two rounds and its last phase with all or with some clients, and its final model is evaluated."""
     for trace in (case.straight, case.partial):
         expect([r.phase for r in trace.reports[:2]] == ["round", "round"], "the first two steps are not rounds")
         accuracy = trace.reports[-1].accuracy
