@@ -17,6 +17,10 @@ BROWSER = next((found for name in ("chromium", "google-chrome", "chrome") if (fo
 PATIENCE_S = 60
 
 
+def _text_of(file: Path) -> str:
+    return file.read_text() if file.is_file() else ""
+
+
 class Page:
     """A page in the browser."""
 
@@ -27,9 +31,10 @@ class Page:
 
     async def __aenter__(self) -> "Page":
         deadline = time.monotonic() + PATIENCE_S
-        while not self._port_file.is_file() and time.monotonic() < deadline:
+        # Chromium creates the file before it writes the port into it
+        while not (written := _text_of(self._port_file)) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-        port = self._port_file.read_text().split()[0]
+        port = written.split()[0]
         self._session = aiohttp.ClientSession()
         async with self._session.put(f"http://127.0.0.1:{port}/json/new") as answer:
             target = await answer.json()

@@ -156,13 +156,13 @@ def test_runs_of_another_version_of_the_code_stop_a_study_unless_allowed(tmp_pat
 
 @pytest.mark.slow
 def test_a_run_that_cannot_be_done_fails_by_name_and_the_others_go_on(tmp_path):
-    arms = {"bad": {"data.clients": 5000, "method": "fedavg"}, "fedavg": "fedavg"}
+    arms = {"bad": {"local.lr": 1e6, "method": "fedavg"}, "fedavg": "fedavg"}  # it diverges
     study, recorder = Study.create(define(TINY | {"arms": arms}), tmp_path), Recorder()
     assert study.run(recorder, parallel=1) == ["bad/seed-0"]
     states = {record.arm: (record.state, record.problem) for record in study.records}
     assert states["fedavg"][0] == "done"
     assert states["bad"][0] == "failed"
-    assert "data.clients" in states["bad"][1]
+    assert "local.lr" in states["bad"][1]
     assert any("bad/seed-0 failed" in text for text in recorder.lines)
     assert study.compare(reference="fedavg").left_out[0].startswith("bad/seed-0: failed: ")
 
