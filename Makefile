@@ -1,7 +1,7 @@
 # make install   creates .venv when absent and installs raylt into it (with uv when it is on the PATH)
 # make run       install, then a federated training on scikit-learn's handwritten digits
 # make test      install with the test extra, then ruff, the type checker and the suite
-# make mutants   plausible mistakes in the methods, each of which their tests must notice (half an hour; WORD=sfd for some)
+# make mutants   plausible mistakes in the methods, each of which their tests must notice (an hour; WORD=sfd for some)
 # make bench     the speed table of docs/speed.md: installs other frameworks in environments of their own (TURNS=1 for fewer runs)
 # make fuzz      2,000 malformed inputs (N=10000 for more), each of which must be refused in a line or change nothing
 # make docs      the documentation as a site, docs/_build/html
