@@ -78,7 +78,7 @@ def run(
     """
     if name is not None:
         check_name(name, "name")
-    setup, task = plan_run(configure(what, overrides, settings))
+    setup, task, _ = plan_run(configure(what, overrides, settings))
     config = setup.config
     method = setup.method
     source = Path(task.name.partition(":")[2] or task.name).stem  # of folder:PATH and npz:PATH, the last name
@@ -97,31 +97,8 @@ def run(
 
 
 @no_exit()
-def plan_run(config: Config, task: Task | None = None) -> tuple[Setup, Task]:
+def plan_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, SplitModel]:
     """Resolve a configuration, build its task and check for conflicting settings, without starting anything.
-
-    Args:
-        task: of the same settings of data, where it was built already.
-
-    Raises:
-        ConfigError: a setting cannot be used.
-        DataError: the data is missing or cannot be split as asked.
-    """
-    check_size(config.data)
-    method = resolve(config).method
-    config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
-    task = task or build_task(config.data)
-    config = config.model_copy(update={"data": complete(config.data, task.split)})
-    setup = resolve(config)
-    check_setup(setup, task.spec)
-    check_delta(config, [size for k, size in enumerate(task.sizes) if k not in task.new_clients])
-    check_judged(task.name, task.test.y, task.classes)
-    return setup, task
-
-
-@no_exit()
-def preview_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, SplitModel]:
-    """Check a configuration as `run` does before its first round, without starting anything.
 
     Args:
         task: of the same settings of data, where it was built already.
@@ -133,8 +110,22 @@ def preview_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, 
         ConfigError: a setting cannot be used.
         DataError: the data is missing or cannot be split as asked.
     """
-    setup, task = plan_run(config, task)
-    model = setup.new_model(task.spec)
+    check_size(config.data)
+    method = resolve(config).method
+    config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
+    task = task or build_task(config.data)
+    config = config.model_copy(update={"data": complete(config.data, task.split)})
+    setup = resolve(config)
+    model = check_setup(setup, task.spec)
+    check_delta(config, [size for k, size in enumerate(task.sizes) if k not in task.new_clients])
+    check_judged(task.name, task.test.y, task.classes)
+    return setup, task, model
+
+
+@no_exit()
+def preview_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, SplitModel]:
+    """Check a configuration as `run` does before its first round: as `plan_run`, and by the method itself."""
+    setup, task, model = plan_run(config, task)
     setup.method.prepare(task, setup.config, model)
     return setup, task, model
 
@@ -144,13 +135,17 @@ def lacks_files(error: RayltError) -> bool:
     return error.code in _LACKING_FILES
 
 
-def check_setup(setup: Setup, spec: TaskSpec) -> None:
+def check_setup(setup: Setup, spec: TaskSpec) -> SplitModel:
     """Raise an error for conflicting settings or a custom model that cannot be trained, before anything starts.
+
+    Returns:
+        The untrained model.
 
     Raises:
         ConfigError: method, model, data and settings do not fit together.
     """
-    setup.check(spec, setup.new_model(spec))
+    checked = setup.new_model(spec)
+    setup.check(spec, checked)
     config = setup.config
     if is_plugin("schedule", config.local.schedule):
         with own_function("local.schedule", config.local.schedule):
@@ -159,6 +154,7 @@ def check_setup(setup: Setup, spec: TaskSpec) -> None:
     if is_plugin("model", name):
         with seeded(setup.config.seed, "trial of the model"):
             try_model(name, setup.model(spec.classes, spec.shape), spec.shape)
+    return checked
 
 
 def resume(

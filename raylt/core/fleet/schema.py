@@ -57,6 +57,9 @@ class Schema:
         self._templates = {
             name: dict(_leaves(part.template, (name,))) for name, part in parts.items() if part.template is not None
         }
+        self._largest_counts = {
+            name: _largest_counts(template) for name, template in self._templates.items() if parts[name].kind == "mean"
+        }
 
     def fault(self, id: int, reply: Arrived) -> Fault | None:
         """Return why a client's reply is unusable, or None. Other clients' replies are not compared."""
@@ -78,14 +81,14 @@ class Schema:
     def restricted_to(self, ids: Iterable[int]) -> "Schema":
         """Return a schema for some clients only, small enough to send to their process.
 
-        Its templates have names, types, shapes and counters but no other values.
+        Its templates have names, types and shapes but no values.
         """
         light = copy.copy(self)
         light._sizes = {id: self._sizes[id] for id in ids}
         light._weights = {id: self._weights[id] for id in light._sizes}
         light.parts = {name: replace(part, template=None, mend=None) for name, part in self.parts.items()}
         light._templates = {
-            name: {path: _without_values(leaf) for path, leaf in template.items()}
+            name: {path: leaf.to("meta") if isinstance(leaf, Tensor) else leaf for path, leaf in template.items()}
             for name, template in self._templates.items()
         }
         return light
@@ -133,10 +136,10 @@ class Schema:
             return fault
         samples = self._sizes[id]
         largest = self._largest(part, samples)
+        counts = self._largest_counts.get(name, {})
         size = 0
         for path, leaf in leaves.items():
-            most = _largest_count(part, None if template is None else template[path])
-            if fault := _value_fault(leaf, part, largest, most):
+            if fault := _value_fault(leaf, part, largest, counts.get(path, LARGEST_COUNT)):
                 return replace(fault, text=f"{dotted(path)} {fault}")
             size += leaf.nbytes if isinstance(leaf, Tensor) else 0
         if template is None and size > MOST_BYTES:
@@ -290,28 +293,20 @@ def _least_and_sum(leaf: Tensor | int) -> tuple[int, int]:
     return least, int(leaf.sum()) if abs(rough) < 2**62 else int(rough)
 
 
-def _without_values(leaf: Any) -> Any:
-    """Return a leaf of a template without its values, to save memory.
+def _largest_counts(template: Mapping[Path, Any]) -> dict[Path, int]:
+    """Return the largest whole number that a reply's counters in a mean may hold, by the path of the counter.
 
-    Integer tensors keep their values: they are counters of batches, and small.
-    """
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.to("meta" if leaf.is_floating_point() else "cpu")
-
-
-def _largest_count(part: Reduction, sent: Any) -> int:
-    """Return the largest whole number that a tensor of a reply may hold.
-
-    The mean of counters is their maximum, and clients count on from it: without a limit that follows from what they
-    got, one of them could bring all others to LARGEST_COUNT.
+    The mean of counters is their maximum, and clients count on from it. Without a limit that follows from what they
+    received, one client could bring the counters of all others to LARGEST_COUNT.
 
     Args:
-        sent: the leaf of the template, if there is one.
+        template: the leaves of the part that was sent.
     """
-    if part.kind != "mean" or not isinstance(sent, Tensor) or sent.is_floating_point() or sent.is_meta:
-        return LARGEST_COUNT
-    return min(LARGEST_COUNT, (int(sent.max()) if sent.numel() else 0) + MOST_BATCHES)
+    return {
+        path: min(LARGEST_COUNT, int(leaf.max()) + MOST_BATCHES)
+        for path, leaf in template.items()
+        if isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_meta and leaf.numel()
+    }
 
 
 def _value_fault(leaf: Any, part: Reduction, largest: float, most: int) -> Fault | None:
