@@ -58,6 +58,25 @@ def test_code_that_exits_is_an_error_with_its_file(tmp_path, monkeypatch, capsys
     assert "own.py" in error
 
 
+FORKING = """import os
+child = os.fork()
+if child == 0:
+    os._exit(7)
+if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 7:
+    raise RuntimeError("the child went on")
+import raylt
+class Forking(raylt.Method):
+    name = "forking"
+"""
+
+
+def test_a_process_that_a_plugin_forks_may_leave_abruptly(tmp_path):
+    (tmp_path / "own.py").write_text(FORKING)
+    command = [sys.executable, "-m", "raylt", "run", "method=forking", *SMALL, "--plugin", "own.py", "--out", "runs"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "\udcff", "x" * 300, "a/b", ""])
 def test_a_name_that_cannot_be_printed_is_refused(tmp_path, name):
     with refused("config.out-of-range", key="name"):

@@ -170,12 +170,20 @@ def test_one_run_is_not_called_runs(tmp_path, monkeypatch, capsys):
 def test_study_is_planned_where_its_data_are_not(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tree = TREE | {"claims": ["prox > fedavg on few"], "cells": {"data.source": ["folder:elsewhere", "digits"]}}
-    (tmp_path / "s.yaml").write_text(json.dumps(tree))
+    base = TREE["base"] | {"data": {"clients": 3, "imbalance": 1}}  # digits have no few-shot class; the folder may
+    (tmp_path / "s.yaml").write_text(json.dumps(tree | {"base": base}))
     assert "8 runs" in printed(capsys, "study", "s.yaml", "--dry-run")
     arms = tree["arms"] | {"unfit": {"method": "fedavg", "model": "cnn"}}
     (tmp_path / "s.yaml").write_text(json.dumps(tree | {"arms": arms}))
     with refused("model.images-too-small", ConfigError):
         app(["study", "s.yaml", "--dry-run"], standalone_mode=False)
+
+
+def test_study_is_planned_where_its_weights_are_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arms = {"fedavg": "fedavg", "own": {"method": "fedavg", "model": "torchvision:resnet18", "weights": "absent.pt"}}
+    (tmp_path / "s.yaml").write_text(json.dumps(TREE | {"arms": arms, "cells": {}, "seeds": 1}))
+    assert "2 runs" in printed(capsys, "study", "s.yaml", "--dry-run")
 
 
 def test_dry_run_says_what_a_last_phase_costs(tmp_path, monkeypatch, capsys):

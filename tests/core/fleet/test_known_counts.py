@@ -22,6 +22,7 @@ from raylt.methods.fedavg import FedAvg
 from raylt.methods.fednh import FedNH
 from raylt.methods.fednova import FedNova
 from raylt.methods.fedproto import FedProto
+from raylt.methods.fedsm.method import FedSM
 from raylt.methods.qfedavg import step_fault
 from raylt.methods.rucr import RUCR
 
@@ -180,7 +181,11 @@ def test_a_lie_about_samples_costs_the_liar_alone(tiny_task, tmp_path, method, c
     assert not any(report.lost for report in reports)
 
 
-@pytest.mark.parametrize("method", [FedProto(), FedNH(), RUCR()], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [FedProto(), FedNH(), RUCR(), FedSM(teacher="none", epochs=1)],
+    ids=lambda method: method.name,
+)
 def test_sums_of_negative_features_behind_a_relu_are_refused(tiny_task, tmp_path, method):
     config = configure(federation={"rounds": 1, "quorum": 0.5}, model="resnet8")
     experiment = make_experiment(config, tiny_task, tmp_path, method)

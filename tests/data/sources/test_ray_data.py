@@ -107,6 +107,7 @@ def test_another_file_or_setting_has_another_cache(tmp_path, no_reader):
     first = ask(no_reader, tmp_path / "data").array
     assert ask(no_reader, tmp_path / "data").array == first
     assert ask(no_reader, tmp_path / "data", size=32).array != first
+    assert ask(no_reader, tmp_path / "data", depth=12).array != first
     assert ask(no_reader, tmp_path / "data", client_column="shop").array != first
     os.utime(file, ns=(1, 1))
     assert ask(no_reader, tmp_path / "data").array != first
