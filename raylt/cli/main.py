@@ -127,10 +127,11 @@ def main() -> None:
             code = app(_plugins_first([a for a in arguments if a != "--debug"]), standalone_mode=False) or 0
     except ClickException as error:
         if message := error.format_message():  # none where the help was printed
-            reason = " ".join(message.replace("Value error, ", "").split()).rstrip(".")
+            reason = " ".join(message.replace("Value error, ", "").split())
+            reason += "" if reason.endswith((".", "?")) else "."
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "raylt"
-            err.print(f"error [{USAGE}]: {reason}. Give what {command} --help lists.", soft_wrap=True)
+            err.print(f"error [{USAGE}]: {reason} Give what {command} --help lists.", soft_wrap=True)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = 130

@@ -1,5 +1,6 @@
 """Unusable input gives one line and exit code 2, and leaves no files."""
 
+import re
 import subprocess
 import sys
 
@@ -175,3 +176,11 @@ def test_a_missing_argument_with_choices_is_one_line(raylt):
     (line,) = ended.err.splitlines()
     assert "[command.usage]" in line
     assert "example, study, method, cluster" in line
+
+
+@pytest.mark.parametrize("arguments", [["plot", "kurves"], ["lss"], ["run", "--flet", "local"]])
+def test_a_misspelt_command_is_one_line_of_whole_sentences(raylt, arguments):
+    ended = raylt(*arguments)
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert re.search(r"[^.?][.?] Give what .*--help lists\.$", line), line
