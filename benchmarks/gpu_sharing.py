@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from gpu_tasks import Finding, config_of, open_training, until
@@ -105,12 +105,14 @@ def together(command: list[str], count: int, environment: Environment, seconds: 
 
     It counts from the signal to all of them until the last has finished.
     """
-    with tempfile.TemporaryFile("w+") as errors:
+    with ExitStack() as files:
+        # one file for each: lines of several processes in one file would mix
+        errors = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(count)]
         started = [
             subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, text=True
             )
-            for _ in range(count)
+            for stream in errors
         ]
         watch = threading.Timer(max(seconds, 0), lambda: [process.kill() for process in started])
         watch.start()
@@ -132,14 +134,18 @@ def together(command: list[str], count: int, environment: Environment, seconds: 
                     "steps_per_second": steps / took,
                 }
         except (BrokenPipeError, EOFError):
-            errors.seek(0)
-            said = errors.read().strip().splitlines()[-1:] or ["ended, or was ended for want of time"]
-            yield {"processes": count, "problem": said[0]}
+            said = [line for stream in errors for line in _last_line(stream)]
+            yield {"processes": count, "problem": [*said, "ended, or was ended for want of time"][0]}
         finally:
             watch.cancel()
             for process in started:
                 process.kill()
                 process.communicate()
+
+
+def _last_line(stream: IO[str]) -> list[str]:
+    stream.seek(0)
+    return stream.read().strip().splitlines()[-1:]
 
 
 def _line_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
