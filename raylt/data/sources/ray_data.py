@@ -14,6 +14,7 @@ import io
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
@@ -29,7 +30,7 @@ from raylt.data.images.image_files import SUFFIXES, Listing, shown_name
 from raylt.data.images.image_trees import FORMAT, How, usable
 from raylt.data.sources.arrays import SCOPE, Source
 from raylt.data.sources.folders import CodedLabels, Part, assemble_coded, check_same_names, part_of
-from raylt.errors import ConfigError, DataError, RayltError
+from raylt.errors import ConfigError, DataError, RayltError, count_of
 from raylt.store import folder_for
 
 INDEX = "index.npz"  # in the cache, next to the images: class and client of each row
@@ -169,8 +170,15 @@ def file_system(address: str) -> tuple[Any, str]:
 
 
 def _list_parts(config: DataConfig, address: str) -> tuple[tuple[list[Stored], list[Stored] | None], tuple[str, ...]]:
-    """Return the files of the training and the test part, sorted by path, and a note on folders that are not read."""
-    files = _list(address)
+    """Return the files of the training and the test part, sorted by path, and notes on what is not read."""
+    listed = _list(address)
+    files = [file for file in listed if _kind_of(config.source, file) is not None]
+    if not files:
+        raise _wrong_layout(config.source, listed)
+    read = set(files)
+    others = Counter(PurePosixPath(file.path).suffix or "without a suffix" for file in listed if file not in read)
+    kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))
+    notes = (f"{count_of(others.total(), 'file')} of other kinds were left out: {kinds}",) if others else ()
     tops = {file.path.partition("/")[0] for file in files if "/" in file.path}
     test = config.test_part or "test"
     if config.test_part is not None and ("train" not in tops or config.test_part not in tops - {"train"}):
@@ -182,11 +190,12 @@ def _list_parts(config: DataConfig, address: str) -> tuple[tuple[list[Stored], l
             value=config.test_part,
         )
     if "train" not in tops:
-        return (files, None), ()
+        return (files, None), notes
     train = [file for file in files if file.path.startswith("train/")]
     tested = [file for file in files if file.path.startswith(f"{test}/")]
     unread = sorted({file.path.partition("/")[0] for file in files} - {"train", test})
-    notes = (f"{config.source}: only train and {test} are read, not {', '.join(unread[:5])}",) if unread else ()
+    if unread:
+        notes += (f"{config.source}: only train and {test} are read, not {', '.join(unread[:5])}",)
     return (train, tested or None), notes
 
 
@@ -231,28 +240,35 @@ def _not_found(address: str, cause: str) -> DataError:
     )
 
 
+def _kind_of(name: str, file: Stored) -> FileKind | None:
+    """Return a file's format by its suffix; None if it is none that is read."""
+    suffix = PurePosixPath(file.path or name).suffix.lower()
+    if suffix in SUFFIXES:
+        return "images"
+    return BY_SUFFIX.get(suffix)
+
+
 def _kind(name: str, files: Sequence[Stored]) -> FileKind:
-    """Return the file format of a data set, determined by the suffixes of the files.
+    """Return the file format of a data set.
 
     Raises:
-        DataError: they are of several kinds, or of none that is read.
+        DataError: its files have several formats, or the only file is an image.
     """
-    kinds: dict[FileKind | None, str] = {}
-    for file in files:
-        path = file.path or name
-        suffix = PurePosixPath(path).suffix.lower()
-        kinds["images" if suffix in SUFFIXES else BY_SUFFIX.get(suffix)] = path
-    if None in kinds or len(kinds) > 1 or (files[0].path == "" and "images" in kinds):
-        examples = ", ".join(shown_name(path) for path in [*kinds.values()][:3])
-        raise DataError(
-            f"data.source: the files of {name} are not of one kind that is read ({examples}). {LAYOUT}",
-            code="data.wrong-layout",
-            key="data.source",
-            value=name,
-        )
-    kind = next(iter(kinds))
-    assert kind is not None
+    examples: dict[FileKind | None, Stored] = {_kind_of(name, file): file for file in files}
+    kind = next(iter(examples))
+    if kind is None or len(examples) > 1 or (files[0].path == "" and kind == "images"):
+        raise _wrong_layout(name, [*examples.values()])
     return kind
+
+
+def _wrong_layout(name: str, files: Sequence[Stored]) -> DataError:
+    shown = ", ".join(shown_name(file.path or name) for file in files[:3])
+    return DataError(
+        f"data.source: the files of {name} are not of one kind that is read ({shown}). {LAYOUT}",
+        code="data.wrong-layout",
+        key="data.source",
+        value=name,
+    )
 
 
 def image_parts(reading: Reading) -> list[Part]:

@@ -121,12 +121,22 @@ def test_nothing_to_read_is_named(tmp_path, address):
         open_source(DataConfig(source=f"ray:{address}", root=str(tmp_path)))
 
 
-@pytest.mark.parametrize("names", [("a.parquet", "b.tar"), ("a.csv",), ("a.parquet", "README.md")])
+@pytest.mark.parametrize("names", [("a.parquet", "b.tar"), ("a.csv",), ("a/x.png", "b.tar")])
 def test_files_of_one_kind_are_asked_for(tmp_path, names):
     for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     with refused("data.wrong-layout", DataError, key="data.source"):
         open_source(DataConfig(source=f"ray:{tmp_path}", root=str(tmp_path / "root")))
+
+
+def test_files_of_other_kinds_are_left_out_with_a_note(tmp_path):
+    for name in ("a.parquet", "README.md", "LICENSE", "more/notes.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (train, test), notes = ray_data._list_parts(DataConfig(source=f"ray:{tmp_path}"), str(tmp_path))
+    assert ([file.path for file in train], test) == (["a.parquet"], None)
+    assert notes == ("3 files of other kinds were left out: 2 .md, 1 without a suffix",)
 
 
 def test_a_source_without_a_path_is_refused():
