@@ -140,10 +140,15 @@ class Folder:
         return self.path / name
 
     def write(self, name: str, content: bytes | str) -> None:
-        """Write a whole file atomically, replacing any file of the same name."""
+        """Write a whole file atomically, replacing any file of the same name.
+
+        Raises:
+            CheckpointError: the name belongs to a device, a FIFO or a socket, which would be lost, such as /dev/null.
+        """
         content = content.encode() if isinstance(content, str) else content
         beside = f".{name}.{secrets.token_hex(8)}{WRITING}"
         with self._errors(name):
+            self._check_replaceable(name)
             handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o600, dir_fd=self._handle)
             try:
                 with os.fdopen(handle, "wb") as stream:
@@ -260,6 +265,19 @@ class Folder:
                 path=str(self.path / name),
             )
         return handle
+
+    def _check_replaceable(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            mode = os.stat(name, dir_fd=self._handle).st_mode
+            link = stat.S_ISLNK(os.lstat(name, dir_fd=self._handle).st_mode)
+            # /dev/stdout is a link into /proc, and may lead to a plain file
+            stream = link and os.readlink(name, dir_fd=self._handle).startswith("/proc/")
+            if stream or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise CheckpointError(
+                    f"{self.path / name}: is not a plain file ({stat.filemode(mode)}). Give the path of a file.",
+                    code="file.not-plain",
+                    path=str(self.path / name),
+                )
 
     def _errors(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager that adds the path of a file to file errors.

@@ -222,7 +222,9 @@ def write(page: Path, listing: Mapping[str, MethodEntry]) -> None:
         store.write(page, markdown(listing))
     except CheckpointError as error:
         raise ConfigError(
-            f"--page: {error}. Give a file that can be written.", code="file.unwritable", path=str(page)
+            f"--page: {str(error).rstrip('.')}. Give a file that can be written.",
+            code="file.unwritable",
+            path=str(page),
         ) from None
 
 

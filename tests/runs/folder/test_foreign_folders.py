@@ -9,7 +9,7 @@ import torch
 from refusals import refused
 from small_runs import make_run
 
-from raylt import Run
+from raylt import Run, store
 from raylt.core.device import describe
 from raylt.errors import CheckpointError, ConfigError, DiskFull, RayltError
 from raylt.plots.style import new_figure, save
@@ -263,3 +263,21 @@ def test_provenance_that_a_kill_cut_off_is_gone_on_with_in_a_new_line(folder):
     provenance.note(folder, "local", 3, Run.open(folder).config, describe(torch.device("cpu")))
     assert provenance.read(folder)[:-1] == before
     assert provenance.read(folder)[-1]["after_step"] == 3
+
+
+NO_FILES = {
+    "fifo": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/null"),
+    "stream": lambda path: path.symlink_to("/proc/self/fd/1"),  # as /dev/stdout is
+}
+
+
+@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path, make):
+    target = tmp_path / "out.json"
+    make(target)
+    before = target.lstat().st_mode
+    with refused("file.not-plain", CheckpointError, path=str(target)):
+        store.write(target, "content")
+    assert target.lstat().st_mode == before
+    assert os.listdir(tmp_path) == ["out.json"]
