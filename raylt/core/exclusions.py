@@ -56,6 +56,11 @@ class PlannedRun:
         return not shares and bool(method.shared(whole_model(self.model)))
 
     @property
+    def encoder_learns(self) -> bool:
+        """Return whether any parameter of the encoder is trained."""
+        return any(parameter.requires_grad for parameter in self.model.encoder.parameters())
+
+    @property
     def starving_chance(self) -> float:
         """Return an upper bound of the chance that Poisson sampling gives some round too few clients.
 
@@ -195,6 +200,15 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         lambda run: run.shares_nothing_that_learns,
         lambda run: f"{run.method.name} shares the encoder alone, and all of that is frozen, so clients send nothing",
         "Set trainable to norm, last:N or lora:R, or choose a method that shares the classifier",
+    ),
+    Exclusion(
+        "trainable",
+        "method",
+        lambda run: run.method.acts_on_encoder and not run.encoder_learns,
+        lambda run: (
+            f"{run.method.name} differs from FedAvg in how the encoder is trained, and it has no trained parameters"
+        ),
+        "Set trainable to norm, last:N or lora:R, or choose method=fedavg",
     ),
     Exclusion(
         "trainable",

@@ -109,6 +109,14 @@ class Method(BaseModel):
         return False
 
     @property
+    def acts_on_encoder(self) -> bool:
+        """Return whether the method differs from FedAvg only in how the encoder is trained.
+
+        With an encoder that learns nothing it would be FedAvg, or train nothing.
+        """
+        return False
+
+    @property
     def uploads_more(self) -> bool:
         """Return whether clients upload more than a model and its loss.
 

@@ -45,6 +45,10 @@ class FedBABU(Method):
     def finishes(self) -> bool:
         return self.tune_epochs > 0
 
+    @property
+    def acts_on_encoder(self) -> bool:
+        return True
+
     def shared(self, model: SplitModel) -> Params:
         return model.entries("encoder.")
 

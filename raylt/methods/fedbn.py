@@ -33,10 +33,11 @@ class FedBN(Method):
     personal: ClassVar[bool] = True
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
-        if not batchnorm_entries(model):
+        if not batchnorm_entries(model) & model.entries().keys():  # frozen layers are no entries
+            layer = "no BatchNorm layer" if config.trainable == "all" else "no BatchNorm layer that is trained"
             raise ConfigError(
-                f"model: {config.model} has no BatchNorm layer, so method = fedbn would be FedAvg. Take small, resnet8 "
-                "or another model with BatchNorm.",
+                f"model: {config.model} has {layer}, so method = fedbn would be FedAvg. Take small, resnet8 "
+                "or another model with BatchNorm, and trainable=all or norm.",
                 code="model.lacks-layer",
                 key="model",
                 value=config.model,

@@ -35,6 +35,10 @@ class FedDecorr(Method):
     def terms(self) -> tuple[str, ...]:
         return ("cross_entropy", "decorrelation") if self.beta else ()
 
+    @property
+    def acts_on_encoder(self) -> bool:
+        return self.beta > 0
+
     def objective(self, client: Client, message: Message) -> Objective:
         if not self.beta:
             return super().objective(client, message)

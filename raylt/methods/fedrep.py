@@ -32,6 +32,10 @@ class FedRep(Method):
 
     head_epochs: int = hp(10, Choice(1, 5, 10, 15), "tau, epochs of the classifier, lines 7 to 9", ge=0)
 
+    @property
+    def acts_on_encoder(self) -> bool:
+        return True
+
     def shared(self, model: SplitModel) -> Params:
         return model.entries("encoder.")
 

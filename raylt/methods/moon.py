@@ -55,6 +55,10 @@ class MOON(Method):
         return reply
 
     @property
+    def acts_on_encoder(self) -> bool:
+        return self.mu > 0
+
+    @property
     def terms(self) -> tuple[str, ...]:
         return ("cross_entropy", "contrastive") if self.mu else ()
 

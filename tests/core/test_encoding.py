@@ -12,8 +12,9 @@ from tiny import configure, make_setup, make_task, tiny_pretrained
 
 import raylt
 from actors.shards import packs
-from raylt import metrics
+from raylt import metrics, tree
 from raylt.contract.case import Case
+from raylt.contract.trace import private_states
 from raylt.core.encoding import encode
 from raylt.data.augment import crop_flip, draw_view, normalise
 from raylt.data.images.cache import caches, load
@@ -178,7 +179,7 @@ def test_a_damaged_cache_is_named(tiny_task, tmp_path):
 def test_a_run_on_features_gives_the_model_that_was_judged(tmp_path):
     run = make_tiny_run(tmp_path, "sfd", f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}")
     before = encoded_batches
-    other = make_tiny_run(tmp_path, "moon", f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}")
+    other = make_tiny_run(tmp_path, "scaffold", f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}")
     assert encoded_batches - before < 12  # batches of probes and of the prediction grid, none of training
     for each in (run, other):
         images = load(each.task.test.x)
@@ -210,27 +211,81 @@ def test_methods_that_need_images_are_refused(tmp_path, method, code, key):
         )
 
 
-FEATURES = sorted(set(METHODS) - {"fedyoyo", "flea", "fedafa", "fedper", "fedrep", "ratioloss"})
+NEED_IMAGES = {"fedyoyo", "flea", "fedafa"}
+ON_ENCODER = {"fedper", "fedrep", "fedbabu", "fedbn", "feddecorr", "moon"}  # nothing of them is left
+FEATURES = sorted(
+    set(METHODS) - NEED_IMAGES - ON_ENCODER - {"ratioloss", "fedic"}
+)  # these two need images at the server
+FIELDS = QUICK | {"mupfl": QUICK["mupfl"] | {"bavd": False}}
 
 
-class FrozenCase(Case):
-    @cached_property
-    def task(self) -> Task:
-        return encode(self.setup(self.config()), make_task())[1]
+class ImageCase(Case):
+    """A case whose encoder is frozen, and runs in every round."""
 
     def config(self, *args, **parts):
         return super().config(*args, data={"clients": 6, "root": str(self.folder)}, **parts)
 
 
+class FeatureCase(ImageCase):
+    """The same case on features that the encoder gave before the first round."""
+
+    @cached_property
+    def task(self) -> Task:
+        return encode(self.setup(self.config()), make_task())[1]
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in ("fedavg", "bpfed") else pytest.mark.slow) for n in FEATURES]
 )
-def test_methods_run_on_features(tmp_path, name):
-    fields = QUICK.get(name, {}) | ({"bavd": False} if name == "mupfl" else {})
-    case = FrozenCase(METHODS[name](**fields), "classification", tmp_path, "classifier")
-    twice = [case.run(case.config()) for _ in range(2)]
-    assert twice[0].bits == twice[1].bits
-    assert twice[0].reports[-1].accuracy is not None
+def test_a_method_gives_the_same_model_on_features_as_on_images(tmp_path, name):
+    # features of mixed images are not mixed features
+    fields = FIELDS.get(name, {}) | ({"alpha": 0.0} if name == "bpfed" else {})
+    cases = [
+        kind(METHODS[name](**fields), "classification", tmp_path, "classifier") for kind in (ImageCase, FeatureCase)
+    ]
+    on_images, on_features = (learned(case.run(case.config()).experiment) for case in cases)
+    assert on_images.keys() == on_features.keys()
+    for path, value in on_images.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            assert torch.allclose(value, on_features[path], rtol=1e-3, atol=1e-4), path
+
+
+def learned(experiment):
+    """Return what the server and the clients have learned, by path."""
+    parts = {
+        "model": experiment.server.model.state_dict(),
+        "server": experiment.server.state,
+        "clients": {str(id): state for id, state in private_states(experiment).items()},
+    }
+    return dict(tree.leaves(parts))
+
+
+def test_bpfed_mixes_features(tmp_path):
+    case = FeatureCase(METHODS["bpfed"](), "classification", tmp_path, "classifier")
+    calls = []
+    with torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, given: calls.append(given[0].ndim) if isinstance(module, FrozenEncoder) else None
+    ):
+        task = case.task
+        calls.clear()
+        case.run(case.config(), task=task)
+    assert set(calls) == {2}
+
+
+@pytest.mark.parametrize("name", sorted(ON_ENCODER))
+def test_a_method_that_would_be_fedavg_under_a_frozen_encoder_is_refused(tmp_path, name):
+    code, key = ("model.lacks-layer", "model") if name == "fedbn" else ("config.conflict", "trainable")
+    with refused(code, ConfigError, key=key):
+        make_tiny_run(tmp_path, name, f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FEATURES if name not in ("fedavg", "posthoc", "oracle")])
+def test_no_other_method_is_fedavg_under_a_frozen_encoder(tmp_path, name):
+    method = METHODS[name](**FIELDS.get(name, {}))
+    cases = [FeatureCase(each, "classification", tmp_path, "classifier") for each in (METHODS["fedavg"](), method)]
+    fedavg, other = (case.run(case.config()) for case in cases)
+    assert fedavg.experiment.export_model() != other.experiment.export_model() or method.personal
 
 
 # runs without rounds

@@ -336,13 +336,13 @@ def at_most(most: int) -> Callable[[int], str | None]:
 
 
 def mix(a: Batch, b: Batch, lam: Tensor, classes: int) -> Batch:
-    """Mix images and labels of two batches, Eq. 7 and 8 of BPFed. Labels become float32 [B, C].
+    """Mix images, or features [B, d], and labels of two batches, Eq. 7 and 8 of BPFed. Labels become float32 [B, C].
 
     The first batch has the shares `lam` [B], the second batch has 1 - `lam`.
     """
     y_a = F.one_hot(a.y, classes).float()
     y_b = F.one_hot(b.y, classes).float()
-    weight = lam.view(-1, 1, 1, 1)
+    weight = lam.view(-1, *[1] * (a.x.ndim - 1))
     return Batch(weight * a.x + (1 - weight) * b.x, lam[:, None] * y_a + (1 - lam[:, None]) * y_b, a.rows)
 
 
