@@ -183,7 +183,10 @@ class _Host(ClientHost):
     def __init__(self, passes: _Passes, *args: Any):
         super().__init__(*args)
         self._passes = passes
-        first = next(layer for layer in self.model.encoder.modules() if not list(layer.children()))
+        layers = list(self.model.encoder.modules())
+        first = next(
+            (layer for layer in layers if not list(layer.children())), layers[0]
+        )  # a frozen encoder is one layer
         first.counted = True  # pyright: ignore[reportArgumentType]     # copies of the model have this attribute too
 
     def run(self, fn: Any, message: Any, round: int, id: int, shard: Shard | None, private: Any) -> Any:

@@ -13,7 +13,8 @@ Frozen BatchNorm and dropout layers stay in evaluation mode.
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def limit(model: SplitModel, trainable: str) -> SplitModel:
     match kind:
         case "classifier":
             model.encoder = FrozenEncoder(model.encoder)
+            return model
         case "norm":
             learning = [module for module in model.encoder.modules() if isinstance(module, NORMS)]
             _expect(bool(learning), trainable, "the encoder has no normalisation layer. Set trainable=last:1")
@@ -150,19 +152,33 @@ class Hidden:
 class FrozenEncoder(nn.Module):
     """An encoder that is never trained and stays in evaluation mode.
 
-    It maps images [B, channels, H, W] to features [B, d].
+    It maps images [B, channels, H, W] to features [B, d], and returns features [B, d] that were computed before.
 
-    Features [B, d] that were computed before are returned as they are.
+    The body has hundreds of layers that nothing changes, while a client with a few images trains for milliseconds. So
+    `modules`, `parameters` and `state_dict` of a model leave the body out, and copies of a model share it.
     """
 
     def __init__(self, body: nn.Module):
         super().__init__()
-        self.body = body
-        self.train()
+        self.body = body.eval()
+        self.training = False
 
     def train(self, mode: bool = True) -> "FrozenEncoder":
-        super().train(False)
         return self
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, nn.Module], None, None]:
+        memo = set() if memo is None else memo
+        if self not in memo:
+            memo.add(self)
+            yield prefix, self
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        return OrderedDict() if destination is None else destination
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenEncoder":
+        return copy.copy(self)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim == 2:
@@ -283,7 +299,7 @@ def whole_model(model: SplitModel) -> SplitModel:
         if isinstance(module, LowRankLinear | LowRankConv):
             whole.set_submodule(path, module.plain())
         elif isinstance(module, FrozenEncoder):
-            whole.set_submodule(path, module.body)
+            whole.set_submodule(path, copy.deepcopy(module.body))
     for module in whole.modules():
         hooks: dict[int, Any] = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _stay_in_evaluation]:
@@ -295,17 +311,22 @@ def whole_model(model: SplitModel) -> SplitModel:
 
 
 def _hides(module: nn.Module) -> bool:
-    return any(isinstance(hook, Hidden) for hook in module._state_dict_hooks.values())
+    return isinstance(module, FrozenEncoder) or any(
+        isinstance(hook, Hidden) for hook in module._state_dict_hooks.values()
+    )
 
 
 def frozen_entries(model: nn.Module) -> Params:
     """Return the frozen entries that a model hides, by name: parameters and buffers that never change."""
     entries: Params = {}
     for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, FrozenEncoder):
+            body = module.body.state_dict()
+            entries |= {f"{prefix}body.{name}": body[name] for name in sorted(body)}
         values = dict(module.named_parameters()) | dict(module.named_buffers())
         for hook in module._state_dict_hooks.values():
             if isinstance(hook, Hidden):
-                prefix = f"{path}." if path else ""
                 entries |= {f"{prefix}{name}": values[name] for name in sorted(hook.names & values.keys())}
     return entries
 

@@ -93,6 +93,19 @@ def test_a_frozen_encoder_passes_features_on():
     assert torch.equal(limited(X), limited(z))
 
 
+def test_a_client_does_not_walk_through_a_frozen_encoder_and_does_not_copy_it():
+    limited = model("classifier")
+    other = copy.deepcopy(limited)
+    assert other.encoder is not limited.encoder
+    assert other.encoder.body is limited.encoder.body
+    assert len(list(limited.modules())) == 3  # the model, its encoder and its classifier
+    assert list(limited.encoder.parameters()) == []
+    assert all(not module.training for module in limited.train().encoder.body.modules())
+    whole = whole_model(limited)
+    assert whole.encoder is not limited.encoder.body
+    assert len(list(whole.modules())) > 3
+
+
 @pytest.mark.parametrize("trainable", ["classifier", "last:1", "norm", "lora:2"])
 def test_the_whole_model_is_a_plain_one_with_the_same_logits(trainable):
     limited = model(trainable)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from raylt.errors import RayltError
+from raylt.models.trainable import FrozenEncoder
 from raylt.recordability import is_recordable
 
 WARM_UP = 3  # steps before the recording, in which libraries choose their kernels and allocate state
@@ -115,7 +116,8 @@ def steady(model: nn.Module) -> bool:
 
     Known layers are those of torch, of the modules that were inspected, and classes that are `recordable`.
     """
-    return all(_steady(module) for module in model.modules())
+    bodies = [module.body for module in model.modules() if isinstance(module, FrozenEncoder)]
+    return all(_steady(module) for part in [model, *bodies] for module in part.modules())
 
 
 def _steady(module: nn.Module) -> bool:
