@@ -95,14 +95,17 @@ def test_a_frozen_encoder_passes_features_on():
 
 def test_a_client_does_not_walk_through_a_frozen_encoder_and_does_not_copy_it():
     limited = model("classifier")
-    other = copy.deepcopy(limited)
-    assert other.encoder is not limited.encoder
-    assert other.encoder.body is limited.encoder.body
+    encoder, copied = limited.encoder, copy.deepcopy(limited).encoder
+    assert isinstance(encoder, FrozenEncoder)
+    assert isinstance(copied, FrozenEncoder)
+    assert copied is not encoder
+    assert copied.body is encoder.body
     assert len(list(limited.modules())) == 3  # the model, its encoder and its classifier
-    assert list(limited.encoder.parameters()) == []
-    assert all(not module.training for module in limited.train().encoder.body.modules())
+    assert list(encoder.parameters()) == []
+    limited.train()
+    assert all(not module.training for module in encoder.body.modules())
     whole = whole_model(limited)
-    assert whole.encoder is not limited.encoder.body
+    assert whole.encoder is not encoder.body
     assert len(list(whole.modules())) > 3
 
 
