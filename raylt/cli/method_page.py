@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raylt import store
-from raylt.contract.costs import measure
+from raylt.contract.costs import measure, relative_cost
 from raylt.core.checkpoint.branch_points import stage_of
 from raylt.core.method import Method
 from raylt.errors import CheckpointError, ConfigError
@@ -39,6 +39,8 @@ ITEM = re.compile(r"(\[\d+\]|-) ")  # that begins a departure in a module's docs
 def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, classes: int) -> dict[str, MethodEntry]:
     """Return the facts and costs of each method as JSON values.
 
+    `cost` is a client's passes in a round as a multiple of FedAvg's, see `relative_cost`.
+
     Args:
         methods: The methods by name.
         model: Name of the model that calls are measured with; None: calls are not measured.
@@ -59,12 +61,14 @@ def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, 
     height, width, channels = (int(side) for side in sides.groups())
     shape = height, width, channels
 
-    def calls(method: type[Method]) -> list[dict[str, Any]] | None:
+    def costs(method: type[Method]) -> dict[str, Any]:
         if model is None:
-            return None
+            return {"calls": None, "cost": None}
         # a method of a plugin may ask clients at any time
         cut = method.__module__.startswith("raylt.")
-        return [vars(call) for call in measure(method(), partial(_model, model), shape, classes, cut)]
+        calls = measure(method(), partial(_model, model), shape, classes, cut)
+        cost = relative_cost(method(), partial(_model, model), shape, classes)
+        return {"calls": [vars(call) for call in calls], "cost": cost}
 
     if model is not None:
         build_model(model, classes, shape)
@@ -79,7 +83,7 @@ def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, 
             "privileged": method.privileged,
             "about": inspect.cleandoc(method.__doc__ or ""),
             "notes": inspect.cleandoc(sys.modules[method.__module__].__doc__ or ""),
-            "calls": calls(method),
+            **costs(method),
             "fields": {
                 field: {
                     "default": info.default,
@@ -132,7 +136,7 @@ def table(listing: Mapping[str, MethodEntry]) -> Group:
         measured = any(entry["calls"] is not None for entry in lines.values())
         rows = Table(
             "method",
-            *(["sends in a round", "up", "down", "passes", "after training"] if measured else []),
+            *(["sends in a round", "up", "down", "passes", "x FedAvg", "after training"] if measured else []),
             "paper",
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
@@ -141,14 +145,15 @@ def table(listing: Mapping[str, MethodEntry]) -> Group:
         rows.columns[0].no_wrap = True
         for name, entry in lines.items():
             paper = entry["paper"] + (f" (privileged: {entry['privileged']})" if entry["privileged"] else "")
-            rows.add_row(name, *(_costs(entry["calls"]) if measured else []), paper)
+            rows.add_row(name, *(_costs(entry) if measured else []), paper)
         if lines:
             parts += [Text(f"{key}: {title.lower()}", style="table.title"), rows, ""]
     return Group(*parts)
 
 
-def _costs(calls: list[dict[str, Any]]) -> list[str]:
+def _costs(entry: MethodEntry) -> list[str]:
     """Return the table cells of a method's costs: reply parts, bytes and passes of a round, and of the last phase."""
+    calls = entry["calls"] or []
     rounds = [call for call in calls if call["when"] == "round"]
     later = [f"{sends(call)} ({size(call['up'])})" for call in calls if call["when"] == "finish"]
     return [
@@ -156,6 +161,7 @@ def _costs(calls: list[dict[str, Any]]) -> list[str]:
         size(sum(call["up"] for call in rounds)),
         size(sum(call["down"] for call in rounds)),
         passes({kind: sum(call[kind] for call in rounds) for kind in ("trained", "read")}),
+        "" if entry["cost"] is None else f"{entry['cost']:.1f}",
         "; ".join(later),
     ]
 
@@ -181,6 +187,7 @@ def one(name: str, entry: MethodEntry) -> Group:
         *reflowed(entry["notes"]),
         "",
         calls,
+        f"passes in a round at local.epochs=1: {entry['cost']:.1f} times FedAvg's",
         *(["", fields] if entry["fields"] else []),
     )
 
@@ -235,9 +242,11 @@ def markdown(listing: Mapping[str, MethodEntry]) -> str:
         "",
         "`raylt methods --page FILE` writes this page. Parts of replies, bytes and passes are measured on a tiny round "
         f"with {PAGE_MODEL} and ten classes, at `local.epochs=1`. Bytes are those of one client's replies and "
-        "messages. Passes are over its samples: *trained* with activations kept for a gradient, *read* without. *of "
-        "each* means that the server sees the values client by client, so they cannot be summed on the way. FedSM and "
-        "CLIP2FL are measured without their teachers.",
+        "messages. Passes are over its samples: *trained* with activations kept for a gradient, *read* without. *x "
+        "FedAvg* is the multiple of FedAvg's passes, where a trained pass counts three and a read pass one. For this "
+        "column each client lacks two classes; `balancefl` reads its samples once more there. *of each* means that "
+        "the server sees the values client by client, so they cannot be summed on the way. FedSM and CLIP2FL are "
+        "measured without their teachers.",
     ]
     for key, title in GROUPS.items():
         members = {name: entry for name, entry in listing.items() if entry["group"] == key}
@@ -246,12 +255,9 @@ def markdown(listing: Mapping[str, MethodEntry]) -> str:
                 "",
                 f"## {key}: {title.lower()}",
                 "",
-                "| method | sends in a round | up | down | passes | after training |",
-                f"|{6 * '---|'}",
-                *(
-                    f"| [`{name}`](#{name}) | {' | '.join(_costs(entry['calls'] or []))} |"
-                    for name, entry in members.items()
-                ),
+                "| method | sends in a round | up | down | passes | x FedAvg | after training |",
+                f"|{7 * '---|'}",
+                *(f"| [`{name}`](#{name}) | {' | '.join(_costs(entry))} |" for name, entry in members.items()),
             ]
             for name, entry in members.items():
                 lines += ["", *_section(name, entry)]

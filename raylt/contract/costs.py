@@ -25,6 +25,7 @@ from raylt.models import ModelFactory
 CPU = torch.device("cpu")
 EACH = 2  # images of each class at a client
 CLIENTS = 2
+LACKING = 2  # classes that a client lacks in `relative_cost`; distillation on one class alone would be left out
 # fields that set only how long the server or a client computes on features; calls do not depend on them
 SHORT: dict[str, Any] = {"epochs": 1, "synthesis_steps": 1, "matching_steps": 1}
 UNTAUGHT: dict[str, dict[str, Any]] = {  # settings without a teacher, for methods that would have to download one
@@ -64,6 +65,8 @@ def measure(
     classes: int,
     cut: bool = False,
     epochs: float = 1,
+    finish: bool = True,
+    lacking: int = 0,
 ) -> list[CallCost]:
     """Measure the calls of a method at one client: before the first round, in a round, and after the last.
 
@@ -74,11 +77,13 @@ def measure(
         classes: The number of classes, C.
         cut: End the last phase when the server begins a stage that it times, for a method that asks no client after it.
         epochs: local.epochs of the run.
+        finish: Measure the last phase too.
+        lacking: Number of classes that each client lacks, at most half of all.
     """
     kind = type(method)
     short = {name: value for name, value in SHORT.items() if name in kind.model_fields}
     method = kind(**method.model_dump() | short | UNTAUGHT.get(method.name, {}))
-    task = _task(shape, classes)
+    task = _task(shape, classes, lacking)
     config = Config.model_validate(
         {
             "method": {"name": method.name, **method.model_dump()},
@@ -99,7 +104,7 @@ def measure(
             Samples(task.test, task.spec, CPU),
         )
         calls: list[CallCost] = []
-        steps = [method.start, method.round, *([method.finish] if method.finishes else [])]
+        steps = [method.start, method.round, *([method.finish] if method.finishes and finish else [])]
         for number, (when, step) in enumerate(zip(WHEN, steps, strict=False)):
             server.round, server.timings = number, _Cut() if when == "finish" and cut else Timings()
             fleet.begin(number)
@@ -110,16 +115,31 @@ def measure(
     return calls
 
 
-def relative_cost(calls: list[CallCost], epochs: float = 1) -> float:
+def relative_cost(
+    method: Method, factory: ModelFactory, shape: tuple[int, int, int], classes: int, epochs: float = 1
+) -> float:
     """Return a client's passes over its samples in a round, as a multiple of FedAvg's.
 
-    A pass with a gradient counts three, one forward and two backward, and a pass without counts one.
+    A pass with a gradient counts three, one forward and two backward, and a pass without counts one. Passes of the
+    last phase and of teachers that are downloaded do not count. Each client lacks two classes where there are four or
+    more, because some methods do more at such a client.
 
     Args:
-        calls: from `measure`.
-        epochs: local.epochs that they were measured with.
+        method, factory, shape, classes: as in `measure`.
+        epochs: local.epochs. The tiny run has one batch in a pass, so the cost at a fraction lies on the line through
+            whole numbers.
     """
-    return sum(3 * call.trained + call.read for call in calls if call.when == "round") / (3 * epochs)
+    lacking = LACKING if classes >= 2 * LACKING else 0
+
+    def cost(whole: int) -> float:
+        calls = measure(method, factory, shape, classes, epochs=whole, finish=False, lacking=lacking)
+        return sum(3 * call.trained + call.read for call in calls if call.when == "round") / 3
+
+    below = max(1, int(epochs))
+    if epochs == below:
+        return cost(below) / epochs
+    first = cost(below)
+    return (first + (epochs - below) * (cost(below + 1) - first)) / epochs
 
 
 def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Iterator[CallCost]:
@@ -207,14 +227,16 @@ class _Fleet(LocalFleet):
         return super().ask(fn, cohort, message, weights, **parts)
 
 
-def _task(shape: tuple[int, int, int], classes: int) -> Task:
+def _task(shape: tuple[int, int, int], classes: int, lacking: int) -> Task:
+    """Return a tiny task with equally many images at each client, whatever the number of classes that it lacks."""
     rng = np.random.default_rng(0)
 
-    def shard(each: int) -> Shard:
-        y = np.repeat(np.arange(classes), each).astype(np.int64)
+    def shard(each: int, first: int = 0, lacking: int = 0) -> Shard:
+        owned = np.delete(np.arange(classes), range(first, first + lacking))
+        y = np.sort(np.resize(owned, each * classes)).astype(np.int64)
         return Shard(rng.integers(0, 256, (len(y), *shape)).astype(np.uint8), y)
 
-    shards = tuple(shard(EACH) for _ in range(CLIENTS))
+    shards = tuple(shard(EACH, k * lacking, lacking) for k in range(CLIENTS))
     rows = tuple(np.arange(len(shards[0])) + k * len(shards[0]) for k in range(CLIENTS))
     return Task(
         "tiny",

@@ -82,6 +82,8 @@ def test_one_method_is_shown_with_its_fields_what_it_sends_and_what_it_costs(ray
     assert re.search(r"finish +statistics +classes +10.1 KiB +4.7 MiB +1 read", out)
     one = json.loads(raylt("methods", "ditto", "--model", "small", "--format", "json").out)
     assert one["ditto"]["calls"][0]["trained"] == 2
+    assert one["ditto"]["cost"] == 2
+    assert "local.epochs=1: 2.0 times FedAvg's" in raylt("methods", "ditto", "--model", "small").out
     assert "finish on" in raylt("methods", "ccvr", "--model", "small").out
     code, _, err = raylt("methods", "fedncmm")
     assert code == 2

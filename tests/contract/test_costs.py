@@ -3,7 +3,7 @@
 import pytest
 
 from raylt import tree
-from raylt.contract.costs import measure
+from raylt.contract.costs import measure, relative_cost
 from raylt.core.method import Method
 from raylt.methods import METHODS
 from raylt.models import MODELS, build_model
@@ -49,6 +49,26 @@ def test_fedavgs_bytes_are_the_models_and_one_number():
 )
 def test_passes_are_counted_copies_of_the_model_included(name, fields, passes):
     assert [(call.trained, call.read) for call in calls(METHODS[name](**fields))] == passes
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "epochs", "expected"),
+    [
+        ("fedavg", {}, 2, 1),
+        ("fedavg", {}, 0.5, 1),  # the tiny run would round half a batch up to a whole one
+        ("fedavg", {}, 2.5, 1),
+        ("moon", {}, 1, 5 / 3),
+        ("fedrep", {"head_epochs": 4}, 2, 6 / 2),
+        ("fedrep", {"head_epochs": 4}, 0.5, 4.5 / 0.5),
+        ("fedncm", {}, 1, 1),  # the last phase does not count
+        ("balancefl", {"fa": False}, 1, 4 / 3),  # its teacher reads only where a client lacks two classes
+        ("balancefl", {"fa": False, "kd": 0}, 1, 1),
+    ],
+    ids=str,
+)
+def test_passes_of_a_round_are_a_multiple_of_fedavgs(name, fields, epochs, expected):
+    cost = relative_cost(METHODS[name](**fields), MODELS["small"], (8, 8, 1), 4, epochs)
+    assert cost == pytest.approx(expected)
 
 
 def test_parts_seen_client_by_client_are_marked_and_sums_are_not():

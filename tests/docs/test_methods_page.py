@@ -24,7 +24,9 @@ def test_page_has_a_section_with_every_field_of_every_method():
 def test_page_has_the_measured_costs_of_a_method():
     page = markdown(entries({name: OURS[name] for name in ("fedavg", "fedncm")}, "small", "8x8x3", 10))
     assert re.search(
-        r"^\| \[`fedavg`\]\(#fedavg\) \| model, loss \| [\d.]+ KiB \| [\d.]+ KiB \| 1 trained \|  \|$", page, re.M
+        r"^\| \[`fedavg`\]\(#fedavg\) \| model, loss \| [\d.]+ KiB \| [\d.]+ KiB \| 1 trained \| 1.0 \|  \|$",
+        page,
+        re.M,
     )
     assert re.search(r"^- finish, `statistics`: classes; [\d.]+ KiB up, [\d.]+ KiB down, passes: 1 read$", page, re.M)
 
@@ -32,7 +34,9 @@ def test_page_has_the_measured_costs_of_a_method():
 @pytest.mark.slow
 def test_every_method_can_be_measured_for_the_page():
     listing = entries(OURS, PAGE_MODEL, "8x8x3", 10)
-    rows = re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| (.+) \| (.+) \| (.+) \| (.+) \| (.*) \|$", markdown(listing), re.M)
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\(#\w+\) \| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \| (.*) \|$", markdown(listing), re.M
+    )
     assert sorted(name for name, *_ in rows) == sorted(OURS)
     assert all(re.fullmatch(r"[\d.]+ (B|KiB|MiB)", up) for _, _, up, *_ in rows)
 

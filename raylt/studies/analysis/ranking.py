@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from raylt.contract.costs import measure as measure_calls
 from raylt.contract.costs import relative_cost
 from raylt.errors import ConfigError
 from raylt.methods import METHODS, make_method
@@ -129,7 +128,7 @@ def rank(
 def with_costs(ranking: Ranking, studies: Mapping[str, Sequence[RunRecord]]) -> Ranking:
     """Return the ranking with each arm's costs, measured in a tiny run of the arm's method.
 
-    A method that is not raylt's own is not measured.
+    A method that is not raylt's own is not measured, nor an arm with `local.steps`, whose passes depend on the client.
     """
     settings: dict[str, Mapping[str, Any]] = {}
     for records in studies.values():
@@ -141,11 +140,10 @@ def with_costs(ranking: Ranking, studies: Mapping[str, Sequence[RunRecord]]) -> 
 
 
 def _cost(config: Mapping[str, Any]) -> float | None:
-    if config["method"]["name"] not in METHODS:
+    local = config["local"]
+    if config["method"]["name"] not in METHODS or local.get("steps") is not None:
         return None
-    epochs = config["local"]["epochs"]
-    calls = measure_calls(make_method(dict(config["method"])), MODELS["small"], (8, 8, 1), 4, True, epochs)
-    return relative_cost(calls, epochs)
+    return relative_cost(make_method(dict(config["method"])), MODELS["small"], (8, 8, 1), 4, local["epochs"])
 
 
 def fit(wins: np.ndarray) -> np.ndarray:
