@@ -20,6 +20,9 @@ def located(config: Config, start: Path | None) -> Config:
     if start is None or start == Path.cwd():
         return config
     changes: dict[str, object] = {"data": located_data(config.data, start)}
+    kind, _, name = config.model.partition(":")
+    if kind == "clip":
+        changes["model"] = f"clip:{_teacher(name, start)}"
     if config.weights not in (None, "imagenet"):
         changes["weights"] = _path(config.weights, start)
     if teacher := config.method.get(TEACHER):

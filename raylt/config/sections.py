@@ -527,7 +527,7 @@ class Config(Section):
         "small",
         "Network. lraspp returns label maps, the others classes.",
         "resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj, cnn, cnn_proj, "
-        "small, lraspp, torchvision:NAME, timm:NAME, or your own",
+        "small, lraspp, torchvision:NAME, timm:NAME, clip:MODEL/TAG, or your own",
     )
     weights: str | None = setting(
         None,
@@ -541,6 +541,11 @@ class Config(Section):
         "them as in its training, in place of data.normalise. Null leaves images as they are.",
         ge=8,
         le=8192,
+    )
+    classifier: Literal["random", "text"] = setting(
+        "random",
+        "Initial classifier: random weights, or the texts of the class names under the text tower of model=clip:NAME. "
+        "With text every summary has the accuracy before training (zero-shot).",
     )
     trainable: str = setting(
         "all",
@@ -578,9 +583,11 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _normalised_by_the_encoder(cls, tree: Any) -> Any:
-        """Turn off raylt's normalisation if the encoder resizes images, unless the user has set it."""
+        """Turn off raylt's normalisation if the encoder normalises images, unless the user has set it."""
         data = tree.get("data", {}) if isinstance(tree, dict) else None
-        if not isinstance(data, dict) or tree.get("input") is None or "normalise" in data:
+        if not isinstance(data, dict) or "normalise" in data:
+            return tree
+        if tree.get("input") is None and not str(tree.get("model")).startswith("clip:"):
             return tree
         return tree | {"data": data | {"normalise": False}}
 

@@ -16,6 +16,7 @@ from raylt.data.augment import moves_pixels, needs_grey_or_colour
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
 from raylt.errors import ConfigError
+from raylt.models.image_text import PREFIX
 from raylt.models.split import SplitModel
 from raylt.models.trainable import whole_model
 
@@ -192,6 +193,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         lambda run: run.config.input is not None and run.config.data.normalise,
         "the encoder that resizes images also normalises them",
         "Leave data.normalise out, or set input=null",
+    ),
+    Exclusion(
+        "model",
+        "data.normalise",
+        lambda run: run.config.model.startswith(PREFIX) and run.config.data.normalise,
+        "an image-text model normalises images itself",
+        "Leave data.normalise out",
     ),
     # what learns
     Exclusion(

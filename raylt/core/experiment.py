@@ -42,6 +42,7 @@ class Experiment:
     """
 
     def __init__(self, setup: Setup, task: Task, fleet: Fleet, device: torch.device, folder: Path):
+        self._setup = setup
         self.config = setup.config
         self.method = setup.method
         self.task = task
@@ -143,6 +144,8 @@ class Experiment:
             judged, self._matrices = self._judge()  # as a last round is judged
         if self._last_round < server.rounds:
             server.log(**{ENDED_EARLY: self._early_end()})
+        if self.done:
+            self._log_zero_shot()
         check_finite(server.figures, f"step {self._step}: the figures of the server", self.config)
         evaluation = time.perf_counter() - trained
         return RoundReport(
@@ -163,6 +166,12 @@ class Experiment:
     def _judge(self) -> tuple[dict[str, Any], Matrices | None]:
         """Evaluate the models after a step."""
         return self.evaluator.evaluate(self._step, last=self._step >= self._last_round, done=self.done)
+
+    def _log_zero_shot(self) -> None:
+        """Log the accuracy that the run's model had before training, if its classifier started from texts."""
+        model = self._setup.zero_shot_model(self.task.spec)
+        if model is not None:
+            self.server.log(zero_shot=self.evaluator.zero_shot(model.to(self.server.device).eval()))
 
     def _patience_is_over(self) -> bool:
         """Record the accuracy on validation samples after a round, and return whether training should stop early."""

@@ -11,6 +11,7 @@ from raylt.core.training.schedules import Schedule
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
 from raylt.models import ModelFactory
+from raylt.models.image_text import start_from_texts
 from raylt.models.split import Params, SplitModel, running_statistics
 from raylt.models.trainable import limit
 from raylt.seeds import seeded
@@ -36,12 +37,21 @@ class Setup:
     def new_model(self, spec: TaskSpec) -> SplitModel:
         """Return the initial model, which is the same in every process."""
         with seeded(self.config.seed, "model"):
-            base = limit(self.model(spec.classes, spec.shape), self.config.trainable)
-            model = self.method.build(spec, base)
+            model = self.method.build(spec, self._base(spec))
         if self.config.federation.batchnorm == "local":
             model.local_buffers = running_statistics(model) & model.state_dict().keys()  # without frozen ones
         # images come as channels-last views of their bytes; steps are 1.1 to 2 times as fast on them
         return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+    def zero_shot_model(self, spec: TaskSpec) -> SplitModel | None:
+        """Return the model that classifies by texts, before any training; None if the run does not start from texts."""
+        return self._base(spec) if self.config.classifier == "text" else None
+
+    def _base(self, spec: TaskSpec) -> SplitModel:
+        model = limit(self.model(spec.classes, spec.shape), self.config.trainable)
+        if self.config.classifier == "text":
+            start_from_texts(model, self.config.model, spec.class_names)
+        return model
 
     def check(self, spec: TaskSpec, model: SplitModel) -> None:
         """Raise ConfigError if settings exclude each other, before anything starts.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from raylt.errors import ConfigError, own_function, user_fault
 from raylt.models.cnn import cnn, cnn_proj, small
+from raylt.models.image_text import PREFIX, image_text_model
 from raylt.models.resnet import resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj
 from raylt.models.segment import LRASPPEncoder, lraspp
 from raylt.models.split import SplitModel
@@ -49,7 +50,7 @@ _SMALLEST = {
 
 
 def build_model(name: str, classes: int, shape: tuple[int, int, int], weights: str | None = None) -> SplitModel:
-    """Build the model that `name` names: a key of `MODELS`, `torchvision:NAME` or `timm:NAME`."""
+    """Build the model that `name` names: a key of `MODELS`, `torchvision:`, `timm:` or `clip:NAME`."""
     return build(classes, shape, name=name, factory=MODELS.get(name), weights=weights, side=None)
 
 
@@ -76,6 +77,8 @@ def build(
         ConfigError: the images are too small for this model, the factory gives no `SplitModel`, or the weights are not
             available.
     """
+    if factory is None and name.startswith(PREFIX):
+        return image_text_model(name, classes, shape, weights, side)
     if factory is None:
         return library_model(name, classes, shape, weights, side)
     if side is not None:

@@ -42,13 +42,10 @@ def open_teacher(name: str) -> Teacher:
         ConfigError: the name has none of the forms in this module's docstring.
     """
     kind, _, address = name.partition(":")
-    path = Path(address).expanduser().absolute()
     if kind == "npz" and address:
-        return FeatureFile(path)
-    if kind == "local-dir" and address:
-        return OpenClip(f"local-dir:{path}", None, None)
-    match = re.fullmatch(r"([^/:]+)/([^/:]+)(?::(.+))?", name)
-    if match is None:
+        return FeatureFile(Path(address).expanduser().absolute())
+    teacher = open_clip_named(name)
+    if teacher is None:
         raise ConfigError(
             f"method.teacher: a teacher cannot be named like this ({name!r}). Give MODEL/TAG as in ViT-B-32/openai, "
             "MODEL/TAG:FILE, local-dir:FOLDER, npz:FILE or none.",
@@ -56,8 +53,23 @@ def open_teacher(name: str) -> Teacher:
             key="method.teacher",
             value=name,
         )
+    return teacher
+
+
+def open_clip_named(name: str, setting: str = "method.teacher") -> "OpenClip | None":
+    """Return the open_clip model with this name, without reading any file; None if no model can be named like this.
+
+    Args:
+        setting: the setting with the name, for errors.
+    """
+    kind, _, address = name.partition(":")
+    if kind == "local-dir" and address:
+        return OpenClip(f"local-dir:{Path(address).expanduser().absolute()}", None, None, setting)
+    match = re.fullmatch(r"([^/:]+)/([^/:]+)(?::(.+))?", name)
+    if match is None:
+        return None
     model, tag, file = match.groups()
-    return OpenClip(model, tag, Path(file).expanduser().absolute() if file else None)
+    return OpenClip(model, tag, Path(file).expanduser().absolute() if file else None, setting)
 
 
 class OpenClip(Teacher):
@@ -67,10 +79,12 @@ class OpenClip(Teacher):
         model: architecture, or local-dir:FOLDER.
         tag: tag of the weights; None for a folder.
         file: file of the weights; None to fetch them.
+        setting: the setting that names the model, for errors.
     """
 
-    def __init__(self, model: str, tag: str | None, file: Path | None):
+    def __init__(self, model: str, tag: str | None, file: Path | None, setting: str = "method.teacher"):
         super().__init__(model + (f"/{tag}" if tag else "") + (f":{file}" if file else ""))
+        self.setting = setting
         self.model = model
         self.tag = tag
         self.file = file
@@ -82,20 +96,19 @@ class OpenClip(Teacher):
     def _check(self, task: Task, wordings: Set[Wording], trainable: bool) -> None:
         vision = self._config().get("vision_cfg", {})
         if trainable and ("timm_model_name" in vision or not isinstance(vision.get("layers", 12), int)):
-            raise teacher_error(
-                self.name,
+            raise self._error(
                 "the image tower has no projection matrix that could be trained",
                 "Give a vision transformer of open_clip's own, as ViT-B-32/openai, or set method.finetune=false.",
                 code="model.teacher-mismatch",
             )
-        describe(task.class_names, "phrase")
+        describe(task.class_names, "phrase", self.setting)
         self._weights()
 
     def text(self, names: Sequence[str], wording: Wording, device: torch.device) -> Tensor:
         from open_clip import get_tokenizer
 
         model = self.load().to(device)
-        tokens = get_tokenizer(self.model)(describe(names, wording))
+        tokens = get_tokenizer(self.model)(describe(names, wording, self.setting))
         with torch.no_grad():
             return torch.cat([model.encode_text(part.to(device)).cpu() for part in tokens.split(BATCH)])
 
@@ -118,15 +131,13 @@ class OpenClip(Teacher):
                 store.plain(Path(self.model.removeprefix("local-dir:")) / "open_clip_config.json", store.MIB)
             config = open_clip.get_model_config(self.model)
         except (OSError, ValueError, TypeError, AttributeError, KeyError, RayltError) as error:
-            raise teacher_error(
-                self.name,
+            raise self._error(
                 shorten(error),
                 "Give a folder with open_clip_config.json and weights.",
                 code="model.teacher-unavailable",
             ) from None
         if config is None:
-            raise teacher_error(
-                self.name,
+            raise self._error(
                 f"open_clip has no model {self.model}",
                 f"There are: {', '.join(open_clip.list_models())}.",
                 code="config.unknown-name",
@@ -141,8 +152,7 @@ class OpenClip(Teacher):
         source = open_clip.get_pretrained_cfg(self.model, self.tag)
         if not source:
             tags = open_clip.list_pretrained_tags_by_model(self.model)
-            raise teacher_error(
-                self.name,
+            raise self._error(
                 f"{self.model} has no weights called {self.tag}",
                 f"There are: {', '.join(tags) or 'none'}.",
                 code="config.unknown-name",
@@ -156,8 +166,7 @@ class OpenClip(Teacher):
             endings = (".safetensors", ".bin", ".pth")
             files = [file for file in sorted(folder.iterdir()) if file.suffix in endings and file.is_file()]
             if not files:  # open_clip would use random weights
-                raise teacher_error(
-                    self.name,
+                raise self._error(
                     f"no weights in {folder}",
                     "Put open_clip_model.safetensors there.",
                     code="model.teacher-unavailable",
@@ -165,10 +174,9 @@ class OpenClip(Teacher):
             return files[0]
         source = self._source()
         if self.file is None:
-            return _fetch(self.name, source)
+            return self._fetch(source)
         if not self.file.is_file():
-            raise teacher_error(
-                self.name,
+            raise self._error(
                 f"no file {self.file}",
                 f"Give the weights of {self.model}/{self.tag}, or leave the file out to have them fetched.",
                 code="model.teacher-unavailable",
@@ -193,13 +201,48 @@ class OpenClip(Teacher):
                     force_preprocess_cfg=source,
                 )
         except Exception as error:  # torch and open_clip raise many types for a damaged or wrong file
-            raise teacher_error(
-                self.name,
+            raise self._error(
                 f"{file} does not hold its weights ({shorten(error)})",
                 "Fetch them again.",
                 code="model.teacher-mismatch",
             ) from None
         return model.eval().requires_grad_(False)
+
+    def _fetch(self, source: dict[str, Any]) -> Path:
+        """Return the path of the weight file, from the cache or after a download."""
+        from huggingface_hub import constants, try_to_load_from_cache
+        from open_clip import download_pretrained
+        from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
+
+        hub, file = os.path.split(source.get("hf_hub", ""))
+        files = [file] if file else [HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME]
+        with _one_at_a_time():
+            for candidate in files if hub else []:
+                cached = try_to_load_from_cache(hub, candidate)
+                if isinstance(cached, str):
+                    return Path(cached)
+            try:
+                return Path(download_pretrained(source))
+            except Exception as error:  # each download library has its own errors
+                weights = f"{files[0]} of {hub}" if hub else os.path.basename(source["url"])
+                cache = constants.HF_HUB_CACHE if hub else "~/.cache/clip"
+                raise self._error(
+                    f"the weights, {weights}, are not in {cache} and cannot be fetched ({shorten(error)})",
+                    f"Put them there, or give the file as {self._with_file}.",
+                    code="model.teacher-unavailable",
+                ) from None
+
+    @property
+    def _with_file(self) -> str:
+        if self.setting == "model":
+            return f"model=clip:{self.name}:FILE"
+        return (
+            f"method.teacher={self.name}:FILE, features computed elsewhere as method.teacher=npz:FILE, or "
+            "method.teacher=none"
+        )
+
+    def _error(self, problem: str, remedy: str, *, code: str) -> ConfigError:
+        return teacher_error(self.name, problem, remedy, code=code, setting=self.setting)
 
 
 @lru_cache(maxsize=1)
@@ -227,33 +270,6 @@ def _tower(
         return transform(Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image))
 
     return encode, matrix.detach() if isinstance(matrix, nn.Parameter) else None, preprocess
-
-
-def _fetch(name: str, source: dict[str, Any]) -> Path:
-    """Return the path of a teacher's weight file, from the cache or after a download."""
-    from huggingface_hub import constants, try_to_load_from_cache
-    from open_clip import download_pretrained
-    from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
-
-    hub, file = os.path.split(source.get("hf_hub", ""))
-    files = [file] if file else [HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME]
-    with _one_at_a_time():
-        for candidate in files if hub else []:
-            cached = try_to_load_from_cache(hub, candidate)
-            if isinstance(cached, str):
-                return Path(cached)
-        try:
-            return Path(download_pretrained(source))
-        except Exception as error:  # each download library has its own errors
-            weights = f"{files[0]} of {hub}" if hub else os.path.basename(source["url"])
-            cache = constants.HF_HUB_CACHE if hub else "~/.cache/clip"
-            raise teacher_error(
-                name,
-                f"the weights, {weights}, are not in {cache} and cannot be fetched ({shorten(error)})",
-                f"Put them there, or give the file as method.teacher={name}:FILE, features computed elsewhere as "
-                "method.teacher=npz:FILE, or method.teacher=none.",
-                code="model.teacher-unavailable",
-            ) from None
 
 
 @contextmanager

@@ -197,10 +197,13 @@ class FeatureFile(Teacher):
             raise ValueError(f"its arrays claim {claimed:,} bytes, at most {most:,} can be right")
 
 
-def describe(names: Sequence[str], wording: Wording) -> list[str]:
+def describe(names: Sequence[str], wording: Wording, setting: str = "method.teacher") -> list[str]:
     """Return a text for each class name: "a photo of a {label}", or the label alone.
 
     Underscores become spaces, and ImageNet's 1000 ids the usual names.
+
+    Args:
+        setting: the setting that asks for the texts, for errors.
 
     Raises:
         ConfigError: the names are WordNet ids, but not all 1000 of ImageNet.
@@ -208,10 +211,10 @@ def describe(names: Sequence[str], wording: Wording) -> list[str]:
     if any(WNID.fullmatch(name) for name in names):
         if len(names) != 1000:
             raise ConfigError(
-                f"method.teacher: a text encoder needs readable class names, which only all 1000 ids of ImageNet have "
+                f"{setting}: a text encoder needs readable class names, which only all 1000 ids of ImageNet have "
                 f"({names[0]}, ...). Give the classes readable names.",
                 code="model.teacher-mismatch",
-                key="method.teacher",
+                key=setting,
                 name=names[0],
             )
         from open_clip import IMAGENET_CLASSNAMES  # in the order of the ids
@@ -228,6 +231,10 @@ def shorten(error: Exception) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def teacher_error(name: str, problem: str, remedy: str, *, code: str) -> ConfigError:
-    """Return the error for a teacher that cannot be used."""
-    return ConfigError(f"method.teacher: {problem} ({name}). {remedy}", code=code, key="method.teacher", value=name)
+def teacher_error(name: str, problem: str, remedy: str, *, code: str, setting: str = "method.teacher") -> ConfigError:
+    """Return the error for an image-text model that cannot be used.
+
+    Args:
+        setting: the setting that names it.
+    """
+    return ConfigError(f"{setting}: {problem} ({name}). {remedy}", code=code, key=setting, value=name)

@@ -266,7 +266,8 @@ def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run,
     if not clients_due:
         dropped += [*POOLED, "groups", "clients", "shown"]
         report["figures"] = {name: value for name, value in report["figures"].items() if name != "validation"}
-    report["figures"] = {name: value for name, value in report["figures"].items() if name != "new_clients"}
+    of_the_last = ("new_clients", "zero_shot")
+    report["figures"] = {name: value for name, value in report["figures"].items() if name not in of_the_last}
     report |= dict.fromkeys(dropped)
     if not report.get("confusion"):
         return

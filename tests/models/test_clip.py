@@ -270,7 +270,7 @@ def test_one_process_of_a_node_fetches_at_a_time(tmp_path, monkeypatch):
     with ThreadPoolExecutor() as pool:
         with (Path(tempfile.gettempdir()) / f"raylt-weights-{os.getuid()}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            waiting = pool.submit(clip._fetch, "Tiny/theirs", {"hf_hub": "nobody/tiny/"})
+            waiting = pool.submit(clip.OpenClip("Tiny", "theirs", None)._fetch, {"hf_hub": "nobody/tiny/"})
             time.sleep(0.3)
             assert not looks
             assert not waiting.done()

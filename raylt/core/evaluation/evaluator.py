@@ -89,6 +89,13 @@ class Evaluator:
         )
         return judged | {"confusion": matrices.sha256}, matrices
 
+    def zero_shot(self, model: SplitModel) -> dict[str, float | None]:
+        """Compute the accuracies of an untrained model on the test set: over all classes, and by group of classes."""
+        predict = InHalves(model, lambda text: self.fleet.note(f"zero-shot evaluation at the server: {text}"))
+        with all_threads():
+            counts = counts_of(predict, self._test, self.task.classes, self._config.batch)
+        return {"accuracy": metrics.accuracy(counts.all), **metrics.group_accuracy(counts.all, self.task.groups)}
+
     def _global_is_due(self, step: int, last: bool) -> bool:
         """Return whether an evaluation of the global model is due.
 

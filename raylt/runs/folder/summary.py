@@ -393,6 +393,9 @@ def _client_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if quality := summary.get("quality"):
         values = (quality["auc"], quality["calibration_error"])
         yield "global model: AUC, calibration error", ", ".join("-" if v is None else f"{v:.4f}" for v in values)
+    if (start := summary["figures"].get("zero_shot")) is not None:
+        yield "before training (zero-shot)", percent(start["accuracy"])
+        yield "  many / medium / few", _percents({group: start[group] for group in summary["groups"]})
     for name, figures in summary["others"].items():
         yield f"  evaluated with {name}", percent(figures["clients"]["matched"]["mean"])
     if "privacy" in summary:

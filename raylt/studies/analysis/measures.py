@@ -82,6 +82,7 @@ MEASURES: dict[str, Measure] = {
             ("worst_decile", "worst tenth, own class mix"),
         )
     },
+    "zero_shot": Measure("accuracy before training, by texts", _at("figures", "zero_shot", "accuracy")),
     "bytes_up": Measure("bytes sent by clients", _at("bytes", "up"), higher=False),
     "seconds": Measure("seconds of the run, evaluations included", _at("seconds"), higher=False),
     "bytes_down": Measure("bytes sent to clients", _at("bytes", "down"), higher=False),

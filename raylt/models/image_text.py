@@ -1,0 +1,165 @@
+"""Image-text models as networks: the image tower is the encoder, and texts of the class names can be the classifier.
+
+    clip:MODEL/TAG          open_clip's names, as clip:ViT-B-32/openai; the weights are fetched into the user's cache
+    clip:MODEL/TAG:FILE     the weights of that tag, in a file
+    clip:local-dir:FOLDER   the user's own model: open_clip_config.json and the weights, as open_clip saves them
+
+Features and texts have the length sqrt(s), where s is the scale of the model's logits (100 in OpenAI's). The inner
+product of a feature z and a text t is then s cos(z, t), the image-text model's logit, and the classifier is an ordinary
+linear layer.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raylt.errors import ConfigError
+from raylt.models.clip import OpenClip, open_clip_named
+from raylt.models.split import SplitModel
+
+PREFIX = "clip:"
+
+
+class ImageTower(nn.Module):
+    """The image tower of an image-text model, for images of any size.
+
+    It maps pixels in [0, 1] [B, channels, H, W] to features [B, d] of one length. It resizes and normalises the pixels
+    as in the model's training. Grey images count as three equal colours.
+
+    Args:
+        body: the tower of open_clip.
+        preprocessing: its `preprocess_cfg`.
+        length: of the features.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, body: nn.Module, preprocessing: dict[str, Any], length: float):
+        super().__init__()
+        size = preprocessing["size"]
+        self.body = body
+        self.height, self.width = (size, size) if isinstance(size, int) else size
+        self.interpolation = preprocessing["interpolation"]
+        self.crops = preprocessing["resize_mode"] == "shortest"
+        self.length = length
+        self.register_buffer("mean", torch.tensor(preprocessing["mean"])[:, None, None], persistent=False)
+        self.register_buffer("std", torch.tensor(preprocessing["std"])[:, None, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.body((self._resized(x.expand(-1, 3, -1, -1)) - self.mean) / self.std)
+        z = z[0] if isinstance(z, tuple) else z
+        return F.normalize(z.float(), dim=1) * self.length
+
+    def _resized(self, x: Tensor) -> Tensor:
+        height, width = self.height, self.width
+        if self.crops:  # the shorter side fits, and the middle of the longer one is taken
+            ratio = max(height / x.shape[2], width / x.shape[3])
+            height, width = round(x.shape[2] * ratio), round(x.shape[3] * ratio)
+        if x.shape[2:] != (height, width):
+            x = F.interpolate(x, (height, width), mode=self.interpolation, align_corners=False, antialias=True)
+        top, left = (height - self.height) // 2, (width - self.width) // 2
+        return x[:, :, top : top + self.height, left : left + self.width].clamp(0, 1)
+
+
+def image_text_model(
+    name: str, classes: int, shape: tuple[int, int, int], weights: str | None, side: int | None
+) -> SplitModel:
+    """Build a model whose encoder is the image tower of an image-text model.
+
+    Args:
+        name: one of the forms in this module's docstring.
+        classes: the number of classes, C.
+        shape: height, width and channels of an image.
+        weights, side: the settings `weights` and `input`, which must be None: the name and the tower decide both.
+
+    Raises:
+        ConfigError: there is no such model, its weights are not available, or it does not take these images.
+    """
+    for key, value in (("weights", weights), ("input", side)):
+        if value is not None:
+            raise ConfigError(
+                f"{key}: model = {name} names its weights, and its tower decides the size of images ({value}). Leave "
+                f"{key} out; give a file of weights as model=clip:MODEL/TAG:FILE.",
+                code="config.conflict",
+                key=key,
+                value=value,
+                model=name,
+            )
+    if shape[2] not in (1, 3):
+        raise ConfigError(
+            f"model: {name} takes grey or colour images, and these have {shape[2]} channels. Take another model.",
+            code="model.wrong-input",
+            key="model",
+            value=name,
+        )
+    tower = open_tower(name)
+    dim = tower.dim
+    network = _loaded(tower.name)
+    body = copy.deepcopy(network.visual).requires_grad_()
+    encoder = ImageTower(body, body.preprocess_cfg, _length(network))
+    return SplitModel(encoder.train(), dim, classes)
+
+
+def start_from_texts(model: SplitModel, name: str, class_names: Sequence[str]) -> None:
+    """Set a new model's classifier to the texts "a photo of a {class}". It then classifies as the image-text model.
+
+    Args:
+        model: changed in place.
+        name: of the model, as in `image_text_model`.
+
+    Raises:
+        ConfigError: the model has no text tower, or the class names are not readable.
+    """
+    if not name.startswith(PREFIX):
+        raise ConfigError(
+            f"classifier: model = {name} has no text tower (text). Set model=clip:NAME, or classifier=random.",
+            code="config.conflict",
+            key="classifier",
+            value="text",
+            model=name,
+        )
+    assert isinstance(model.classifier, nn.Linear)
+    with torch.no_grad():
+        model.classifier.weight.copy_(_texts(open_tower(name).name, tuple(class_names)))
+        model.classifier.bias.zero_()
+
+
+def open_tower(name: str) -> OpenClip:
+    """Return the open_clip model that `clip:NAME` names, without reading any file.
+
+    Raises:
+        ConfigError: no model can be named like this.
+    """
+    tower = open_clip_named(name.removeprefix(PREFIX), "model")
+    if tower is None:
+        raise ConfigError(
+            f"model: an image-text model cannot be named like this ({name!r}). Give clip:MODEL/TAG as in "
+            "clip:ViT-B-32/openai, clip:MODEL/TAG:FILE or clip:local-dir:FOLDER.",
+            code="config.unknown-name",
+            key="model",
+            value=name,
+        )
+    return tower
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str) -> Any:
+    """Return the model of open_clip with this name. A process builds many models from one file."""
+    return open_tower(name).load()
+
+
+@lru_cache(maxsize=1)
+def _texts(name: str, class_names: tuple[str, ...]) -> Tensor:
+    """Return the texts of class names, float32 [C, d], each as long as a feature."""
+    texts = open_tower(name).text(class_names, "phrase", torch.device("cpu"))
+    return F.normalize(texts.float(), dim=1) * _length(_loaded(name))
+
+
+def _length(network: Any) -> float:
+    return network.logit_scale.detach().exp().sqrt().item()
