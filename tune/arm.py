@@ -16,10 +16,10 @@ from raylt.errors import CheckpointError, ConfigError, describe_error
 from raylt.methods import METHODS
 from raylt.registry import load_plugin
 from raylt.store import Folder, folder_for
-from raylt.studies.running.tuning import Tuned, Tuning, applying
+from raylt.studies.running.tuning import UNITS, Tuned, Tuning, applying
 from tune.asha import rungs
 from tune.loop import sizes
-from tune.plan import SearchPlan, client_steps
+from tune.plan import SearchPlan, cost_of
 from tune.search import resume, search, with_validation
 from tune.space import Space, axis_of, space
 
@@ -49,14 +49,16 @@ def tune_arm(
     base = with_validation(base)
     reference = with_validation(reference)
     arm_space = _space(base, tuning, arm)
-    budget = round(tuning.runs * client_steps(reference, sizes(reference)))
+    budget = round(tuning.runs * cost_of(reference, sizes(reference), tuning.count))
     outcome: Tuned = {"asked": "", "values": {}, "score": None, "trials": 0, "client_steps": 0, "budget": budget}
+    if tuning.count != "steps":
+        outcome["count"] = tuning.count
     if not arm_space:
         return outcome
-    cost = client_steps(base, sizes(base))
+    cost = cost_of(base, sizes(base), tuning.count)
     if cost > budget:
         raise ConfigError(
-            f"study.tune.runs: the budget is {budget} client-steps, and one trial of the arm takes {cost} "
+            f"study.tune.runs: the budget is {budget} {UNITS[tuning.count]}, and one trial of the arm takes {cost} "
             f"({tuning.runs:g}). Raise it to at least {tuning.runs * cost / budget:.2g}.",
             code="search.budget-too-small",
             key="study.tune.runs",
@@ -79,6 +81,7 @@ def tune_arm(
             searcher=tuning.searcher,
             scheduler="asha" if rungs(base.federation.rounds, None) else "none",
             budget=budget,
+            count=tuning.count,
             seed=base.seed,
             fleet=fleet,
             address=address,
@@ -97,8 +100,8 @@ def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int,
     """Raise CheckpointError if the folder's search has another space, budget, metric or searcher."""
     with Folder.open(folder) as search_folder:
         plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
-    expected = ({method: arm_space}, budget, tuning.metric, tuning.searcher)
-    if (plan.spaces, plan.budget, plan.metric, plan.searcher) != expected:
+    expected = ({method: arm_space}, budget, tuning.count, tuning.metric, tuning.searcher)
+    if (plan.spaces, plan.budget, plan.count, plan.metric, plan.searcher) != expected:
         raise CheckpointError(
             f"{folder}: the folder holds a search for something else. Give the study another name, or remove the "
             "folder.",

@@ -5,17 +5,19 @@ of trials 0 .. k - lag, which it waits for. `lag` is the number of trials that c
 started. So a search has no state to save: the records of its trials restore it.
 """
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from raylt.config import Config, check
 from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Range
 from raylt.seeds import seed_for
+from raylt.studies.running.tuning import UNITS, Count
 from raylt.typed_json import as_json, hash_json
 from tune.asha import TrialProgress, outcomes, rungs
 from tune.records import SEARCH_PLAN_JSON, Metric, Scheduler, Searcher, TrialRecord
@@ -36,6 +38,7 @@ class SearchPlan:
         spaces: by method.
         samples: trials of each method, or draws when a setting is given as a grid; None for no limit but the budget.
         budget: client-steps that each method may spend.
+        count: unit of the budget, see `cost_of`.
         grace: rounds before the first rung.
         lag: see the module's docstring.
         retries: how many times a failed trial is continued.
@@ -46,6 +49,7 @@ class SearchPlan:
     spaces: dict[str, Space]
     samples: int | None = SAMPLES
     budget: int | None = None
+    count: Count = "steps"
     searcher: Searcher = "tpe"
     scheduler: Scheduler = "asha"
     grace: int | None = None
@@ -58,6 +62,11 @@ class SearchPlan:
     @property
     def methods(self) -> list[str]:
         return list(self.spaces)
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of costs and of the budget, in words."""
+        return UNITS[self.count]
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of search.json."""
@@ -178,7 +187,7 @@ class TrialSequence:
             return WAIT
         values = self._values(number, earlier)
         config = configure(self.plan.base, self.method, values)
-        cost = client_steps(config, self._sizes(config))
+        cost = cost_of(config, self._sizes(config), self.plan.count)
         if self.plan.budget is not None and sum(record.spent for record in self.records) + cost > self.plan.budget:
             return WAIT if any(record.outcome is None for record in self.records) else OVER
         self.records.append(TrialRecord(f"{self.method}-{number:03d}", self.method, values, config, cost))
@@ -217,10 +226,37 @@ class TrialSequence:
         return 10 if self.plan.samples is None else min(10, max(4, self.plan.samples // 3))
 
 
+def cost_of(config: Config, sizes: list[int], count: Count) -> int:
+    """Return the cost of a trial in a unit of budgets.
+
+    Args:
+        sizes: samples of each client that holds any.
+        count: "steps": client-steps. "passes": client-steps times the passes that the method makes in a round with
+            these settings, as a multiple of FedAvg's, see `relative_cost`.
+    """
+    steps = client_steps(config, sizes)
+    if count == "steps" or not steps:
+        return steps
+    local = config.local
+    epochs = local.epochs
+    if local.steps is not None:
+        epochs = local.steps * len(sizes) / sum(local.step_count(n, epochs=1) for n in sizes)
+    return round(steps * _relative_cost(json.dumps(config.method, sort_keys=True), epochs))
+
+
+@lru_cache(maxsize=256)
+def _relative_cost(method: str, epochs: float) -> float:
+    from raylt.contract.costs import relative_cost  # it imports torch, which `raylt tune --help` does not need
+    from raylt.methods import make_method
+    from raylt.models import MODELS
+
+    return relative_cost(make_method(json.loads(method)), MODELS["small"], (8, 8, 1), 4, epochs)
+
+
 def client_steps(config: Config, sizes: list[int]) -> int:
     """Return the cost of a trial: the number of SGD steps of all clients in all rounds.
 
-    With partial participation it is their expectation. Other computations of a method do not count.
+    With partial participation it is their expectation.
 
     Args:
         sizes: samples of each client that holds any.

@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
@@ -17,6 +17,7 @@ from raylt.config import Config, followed
 from raylt.errors import CheckpointError
 from raylt.runs.folder.reader import Files
 from raylt.store import Folder
+from raylt.studies.running.tuning import Count
 from raylt.typed_json import as_json, chain, closed, is_chained
 from tune.asha import Outcome
 
@@ -67,6 +68,7 @@ class SearchPlanJson(TypedDict):
     spaces: dict[str, dict[str, Any]]
     samples: Annotated[int, Field(ge=1)] | None
     budget: Annotated[int, Field(ge=1)] | None
+    count: NotRequired[Count]
     searcher: Searcher
     scheduler: Scheduler
     grace: int | None
@@ -93,7 +95,8 @@ class Score:
             has "proxy" before that phase, which decides nothing, and "rehearsal" at a rung, where the phase runs on a
             copy.
         value: the metric of the search; higher is better.
-        client_steps: SGD steps of all clients until then.
+        client_steps: SGD steps of all clients until then; with a budget in passes, the steps of FedAvg with as many
+            passes.
         validation: figures on the validation set, by name.
         test: figures on the test set, which decide nothing; empty for a rehearsal.
     """
@@ -134,7 +137,7 @@ class TrialRecord:
     """The state of a trial as recorded by its search.
 
     Attributes:
-        cost: client-steps of all its rounds.
+        cost: of all its rounds, in the unit of the search's budget.
         scores: by step.
         failed: the error of a failed trial.
         closed: whether no more scores will come.
@@ -214,7 +217,7 @@ class TrialRecord:
 
     @property
     def spent(self) -> int:
-        """Return the client-steps that count towards the budget; the full cost while the outcome is unknown."""
+        """Return the cost that counts towards the budget; the full cost while the outcome is unknown."""
         if self.outcome is None or self.outcome.state == "failed":
             return self.cost
         return self.cost * self.outcome.step // self.config.federation.rounds

@@ -142,7 +142,7 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> Table:
         padding=(0, 1, 0, 0),
         show_edge=False,
     )
-    for head in ("trial", "state", "round", plan.metric, "test", "client-steps", *heads):
+    for head in ("trial", "state", "round", plan.metric, "test", plan.unit, *heads):
         table.add_column(head, no_wrap=True, justify="left" if head == "trial" else "right")
     order = {"done": 0, "stopped": 1, "failed": 2, "open": 3}
     rows = sorted(
@@ -253,7 +253,7 @@ def _draw_scores(
                 fontsize=9,
             )
     panel.margins(y=0.12)
-    panel.set_xlabel("client-steps of a trial")
+    panel.set_xlabel(f"cost of a trial, {plan.unit}")
     panel.set_ylabel(f"validation {plan.metric}, %")
     stopped = sum(r.outcome is not None and r.outcome.state == "stopped" for r in state.trials)
     panel.set_title(f"{len(state.trials)} trials, {stopped} stopped early (hollow)", loc="left", fontsize=10, color=INK)

@@ -36,6 +36,7 @@ from raylt.runs.callbacks.notebook_progress import NotebookProgress
 from raylt.runs.callbacks.trackers import check_trackers
 from raylt.runs.start import check_setup
 from raylt.store import Folder, folder_for, followed
+from raylt.studies.running.tuning import Count
 from tune import report
 from tune.asha import rungs
 from tune.loop import SearchLoop, sizes, task_of
@@ -95,6 +96,7 @@ def search(
     scheduler: Scheduler = "asha",
     grace: int | None = None,
     budget: int | None = None,
+    count: Count = "steps",
     seed: int = 0,
     parallel: int | None = None,
     retries: int = 2,
@@ -116,7 +118,9 @@ def search(
         searcher: how values are chosen: tpe, random or grid.
         scheduler: how trials are stopped early: asha or none.
         grace: rounds before trials are compared for the first time.
-        budget: client-steps that each method may spend, see `client_steps`.
+        budget: client-steps that each method may spend.
+        count: "steps", or "passes" for a budget in which a step costs the passes over samples that its method makes,
+            as a multiple of FedAvg's.
         seed: of the search.
         parallel: trials at once at most; by default as many as the cluster holds. It influences the result of a search
             with TPE, see plan.py.
@@ -142,7 +146,7 @@ def search(
     if samples is None and budget is None:
         samples = SAMPLES
     metric = metric or usual_metric(config, by_method)
-    plan = SearchPlan(config, by_method, samples, budget, searcher, scheduler, grace, metric, seed, 0, retries)
+    plan = SearchPlan(config, by_method, samples, budget, count, searcher, scheduler, grace, metric, seed, 0, retries)
     check_arguments(plan, parallel, fleet)
     if name is not None:
         check_name(name, "name")
@@ -472,7 +476,7 @@ def check_plan(plan: SearchPlan) -> None:
             record = SearchState(unlimited, sizes).sequences[method].next()
             assert isinstance(record, TrialRecord)
             raise ConfigError(
-                f"{spoken('--budget', 'budget')}: one trial of {method} takes {record.cost} client-steps, more "
+                f"{spoken('--budget', 'budget')}: one trial of {method} takes {record.cost} {plan.unit}, more "
                 f"than the budget ({plan.budget}). Raise it, or lower federation.rounds.",
                 code="search.budget-too-small",
                 key="--budget",

@@ -64,7 +64,7 @@ class Trial:
     """One run of a search, advanced step by step.
 
     Args:
-        cost: client-steps of all rounds.
+        cost: of all rounds, in the unit of the search's budget.
         open_fleet: called with setup, task, a name for the actors and the device of this process.
         leased: whether Ray leased a GPU to this process, see `open_device`.
     """

@@ -62,6 +62,13 @@ def tune(
         int | None, typer.Option(min=1, help="Rounds before trials are compared; by default a ninth of all.")
     ] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="Client-steps that each method may spend.")] = None,
+    count: Annotated[
+        Literal["steps", "passes"],
+        typer.Option(
+            help="Unit of --budget: steps, or passes, where a step costs the passes over samples that its method "
+            "makes, as a multiple of FedAvg's."
+        ),
+    ] = "steps",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
     retries: Annotated[int, typer.Option(min=0, help="Number of times to continue a failed trial.")] = 2,
     resume: Annotated[Path | None, typer.Option(help="Folder of a search to continue.")] = None,
@@ -119,7 +126,7 @@ def tune(
         if scheduler not in ("asha", "none"):
             choices = {"metric": metric, "searcher": searcher, "scheduler": scheduler, "grace": grace, "seed": seed}
             choices |= {"samples": samples, "retries": retries, "parallel": parallel}
-            ray_searches.check_options(fleet.value, budget, track or [], scheduler)
+            ray_searches.check_options(fleet.value, budget, count, track or [], scheduler)
             ray_searches.search(config, spaces, folder, name, address, choices, format)
             return
         with say_how_to_resume() as started:
@@ -134,6 +141,7 @@ def tune(
                 scheduler=scheduler,
                 grace=grace,
                 budget=budget,
+                count=count,
                 seed=seed,
                 retries=retries,
                 **execution,

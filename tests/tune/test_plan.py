@@ -7,7 +7,8 @@ import pytest
 from raylt.config import Config
 from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Uniform
-from tune.plan import OVER, WAIT, SearchPlan, SearchState, client_steps
+from raylt.typed_json import hash_json
+from tune.plan import OVER, WAIT, SearchPlan, SearchState, client_steps, cost_of
 from tune.records import Score, TrialRecord
 from tune.report import draw
 
@@ -78,6 +79,49 @@ def test_the_best_is_one_that_went_to_its_end():
     best = state.best()
     assert best is not None
     assert best.outcome.score == max(r.outcome.score for r in state.trials if r.outcome.state == "done")
+
+
+@pytest.mark.parametrize(
+    ("method", "local", "multiple"),
+    [
+        ({"name": "fedavg"}, {"epochs": 2}, 1),
+        ({"name": "ditto"}, {"epochs": 2}, 2),
+        ({"name": "fedrep", "head_epochs": 4}, {"epochs": 2}, 6 / 2),
+        # 4 steps where a pass over 64, 32 and 33 samples has 2, 1 and 1: three passes, and four of the head
+        ({"name": "fedrep", "head_epochs": 4}, {"steps": 4}, 7 / 3),
+    ],
+)
+def test_a_budget_in_passes_counts_what_a_method_computes(method, local, multiple):
+    config = BASE.model_copy(update={"method": method, "local": BASE.local.model_copy(update=local)})
+    steps = client_steps(config, sizes(config))
+    assert cost_of(config, sizes(config), "steps") == steps
+    assert cost_of(config, sizes(config), "passes") == round(multiple * steps)
+
+
+def test_a_method_that_computes_twice_as_much_gets_half_the_trials():
+    def trials(count):
+        budget = 10 * client_steps(BASE, sizes(BASE))
+        state = SearchState(
+            plan(
+                spaces={"ditto": {"local.lr": SPACE["local.lr"]}},
+                samples=None,
+                budget=budget,
+                count=count,
+                scheduler="none",
+                searcher="random",
+            ),
+            sizes,
+        )
+        return len(run(state, random.Random(0), 1).trials)
+
+    assert trials("steps") == 10
+    assert trials("passes") == 5
+
+
+def test_a_plan_without_a_unit_of_its_budget_counts_steps():
+    tree = {key: value for key, value in plan().to_json().items() if key not in ("count", "sha256")}
+    old = json.dumps({**tree, "sha256": hash_json(tree)}).encode()
+    assert SearchPlan.from_json(old, "search.json") == plan()
 
 
 def test_client_steps_by_hand():

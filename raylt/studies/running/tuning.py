@@ -1,4 +1,4 @@
-"""Tuning of a study's arms on validation samples, each with the same budget of client steps.
+"""Tuning of a study's arms on validation samples, each with the same budget.
 
     tune: {runs: 8, ranges: {local.lr: "loguniform(0.003, 0.1)"}}
 
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
@@ -36,11 +36,17 @@ LIMIT = 2**26  # bytes of that file
 ARM = "from raylt.own_code.top_level_names import claim; claim(); from tune.arm import main; main()"
 
 
+Count = Literal["steps", "passes"]
+UNITS: dict[Count, str] = {"steps": "client-steps", "passes": "client-steps of FedAvg"}
+
+
 class Tuning(Section):
     """The settings of a study's searches.
 
     Attributes:
-        runs: budget of every arm, in whole runs of the reference arm in that cell; its unit is client-steps.
+        runs: budget of every arm, in whole runs of the reference arm in that cell.
+        count: unit of the budget. "steps": a step of SGD costs the same whatever a method computes in it. "passes": a
+            step costs the passes over samples that the trial's method makes for it, as a multiple of FedAvg's.
         ranges: range of each setting that is searched for every arm, as in loguniform(0.003, 0.1). A range of a
             method's field is for the arms whose method has it.
         fields: fields of the methods, by arm, that are searched; by default all that the study does not give.
@@ -49,6 +55,7 @@ class Tuning(Section):
     """
 
     runs: float = Field(gt=0, le=1000)
+    count: Count = "steps"
     ranges: dict[str, str] = Field(default={})
     fields: dict[str, list[str]] = Field(default={})
     metric: Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou"] = "accuracy"
@@ -60,7 +67,8 @@ class Tuned(TypedDict):
     """The outcome of tuning one arm in one cell.
 
     `asked` is the hash of the search, see `search_hash`. `values` are settings by dotted key. `score` is the metric on
-    validation samples; None where there was nothing to search.
+    validation samples; None where there was nothing to search. `count` is the unit of `client_steps` and `budget`,
+    "steps" where it is left out.
     """
 
     asked: str
@@ -69,6 +77,7 @@ class Tuned(TypedDict):
     trials: int
     client_steps: int
     budget: int
+    count: NotRequired[Count]
 
 
 Outcomes = dict[str, dict[str, Tuned]]  # by cell and arm
@@ -178,6 +187,9 @@ def search_hash(
     return hash_json(
         {
             "runs": tuning.runs,
+            **(
+                {} if tuning.count == "steps" else {"count": tuning.count}
+            ),  # searches of earlier versions keep their hash
             "metric": tuning.metric,
             "searcher": tuning.searcher,
             "fields": tuning.fields.get(arm),
@@ -243,9 +255,10 @@ def describe(cell: str, arm: str, outcome: Tuned) -> str:
     if outcome["score"] is None:
         return f"{name}: nothing to tune"
     values = ", ".join(f"{key} {value}" for key, value in outcome["values"].items())
+    unit = UNITS[outcome.get("count", "steps")]
     return (
         f"{name}: {values} ({outcome['trials']} trials, {outcome['client_steps']:,} of {outcome['budget']:,} "
-        f"client-steps, {100 * outcome['score']:.2f} % on validation samples)"
+        f"{unit}, {100 * outcome['score']:.2f} % on validation samples)"
     )
 
 

@@ -93,6 +93,26 @@ def test_an_arm_is_searched_within_the_budget_and_resumes_after_an_interruption(
         tune_arm(tmp_path, base, reference, definition.tune.model_copy(update={"runs": 4}), "prox")
 
 
+def test_a_budget_in_passes_counts_what_an_arm_computes(tmp_path):
+    definition = define(TUNED | {"arms": {"fedavg": "fedavg", "ditto": "ditto"}})
+    bases = definition.bases()
+    tuned = {
+        count: tune_arm(
+            tmp_path / count,
+            bases["", "ditto"],
+            bases["", "fedavg"],
+            definition.tune.model_copy(update={"count": count}),
+            "ditto",
+        )
+        for count in ("steps", "passes")
+    }
+    assert tuned["steps"]["budget"] == tuned["passes"]["budget"]
+    assert (tuned["steps"]["trials"], tuned["passes"]["trials"]) == (3, 1)
+    assert tuned["passes"]["client_steps"] * 3 == tuned["passes"]["budget"] * 2
+    assert "client-steps of FedAvg, " in describe("", "ditto", tuned["passes"])
+    assert "client-steps, " in describe("", "ditto", tuned["steps"])
+
+
 def test_ranges_of_other_methods_fields_and_given_fields_are_not_searched(tmp_path):
     definition = define(TUNED)
     tuning = Tuning(runs=3, ranges={"method.mu": "loguniform(0.1, 1)"}, fields={"prox 1": []})
@@ -130,6 +150,8 @@ def test_a_search_is_the_same_wherever_its_files_lie_and_whatever_other_arms_hav
     assert hashed({}, tune=TUNED["tune"] | {"ranges": {"method.mu": "uniform(0, 1)"}}) != first
     assert hashed({}, reference="prox 1") != first  # the budget is counted in runs of the reference
     assert hashed({"local": {"epochs": 2}}) != first
+    assert hashed({}, tune=TUNED["tune"] | {"count": "steps"}) == first
+    assert hashed({}, tune=TUNED["tune"] | {"count": "passes"}) != first
 
 
 def test_nothing_is_searched_while_a_run_is_of_another_version_of_the_code(tmp_path, monkeypatch):
