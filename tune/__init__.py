@@ -6,7 +6,8 @@ With Ray Tune's own schedulers and searchers: `from tune import param_space, tra
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tune.pareto import draw_pareto, pareto_front
+from tune.drawing import draw_pareto
+from tune.pareto import pareto_front
 from tune.search import SearchResult, resume, search
 from tune.space import space, spaces_of
 

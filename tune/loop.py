@@ -1,5 +1,6 @@
 """A running search: hands out trials and collects scores, wherever the trials run."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -94,10 +95,11 @@ class SearchLoop:
                 trial_folder.remove("checkpoints")
         best = self.state.best()
         ended = sum(other.closed for other in self.state.trials)
-        self.callback.on_trial_end(report_of(record), None if best is None else report_of(best), ended)
+        others = self.plan.other_metrics
+        self.callback.on_trial_end(report_of(record, others), None if best is None else report_of(best, others), ended)
 
 
-def report_of(record: TrialRecord) -> TrialReport:
+def report_of(record: TrialRecord, other_metrics: Sequence[str] = ()) -> TrialReport:
     """Return the report about a trial that callbacks receive."""
     outcome = record.outcome
     return TrialReport(
@@ -107,4 +109,5 @@ def report_of(record: TrialRecord) -> TrialReport:
         round=None if outcome is None else outcome.step,
         score=None if outcome is None else outcome.score,
         failed=record.failed,
+        other_scores={name: record.figures[name] for name in other_metrics if name in record.figures},
     )

@@ -8,7 +8,7 @@ started. So a search has no state to save: the records of its trials restore it.
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -20,6 +20,7 @@ from raylt.seeds import seed_for
 from raylt.studies.running.tuning import UNITS, Count
 from raylt.typed_json import as_json, hash_json
 from tune.asha import TrialProgress, outcomes, rungs
+from tune.pareto import pareto_front
 from tune.records import SEARCH_PLAN_JSON, Metric, Scheduler, Searcher, TrialRecord
 from tune.space import Grid, Space, combinations, configure, draw, parse, readable, to_text
 
@@ -40,6 +41,8 @@ class SearchPlan:
         budget: client-steps that each method may spend.
         count: unit of the budget, see `cost_of`.
         grace: rounds before the first rung.
+        metric: the metric that decides which trials ASHA stops, what TPE proposes and which trial is the best.
+        other_metrics: metrics that are shown and that the Pareto front takes into account.
         lag: see the module's docstring.
         retries: how many times a failed trial is continued.
         start: folder in which relative paths of the settings start; None until the search has a folder.
@@ -54,6 +57,7 @@ class SearchPlan:
     scheduler: Scheduler = "asha"
     grace: int | None = None
     metric: Metric = "accuracy"
+    other_metrics: tuple[Metric, ...] = ()
     seed: int = 0
     lag: int = 1
     retries: int = 2
@@ -68,10 +72,18 @@ class SearchPlan:
         """Return the unit of costs and of the budget, in words."""
         return UNITS[self.count]
 
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return (self.metric, *self.other_metrics)
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of search.json."""
         spaces = {method: {key: to_text(axis) for key, axis in space.items()} for method, space in self.spaces.items()}
         rest = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("base", "spaces")}
+        if self.other_metrics:
+            rest["other_metrics"] = list(self.other_metrics)
+        else:
+            del rest["other_metrics"]  # so that a search with one metric keeps its hash
         content = {**rest, "spaces": spaces, "base": self.base.model_dump(mode="json")}
         return {**content, "sha256": hash_json(content)}
 
@@ -106,7 +118,9 @@ class SearchPlan:
                         value=text,
                     )
                 spaces[method][key] = axis
-        return cls(**tree | {"base": check(Config, tree["base"], f"{name}: "), "spaces": spaces})
+        base = check(Config, tree["base"], f"{name}: ")
+        other_metrics = tuple(tree.get("other_metrics", ()))
+        return cls(**tree | {"base": base, "spaces": spaces, "other_metrics": other_metrics})
 
 
 class SearchState:
@@ -151,6 +165,18 @@ class SearchState:
             key=lambda r: r.outcome.score if r.outcome and r.outcome.score is not None else -math.inf,
             default=None,
         )
+
+
+def front_of(plan: SearchPlan, trials: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """Return the finished trials that no other finished trial dominates by the search's metrics.
+
+    Stopped trials are left out, because their figures are of an earlier round.
+
+    Returns:
+        The trials, by descending first metric.
+    """
+    done = [record for record in trials if record.outcome is not None and record.outcome.state == "done"]
+    return [done[index] for index in pareto_front([record.figures for record in done], plan.metrics)]
 
 
 class TrialSequence:

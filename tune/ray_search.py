@@ -3,10 +3,11 @@
 Which trials they stop or copy depends on which process is faster, so the same seed need not give the same search.
 raylt's own ASHA does not have this property, and stays the default (asha.py).
 
-The search's folder is Tune's own, with three more files:
+The search's folder is Tune's own, with some more files:
 
     ray_search.json  the settings of the search, for `raylt tune --resume`
     trials.csv       one row for each trial
+    pareto.png       for several metrics: the trials and their Pareto front
     best.yaml        the best trial's configuration; a trial of pbt has another one for each stretch of its rounds
 """
 
@@ -15,7 +16,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,8 @@ from raylt.errors import RayltError, on_one_line
 from raylt.hyper import Choice
 from raylt.store import Folder, folder_for
 from raylt.typed_json import as_json
+from tune.drawing import draw_pareto
+from tune.pareto import pareto_front
 from tune.ray_space import param_space
 from tune.ray_trainable import trainable
 from tune.records import Metric, Searcher
@@ -49,6 +52,8 @@ class RaySearchPlan:
         config: the settings that all trials share, as JSON values.
         space: the ranges, as texts.
         samples: trials.
+        metric: the metric that decides.
+        other_metrics: metrics that are shown and that the Pareto front takes into account.
         grace: rounds before trials are compared for the first time, and for pbt between two exchanges.
         retries: how many times a failed trial is continued from its last checkpoint.
     """
@@ -63,6 +68,11 @@ class RaySearchPlan:
     seed: int
     parallel: int | None
     retries: int
+    other_metrics: tuple[Metric, ...] = ()
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return (self.metric, *self.other_metrics)
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
             verbose=0,
             checkpoint_config=_checkpoints(plan, config),
             failure_config=ray_tune.FailureConfig(max_failures=plan.retries),
-            callbacks=[_EndedTrials(plan.metric)],
+            callbacks=[_EndedTrials(plan.metrics)],
         ),
     )
     with folder_for(folder) as search_folder:
@@ -151,13 +161,13 @@ def _searcher(plan: RaySearchPlan) -> OptunaSearch | None:
 class _EndedTrials(ray_tune.Callback):
     """Callback that prints a line to standard error for each trial that has ended."""
 
-    def __init__(self, metric: Metric):
-        self._metric = metric
+    def __init__(self, metrics: Sequence[Metric]):
+        self._metrics = metrics
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         figures = trial.last_result
-        score = figures.get(self._metric)
-        shown = "-" if score is None else f"{100 * score:.2f} %"
+        first, *others = (_percent(figures.get(name)) for name in self._metrics)
+        shown = "".join([first, *(f"  {name} {text}" for name, text in zip(self._metrics[1:], others, strict=True))])
         values = " ".join(f"{key}={value}" for key, value in trial.config.items())
         print(f"{trial.trial_id}  ended after round {figures.get('round', 0)}  {shown}  {values}", file=sys.stderr)
 
@@ -201,6 +211,9 @@ def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -
             path=str(folder),
             cause=cause,
         )
+    if plan.other_metrics:
+        front = pareto_front(rows, plan.metrics)
+        rows = [{**row, "front": index in front} for index, row in enumerate(rows)]
     table = io.StringIO()
     writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -208,6 +221,8 @@ def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -
     config, _ = _opened(plan)
     best = configure(config, config.method["name"], {key: rows[0][key] for key in plan.space})
     with Folder.open(folder) as search_folder:
+        if plan.other_metrics:
+            search_folder.write("pareto.png", draw_pareto(rows, plan.metrics, [row["trial"] for row in rows]))
         search_folder.write("trials.csv", table.getvalue())
         search_folder.write("best.yaml", yaml_text.write(best.model_dump(mode="json")))
     return RaySearchResult(folder, rows, (folder / "pbt_global.txt").is_file(), results)
@@ -219,10 +234,14 @@ def _row(result: ray_tune.Result, plan: RaySearchPlan) -> dict[str, Any]:
     return {
         "trial": figures.get("trial_id"),
         "round": figures.get("round"),
-        plan.metric: figures.get(plan.metric),
+        **{name: figures.get(name) for name in plan.metrics},
         **{key: config.get(key) for key in plan.space},
         "failed": None if result.error is None else _last_line(result.error),
     }
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"
 
 
 def _last_line(error: Exception) -> str:

@@ -62,7 +62,7 @@ class EndedTrialJson(TypedDict):
 
 @closed
 class SearchPlanJson(TypedDict):
-    """The content of search.json as JSON."""
+    """The content of search.json as JSON. A search with one metric has no `other_metrics`."""
 
     base: dict[str, Any]
     spaces: dict[str, dict[str, Any]]
@@ -73,6 +73,7 @@ class SearchPlanJson(TypedDict):
     scheduler: Scheduler
     grace: int | None
     metric: Metric
+    other_metrics: NotRequired[list[Metric]]
     seed: int
     lag: Annotated[int, Field(ge=0)]
     retries: Annotated[int, Field(ge=0)]
@@ -230,6 +231,12 @@ class TrialRecord:
         """
         last = self.outcome.step if self.outcome is not None and self.outcome.state == "stopped" else math.inf
         return [score for score in self.scores.values() if score.step <= last]
+
+    @property
+    def figures(self) -> dict[str, float | None]:
+        """Return the validation figures of the deciding score; empty while there is no outcome."""
+        deciding = self.deciding_score
+        return {} if deciding is None else deciding.validation
 
     @property
     def deciding_score(self) -> Score | None:

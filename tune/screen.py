@@ -53,4 +53,9 @@ def _outcome_of(trial: TrialReport) -> str:
         return f"failed: {trial.failed}"
     if trial.score is None:
         return "ended, to be compared with earlier trials"
-    return f"{trial.state} after round {trial.round}  {100 * trial.score:.2f} %"
+    others = "".join(f"  {name} {_percent(value)}" for name, value in trial.other_scores.items())
+    return f"{trial.state} after round {trial.round}  {_percent(trial.score)}{others}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"

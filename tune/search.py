@@ -6,7 +6,7 @@ A search has a folder:
     trials.jsonl     one line per trial that has ended; a resumed search restores its trials from it
     trials/<trial>/  the run folder of each trial (raylt/runs/folder/writer.py), with its scores on the validation set
     best.yaml        the best configuration, for raylt run
-    trials.csv, trials.json, search.png
+    trials.csv, trials.json, search.png, and pareto.png for several metrics
     tune/            Ray Tune's own state, which raylt does not read
 """
 
@@ -40,7 +40,7 @@ from raylt.studies.running.tuning import Count
 from tune import report
 from tune.asha import rungs
 from tune.loop import SearchLoop, sizes, task_of
-from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState
+from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, front_of
 from tune.records import SEARCH_PLAN_JSON, Metric, TrialRecord
 from tune.space import Space
 
@@ -75,6 +75,11 @@ class SearchResult:
     plan: SearchPlan
     state: SearchState
 
+    @property
+    def front(self) -> list[TrialRecord]:
+        """Return the finished trials on the Pareto front of the search's metrics, best by the first metric first."""
+        return front_of(self.plan, self.trials)
+
     def __repr__(self) -> str:
         return f"SearchResult({str(self.folder)!r}, best {self.best.id} of {len(self.trials)} trials)"
 
@@ -91,7 +96,7 @@ def search(
     *,
     out: Path | str = "runs",
     name: str | None = None,
-    metric: Metric | None = None,
+    metric: Metric | Sequence[Metric] | None = None,
     searcher: Searcher = "tpe",
     scheduler: Scheduler = "asha",
     grace: int | None = None,
@@ -114,7 +119,8 @@ def search(
         out, name: the search's folder is `out/name`.
         metric: on the validation set: accuracy, many, medium, few, owned, matched, miou, local, which is the mean over
             the clients on the images taken from them, or worst_decile, that of the worst tenth of the clients. By
-            default accuracy, or local for clients' own models.
+            default accuracy, or local for clients' own models. Of several metrics the first decides; the others are
+            shown, and the Pareto front is that of all.
         searcher: how values are chosen: tpe, random or grid.
         scheduler: how trials are stopped early: asha or none.
         grace: rounds before trials are compared for the first time.
@@ -146,7 +152,22 @@ def search(
     if samples is None and budget is None:
         samples = SAMPLES
     metric = metric or usual_metric(config, by_method)
-    plan = SearchPlan(config, by_method, samples, budget, count, searcher, scheduler, grace, metric, seed, 0, retries)
+    metrics: tuple[Any, ...] = (metric,) if isinstance(metric, str) else tuple(metric)
+    plan = SearchPlan(
+        config,
+        by_method,
+        samples,
+        budget,
+        count,
+        searcher,
+        scheduler,
+        grace,
+        metrics[0],
+        metrics[1:],
+        seed,
+        retries=retries,
+        lag=0,
+    )
     check_arguments(plan, parallel, fleet)
     if name is not None:
         check_name(name, "name")
@@ -410,6 +431,7 @@ def check_arguments(plan: SearchPlan, parallel: int | None, fleet: str) -> None:
             key=key,
             value=first["input"],
         ) from None
+    check_metrics(plan.metrics)
     if fleet not in ("ray", "local"):
         raise ConfigError(
             f"fleet: no such fleet ({fleet!r}). Give ray or local.",
@@ -424,6 +446,18 @@ def check_arguments(plan: SearchPlan, parallel: int | None, fleet: str) -> None:
             key="parallel",
             value=parallel,
         )
+
+
+def check_metrics(metrics: Sequence[str]) -> None:
+    """Raise ConfigError if a metric is given twice."""
+    for metric in metrics:
+        if metrics.count(metric) > 1:
+            raise ConfigError(
+                f"{spoken('--metric', 'metric')}: given twice ({metric}). Give each metric once.",
+                code="config.conflict",
+                key="--metric",
+                value=metric,
+            )
 
 
 def usual_metric(config: Config, methods: Iterable[str]) -> Metric:
@@ -452,14 +486,15 @@ def check_plan(plan: SearchPlan) -> None:
             setup = resolve(plan.base.model_copy(update={"method": {"name": name}}))
             spec = task_of(plan.base).spec
             check_setup(setup, spec)
-    if plan.metric in GROUPS and plan.metric not in _judged_groups(task_of(plan.base)):
-        raise ConfigError(
-            f"{spoken('--metric', 'metric')}: no {plan.metric}-shot class has a validation sample ({plan.metric}). "
-            f"Choose another metric, or set data.groups or data.validation.",
-            code="search.no-class",
-            key="--metric",
-            value=plan.metric,
-        )
+    for metric in plan.metrics:
+        if metric in GROUPS and metric not in _judged_groups(task_of(plan.base)):
+            raise ConfigError(
+                f"{spoken('--metric', 'metric')}: no {metric}-shot class has a validation sample ({metric}). "
+                f"Choose another metric, or set data.groups or data.validation.",
+                code="search.no-class",
+                key="--metric",
+                value=metric,
+            )
     for method, sequence in SearchState(plan, sizes).sequences.items():
         if plan.scheduler == "asha" and not rungs(plan.base.federation.rounds, plan.grace):
             raise ConfigError(

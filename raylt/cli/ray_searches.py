@@ -39,11 +39,11 @@ def search(
 
     Args:
         spaces: one space, by its method.
-        choices: fields of a `RaySearchPlan`; without samples there are 20 trials.
+        choices: fields of a `RaySearchPlan`, and `metrics`; without samples there are 20 trials.
     """
     from tune.changes import check_exchangeable
     from tune.plan import SAMPLES
-    from tune.search import usual_metric
+    from tune.search import check_metrics, usual_metric
     from tune.space import to_text
 
     if len(spaces) > 1:
@@ -55,6 +55,9 @@ def search(
             value=",".join(spaces),
         )
     [(method, space)] = spaces.items()
+    fields = dict(choices)
+    metrics: list[Any] = fields.pop("metrics") or [usual_metric(config, spaces)]
+    check_metrics(metrics)
     if choices["scheduler"] == "pbt":
         check_exchangeable(space, method)
     name = name or f"search-{method}-{choices['scheduler']}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -72,11 +75,9 @@ def search(
         plan = RaySearchPlan(
             config=config.model_dump(mode="json"),
             space={key: to_text(axis) for key, axis in space.items()},
-            **{
-                **choices,
-                "samples": choices["samples"] or SAMPLES,
-                "metric": choices["metric"] or usual_metric(config, spaces),
-            },
+            metric=metrics[0],
+            other_metrics=tuple(metrics[1:]),
+            **{**fields, "samples": fields["samples"] or SAMPLES},
         )
         return ray_search(target, plan)
 
@@ -145,4 +146,6 @@ def _show(result: "RaySearchResult", format: Format) -> None:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

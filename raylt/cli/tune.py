@@ -2,6 +2,7 @@
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,20 @@ from raylt.own_code.top_level_names import claim
 from raylt.runs.callbacks.base import Callbacks
 
 
+class MetricName(StrEnum):
+    """The metrics of a search, see `tune.records.Metric`."""
+
+    accuracy = "accuracy"
+    many = "many"
+    medium = "medium"
+    few = "few"
+    owned = "owned"
+    matched = "matched"
+    miou = "miou"
+    local = "local"
+    worst_decile = "worst_decile"
+
+
 def tune(
     context: typer.Context,
     settings: Settings = None,
@@ -43,11 +58,11 @@ def tune(
         typer.Option(help="Fields of the methods to search, as in gamma,tau; by default all that are not given."),
     ] = None,
     metric: Annotated[
-        Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou", "local", "worst_decile"] | None,
+        list[MetricName] | None,
         typer.Option(
             help="Metric to optimise, on validation samples; by default accuracy, or where clients have models of "
             "their own local, the mean over the clients on the samples taken from them; worst_decile is that of the "
-            "worst tenth of the clients."
+            "worst tenth of the clients. If repeated, the first metric decides and all give the Pareto front."
         ),
     ] = None,
     searcher: Annotated[Literal["tpe", "random", "grid"], typer.Option(help="Rule that chooses values.")] = "tpe",
@@ -81,6 +96,7 @@ def tune(
     format: FormatOption = Format.table,
 ) -> None:
     """Search for the best values of method fields and of settings given as ranges: local.lr=loguniform(0.01,0.3)."""
+    metrics: list[Any] = [name.value for name in metric or []]
     execution: dict[str, Any] = {"parallel": parallel, "fleet": fleet.value, "address": address, "track": track or []}
     if resume is not None:
         fixed = [
@@ -108,7 +124,7 @@ def tune(
     claim()
     from tune import resume as resume_search
     from tune import search
-    from tune.report import importance_lines, run_command, table_of
+    from tune.report import front_lines, importance_lines, run_command, table_of
     from tune.screen import SearchProgress
     from tune.space import separate, spaces_of
 
@@ -124,7 +140,7 @@ def tune(
         config, names = _methods(read(file, fixed), _words(methods or ""))
         spaces = spaces_of(names, ranges, config, None if fields is None else _words(fields))
         if scheduler not in ("asha", "none"):
-            choices = {"metric": metric, "searcher": searcher, "scheduler": scheduler, "grace": grace, "seed": seed}
+            choices = {"metrics": metrics, "searcher": searcher, "scheduler": scheduler, "grace": grace, "seed": seed}
             choices |= {"samples": samples, "retries": retries, "parallel": parallel}
             ray_searches.check_options(fleet.value, budget, count, track or [], scheduler)
             ray_searches.search(config, spaces, folder, name, address, choices, format)
@@ -136,7 +152,7 @@ def tune(
                 samples,
                 out=folder,
                 name=name,
-                metric=metric,
+                metric=metrics or None,
                 searcher=searcher,
                 scheduler=scheduler,
                 grace=grace,
@@ -160,7 +176,7 @@ def tune(
         )
     else:
         out.print(table_of(result.plan, result.state))
-        for line in importance_lines(result.folder):
+        for line in (*importance_lines(result.folder), *front_lines(result.folder, result.plan, result.state)):
             out.print(line, soft_wrap=True)
         out.print(f"best: {result.best.id}; {run_command(result.folder)}", soft_wrap=True)
 

@@ -17,6 +17,7 @@ RANGE = "local.lr=loguniform(0.01,0.3)"
         (["--scheduler", "pbt", "seed=choice(0,1)"], "search.fixed-setting"),
         (["--scheduler", "pbt", "--name", "taken"], "search.exists"),
         (["--scheduler", "bohb"], "command.usage"),
+        (["--scheduler", "median", "--metric", "few", "--metric", "few"], "config.conflict"),
     ],
 )
 def test_what_does_not_go_with_a_scheduler_of_ray_is_refused_before_ray_starts(raylt, tmp_path, arguments, code):
@@ -29,8 +30,11 @@ def test_what_does_not_go_with_a_scheduler_of_ray_is_refused_before_ray_starts(r
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["hyperband", "pbt", "median"])
 def test_a_search_with_a_scheduler_of_ray_leaves_its_tables_and_can_be_resumed(raylt, ray_session, tmp_path, scheduler):
+    metrics = ["--metric", "accuracy", "--metric", "many"]
     where = ["--name", "s", "--samples", "3", "--format", "json"]
-    ended = raylt("tune", *SETTINGS, RANGE, "--fields", "mu", "--scheduler", scheduler, "--grace", "2", *where)
+    ended = raylt(
+        "tune", *SETTINGS, RANGE, "--fields", "mu", "--scheduler", scheduler, "--grace", "2", *metrics, *where
+    )
     assert ended.code == 0, ended.err
     shown = json.loads(ended.out[ended.out.index("{\n") :])
     assert [row["failed"] for row in shown["trials"]] == [None] * 3
@@ -38,6 +42,9 @@ def test_a_search_with_a_scheduler_of_ray_leaves_its_tables_and_can_be_resumed(r
     assert scores == sorted(scores, reverse=True)
     folder = tmp_path / "runs/s"
     assert {"best.yaml", "trials.csv", "ray_search.json"} <= {file.name for file in folder.iterdir()}
+    assert list(shown["trials"][0])[:4] == ["trial", "round", "accuracy", "many"]
+    assert shown["trials"][0]["front"] is True
+    assert (folder / "pareto.png").stat().st_size > 1000
     again = raylt("tune", "--resume", folder)
     assert again.code == 0, again.err
     assert f"best: {shown['trials'][0]['trial']}" in again.out

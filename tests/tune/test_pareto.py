@@ -26,6 +26,15 @@ def test_equal_trials_are_all_on_the_front():
     assert pareto_front([{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0}], ("a", "b")) == [0, 1]
 
 
+def test_a_picture_of_three_metrics_has_a_panel_for_each_other_metric():
+    trials = [{"accuracy": 0.9, "few": 0.1, "local": 0.5}, {"accuracy": 0.8, "few": 0.4, "local": 0.6}]
+    sizes = [
+        Image.open(io.BytesIO(draw_pareto(trials, metrics, ("a", "b")))).size
+        for metrics in (("accuracy", "few"), ("accuracy", "few", "local"))
+    ]
+    assert sizes[1] == (sizes[0][0], 2 * sizes[0][1])
+
+
 @pytest.mark.parametrize("trials", [TRIALS, TRIALS[:1], []])
 def test_the_picture_is_drawn_for_any_number_of_trials(trials):
     picture = draw_pareto(trials, ("accuracy", "few"), [str(index) for index in range(len(trials))])

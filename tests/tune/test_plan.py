@@ -8,9 +8,10 @@ from raylt.config import Config
 from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Uniform
 from raylt.typed_json import hash_json
-from tune.plan import OVER, WAIT, SearchPlan, SearchState, client_steps, cost_of
+from tune.drawing import draw
+from tune.plan import OVER, WAIT, SearchPlan, SearchState, client_steps, cost_of, front_of
 from tune.records import Score, TrialRecord
-from tune.report import draw
+from tune.report import table_of
 
 SPACE = {"method.mu": LogUniform(1e-4, 1.0), "local.lr": LogUniform(0.01, 0.3)}
 BASE = Config(method="fedavg", federation={"rounds": 9}, data={"validation": 0.2, "clients": 3})
@@ -176,6 +177,39 @@ def test_a_plan_survives_json():
 def test_a_plan_that_was_changed_is_refused(change, message):
     with pytest.raises(CheckpointError, match=message):
         SearchPlan.from_json(json.dumps(plan(spaces={"fedprox": SPACE}).to_json() | change).encode(), "search.json")
+
+
+def test_a_search_with_one_metric_keeps_the_hash_that_it_had_before_there_were_several():
+    assert "other_metrics" not in plan(metric="few").to_json()
+    several = plan(metric="few", other_metrics=("many", "local"))
+    content = several.to_json()
+    assert SearchPlan.from_json(json.dumps(content).encode(), "search.json") == several
+    with pytest.raises(CheckpointError, match="was changed"):
+        SearchPlan.from_json(json.dumps(content | {"other_metrics": ["many"]}).encode(), "search.json")
+
+
+def test_the_front_has_finished_trials_only_and_the_table_marks_them():
+    several = plan(searcher="random", samples=4, metric="few", other_metrics=("many",))
+    state = SearchState(several, sizes)
+    records = [state.next() for _ in range(4)]
+    # the last trial dominates all others in round 1, and is stopped there by its first metric
+    figures = [
+        ([0.1, 0.3, 0.5], 0.5),
+        ([0.2, 0.4, 0.6], 0.4),
+        ([0.3, 0.5, 0.55], 0.1),
+        ([0.0], 0.9),
+    ]
+    for record, (few, many) in zip(records, figures, strict=True):
+        kinds = zip((1, 3, 9), ("round", "round", "final"), few, strict=False)
+        record.scores = {s: Score(s, kind, v, s, {"few": v, "many": many}, {}) for s, kind, v in kinds}
+        record.closed = True
+    state.update(records[0])
+    assert [record.outcome.state for record in records] == ["done", "done", "done", "stopped"]
+    assert front_of(several, state.trials) == [records[1], records[0]]
+    table = table_of(several, state)
+    assert list(table.columns[1].cells) == ["front", "done", "front", "stopped"]
+    assert [column.header for column in table.columns[3:5]] == ["few", "many"]
+    assert next(iter(table_of(plan(searcher="random", metric="few"), state).columns[1].cells)) == "done"
 
 
 def test_fields_of_one_name_with_other_ranges_have_a_slice_each():

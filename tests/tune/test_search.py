@@ -20,10 +20,12 @@ import raylt
 from actors.capacity import Need
 from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
+from raylt.runs.callbacks.base import Callback
 from tune import resume, search, space, spaces_of
 from tune.loop import SearchLoop
 from tune.placement import bundles_of, check_fit, fitting, most_on_gpu, place_trial
 from tune.plan import SearchPlan
+from tune.verify import verify_search
 
 SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=6", "local.epochs=1"]
 RANGES = {"local.lr": "loguniform(0.01, 0.3)"}
@@ -153,6 +155,33 @@ def test_several_methods_spend_the_same_budget(tmp_path):
         assert 700 - trials[0].cost < sum(r.spent for r in trials) <= 700
 
 
+class _Reports(Callback):
+    def __init__(self):
+        self.trials = []
+
+    def on_trial_end(self, trial, best, ended):
+        self.trials.append(trial)
+
+
+@pytest.mark.slow
+def test_a_search_by_several_metrics_shows_all_and_its_first_metric_decides(undisturbed, tmp_path):
+    several = ["accuracy", "many", "worst_decile"]
+    reports = _Reports()
+    result = small_search(tmp_path, metric=several, callback=reports)
+    assert results(result) == results(undisturbed)
+    assert {tuple(trial.other_scores) for trial in reports.trials if trial.score is not None} == {tuple(several[1:])}
+    with (result.folder / "trials.csv").open() as stream:
+        front = [row["trial"] for row in csv.DictReader(stream) if row["front"] == "True"]
+    assert set(front) == {record.id for record in result.front}
+    assert result.front[0] is result.best
+    assert (result.folder / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert "By the search's other metrics: many" in (result.folder / "best.yaml").read_text()
+    assert all(finding.whole for finding in verify_search(result.folder))
+    assert resume(result.folder, fleet="local").front[0].id == result.best.id
+    assert undisturbed.front == [undisturbed.best]
+    assert not (undisturbed.folder / "pareto.png").exists()
+
+
 @pytest.mark.slow
 def test_a_search_folder_is_not_used_twice(undisturbed):
     with refused("search.exists", CheckpointError, path=str(undisturbed.folder)):
@@ -169,6 +198,9 @@ def test_a_search_folder_is_not_used_twice(undisturbed):
         ({"searcher": "TPE"}, "config.wrong-type", "searcher"),
         ({"scheduler": "ASHA"}, "config.wrong-type", "scheduler"),
         ({"metric": "acc"}, "config.wrong-type", "metric"),
+        ({"metric": ["accuracy", "accuracy"]}, "config.conflict", "--metric"),
+        ({"metric": ["accuracy", "few"]}, "search.no-class", "--metric"),
+        ({"metric": ["accuracy", "acc"]}, "config.wrong-type", "other_metrics.0"),
         ({"samples": 0}, "config.wrong-type", "samples"),
         ({"parallel": -1}, "config.out-of-range", "parallel"),
         ({"fleet": "Local"}, "config.unknown-name", "fleet"),
@@ -178,7 +210,8 @@ def test_a_search_folder_is_not_used_twice(undisturbed):
 def test_arguments_that_cannot_work_are_refused_before_anything_starts(tmp_path, changes, code, key):
     config = load(None, [*SETTINGS, "data.groups=[0, 1]"])
     arguments = {"samples": 8, "out": tmp_path, "name": "s", "fleet": "local", **changes}
-    with refused(code, ConfigError, key=key, value=changes.get(key.removeprefix("--"))):
+    value = changes.get(key.partition(".")[0].removeprefix("--"), changes.get("metric"))
+    with refused(code, ConfigError, key=key, value=value[-1] if isinstance(value, list) else value):
         search(config, space(config, RANGES), **arguments)
     assert not (tmp_path / "s").exists()
 

@@ -1,7 +1,7 @@
 """`Callback`: the protocol of everything that observes a run, a study or a search."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ class TrialReport:
         round: round of its last counted score; None before there is one.
         score: that score; None before there is one.
         failed: one line on why it failed, or None.
+        other_scores: figures by the search's other metrics, by name; empty before there are any.
     """
 
     trial: str
@@ -51,6 +52,7 @@ class TrialReport:
     round: int | None
     score: float | None
     failed: str | None
+    other_scores: Mapping[str, float | None] = field(default_factory=dict)
 
 
 class Callback:
