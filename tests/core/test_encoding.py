@@ -279,6 +279,12 @@ def test_a_method_that_would_be_fedavg_under_a_frozen_encoder_is_refused(tmp_pat
         make_tiny_run(tmp_path, name, f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}")
 
 
+def test_fedbn_is_refused_where_no_batchnorm_layer_learns(tmp_path):
+    settings = (f"model={NAME}", "trainable=lora:2", f"data.root={tmp_path}")
+    with refused("model.lacks-layer", ConfigError, key="model", value=NAME):
+        make_tiny_run(tmp_path, "fedbn", *settings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FEATURES if name not in ("fedavg", "posthoc", "oracle")])
 def test_no_other_method_is_fedavg_under_a_frozen_encoder(tmp_path, name):

@@ -11,6 +11,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from raylt.studies.running.shared_training import stems
 from raylt.studies.running.time_left import Pace
 from raylt.studies.running.worker_slots import WorkerSlot, worker_slots
 
+SHOW_S = 1.0  # between two reports of a study's progress
 ATTEMPTS = 2  # times that a run is started when its process dies
 
 
@@ -142,6 +144,8 @@ class _Pool:
         self._total = done + len(jobs)
         self._failed: list[str] = []
         self._shown: set[str] = set()
+        self._last_shown: tuple[list[str], int, int] | None = None  # what `_show` reported last
+        self._last_shown_at = 0.0
         self._plugins = plugin_files()
 
     def run(self) -> list[str]:
@@ -299,7 +303,16 @@ class _Pool:
         return self._pace.left(job.planned, max(job.steps, job.shared))
 
     def _show(self) -> None:
+        """Report the study's progress: at once if other runs are under way, otherwise every `SHOW_S` seconds."""
         running = [worker.job for worker in self._workers.values() if worker.job]
+        names = [f"{job.planned.folder} ({job.work})" if job.work else job.planned.folder for job in running]
+        state = names, self._done, len(self._failed)
+        now = time.monotonic()
+        # predicting the rest of a thousand runs takes longer than a step of a small model
+        if state == self._last_shown and now - self._last_shown_at < SHOW_S:
+            return
+        self._last_shown = state
+        self._last_shown_at = now
         jobs = [*running, *self._waiting]
         left = [self._left(job) for job in jobs]
         whole = [self._pace.left(job.planned, job.shared) for job in jobs]
@@ -308,7 +321,7 @@ class _Pool:
         status = StudyStatus(
             done=self._done,
             total=self._total,
-            running=[f"{job.planned.folder} ({job.work})" if job.work else job.planned.folder for job in running],
+            running=names,
             share=share / max(1, self._total),  # the total is 0 where another process does the only run
             left_s=makespan(left, len(self._slots)) if self._pace.measured else None,
             untimed_finish=any(self._pace.lacks_finish(job.planned, max(job.steps, job.shared)) for job in jobs),

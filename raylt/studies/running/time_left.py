@@ -24,6 +24,9 @@ class Pace:
     def __init__(self, records: Sequence[RunRecord]):
         self._seconds: dict[tuple[str, str], StepSeconds] = defaultdict(dict)
         self._expected: dict[tuple[str, str], float] = {}  # finishes that were not timed yet
+        # all runs are predicted again after each step of one of them
+        self._means: dict[tuple[str | None, str | None], dict[int, float]] = {}
+        self._finishes: dict[tuple[str, str], bool] = {}
         for record in records:
             for step, (before, after) in enumerate(pairwise([0.0, *record.curve.get("seconds", [])]), 1):
                 self._note(record.arm, record.cell, step, record.planned_steps, after - before)
@@ -39,7 +42,7 @@ class Pace:
             planned: the run.
             steps: as for `left`.
         """
-        if steps > planned.config.federation.rounds or not resolve(planned.config).method.finishes:
+        if steps > planned.config.federation.rounds or not self._has_finish(planned):
             return False
         return not self.measured or (FINISH not in self._nearest(planned) and self._expected_finish(planned) is None)
 
@@ -56,7 +59,7 @@ class Pace:
         rounds = planned.config.federation.rounds
         if not self.measured:
             return max(0, rounds - steps) * _work(planned.config)
-        means = {step: fmean(seconds) for step, seconds in self._nearest(planned).items()}
+        means = self._nearest(planned)
         usual = fmean([seconds for step, seconds in means.items() if step != FINISH] or means.values())
         finish = means.get(FINISH, self._expected_finish(planned) or 0.0) if steps <= rounds else 0.0
         return sum(means.get(step, usual) for step in range(steps + 1, rounds + 1)) + finish
@@ -66,16 +69,31 @@ class Pace:
         of_arm = [seconds for (arm, _), seconds in self._expected.items() if arm == planned.arm]
         return self._expected.get((planned.arm, planned.cell), of_arm[0] if of_arm else None)
 
-    def _nearest(self, planned: Planned) -> StepSeconds:
-        """Return durations measured in the planned run's arm and cell, otherwise in its arm, otherwise in all runs."""
-        in_cell = self._seconds.get((planned.arm, planned.cell))
-        if in_cell:
-            return in_cell
-        of_arm = [seconds for (arm, _), seconds in self._seconds.items() if arm == planned.arm]
-        return _joined(of_arm or list(self._seconds.values()))
+    def _has_finish(self, planned: Planned) -> bool:
+        key = planned.arm, planned.cell
+        if key not in self._finishes:
+            self._finishes[key] = resolve(planned.config).method.finishes
+        return self._finishes[key]
+
+    def _nearest(self, planned: Planned) -> dict[int, float]:
+        """Return mean durations by step: of the planned run's arm and cell, otherwise its arm, otherwise all runs."""
+        return self._mean(planned.arm, planned.cell) or self._mean(planned.arm, None) or self._mean(None, None)
+
+    def _mean(self, arm: str | None, cell: str | None) -> dict[int, float]:
+        """Return mean durations by step over runs of one arm and cell; None stands for all of them."""
+        key = arm, cell
+        if key not in self._means:
+            chosen = [
+                seconds
+                for (of_arm, of_cell), seconds in self._seconds.items()
+                if arm in (None, of_arm) and cell in (None, of_cell)
+            ]
+            self._means[key] = {step: fmean(values) for step, values in _joined(chosen).items()}
+        return self._means[key]
 
     def _note(self, arm: str, cell: str, step: int, rounds: int, seconds: float) -> None:
         self._seconds[arm, cell].setdefault(FINISH if step > rounds else step, []).append(seconds)
+        self._means.clear()
 
 
 def _joined(several: Sequence[StepSeconds]) -> StepSeconds:

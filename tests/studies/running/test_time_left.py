@@ -9,8 +9,10 @@ import pytest
 from made import GROUPS, record, summary
 
 from raylt.cli.main import app
+from raylt.registry import resolve
 from raylt.studies.definition import define
 from raylt.studies.records.recorded_runs import record_path, write_results
+from raylt.studies.running import scheduler, time_left
 from raylt.studies.running.scheduler import Job, Worker, _Pool
 from raylt.studies.running.time_left import Pace
 from raylt.studies.running.worker_slots import WorkerSlot
@@ -149,3 +151,44 @@ def test_a_study_says_how_far_the_last_phase_of_a_run_is(planned, tmp_path):
     pool._show()
     assert shown[-1].left_s == 380
     assert shown[-1].running == [f"{plan.folder} (class 3 of 10, step 40 of 100)"]
+
+
+def test_progress_is_shown_at_once_where_it_is_news_and_once_a_second_otherwise(planned, tmp_path, monkeypatch):
+    shown = []
+    now = 100.0
+    monkeypatch.setattr(scheduler.time, "monotonic", lambda: now)
+    observer = SimpleNamespace(on_study_progress=shown.append)
+    pool = _Pool(
+        [Job(planned["ccvr"], tmp_path, 0)],
+        [WorkerSlot(frozenset(), {})],
+        Pace([]),
+        observer,
+        tmp_path,
+        "local",
+        None,
+        0,
+    )
+    pool._show()
+    pool._show()
+    assert len(shown) == 1
+    now += scheduler.SHOW_S
+    pool._show()
+    assert len(shown) == 2
+    pool._workers[0] = Worker(None, pool._waiting.pop())
+    pool._show()
+    assert [status.running for status in shown] == [[], [], [planned["ccvr"].folder]]
+
+
+def test_a_method_is_looked_up_once_for_an_arm_and_cell(planned, monkeypatch):
+    looked_up = []
+
+    def looking(config):
+        looked_up.append(config.method["name"])
+        return resolve(config)
+
+    monkeypatch.setattr(time_left, "resolve", looking)
+    pace = Pace([timed("ccvr", [1] * 4, state="stopped")])
+    for _ in range(3):  # a study asks after each step of each run
+        assert pace.lacks_finish(planned["ccvr"], 4)
+        assert not pace.lacks_finish(planned["fedavg"], 0)
+    assert looked_up == ["ccvr", "fedavg"]
