@@ -28,13 +28,14 @@ from raylt.data.label_maps import class_counts
 from raylt.data.task import Task
 from raylt.disk import check_name, exists
 from raylt.errors import CheckpointError, ConfigError, RayltError, describe_error, quoted, spoken
+from raylt.hyper import Choice
 from raylt.methods import METHODS
 from raylt.notebook import html_of, in_notebook
-from raylt.registry import Plugin, plugins, resolve
+from raylt.registry import Plugin, plugins
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import NotebookProgress
 from raylt.runs.callbacks.trackers import check_trackers
-from raylt.runs.start import check_setup
+from raylt.runs.start import preview_run
 from raylt.store import Folder, folder_for, followed
 from raylt.studies.running.tuning import Count
 from tune import report
@@ -42,10 +43,11 @@ from tune.asha import rungs
 from tune.loop import SearchLoop, sizes, task_of
 from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, front_of
 from tune.records import SEARCH_PLAN_JSON, Metric, TrialRecord
-from tune.space import Space
+from tune.space import Grid, Space, configure, draw
 
 FleetKind = Literal["ray", "local"]
 GROUPS = ("many", "medium", "few")
+CHECKED = 8  # configurations of a search that are checked before it starts, see `check_trials`
 VALIDATION = 0.2  # share of the training samples for validation, unless data.validation is set
 # environment variables that Tune reads when its processes start
 QUIET = {
@@ -470,8 +472,8 @@ def check_plan(plan: SearchPlan) -> None:
     """Raise ConfigError if a search with this plan cannot start.
 
     Raises:
-        ConfigError: a method cannot do the task, the metric has no class to judge, or the budget or the number of
-            rounds is too small.
+        ConfigError: a method cannot do the task or refuses the settings, a metric has no class to judge, or the budget
+            or the number of rounds is too small.
     """
     if plan.base.federation.patience is not None:
         raise ConfigError(
@@ -482,10 +484,7 @@ def check_plan(plan: SearchPlan) -> None:
             value=plan.base.federation.patience,
         )
     for name, space in plan.spaces.items():
-        if "model" not in space:
-            setup = resolve(plan.base.model_copy(update={"method": {"name": name}}))
-            spec = task_of(plan.base).spec
-            check_setup(setup, spec)
+        check_trials(plan.base, name, space, plan.seed)
     for metric in plan.metrics:
         if metric in GROUPS and metric not in _judged_groups(task_of(plan.base)):
             raise ConfigError(
@@ -518,6 +517,33 @@ def check_plan(plan: SearchPlan) -> None:
                 value=plan.budget,
                 cost=record.cost,
             )
+
+
+def check_trials(base: Config, method: str, space: Space, seed: int) -> None:
+    """Check trials of a search as `run` checks a configuration before its first round.
+
+    Each value of a choice or grid must go with some values of the other settings, of which `CHECKED` draws are tried.
+    Values of `data` are checked only as drawn, because each one takes another split.
+
+    Raises:
+        RayltError: the method, the model or the data refuses all these configurations; this is the first error.
+    """
+    options: list[dict[str, Any]] = [{}]
+    for key, axis in space.items():
+        if isinstance(axis, Choice | Grid) and not key.startswith("data."):
+            options += [{key: value} for value in axis.values]
+    for option in options:
+        first = None
+        for index in range(CHECKED):
+            config = configure(base, method, draw(space, seed, method, index) | option)
+            try:
+                preview_run(config, task_of(config))
+                break
+            except RayltError as error:
+                first = first or error
+        else:
+            assert first is not None
+            raise first
 
 
 def _judged_groups(task: Task) -> set[str]:

@@ -43,7 +43,7 @@ def search(
     """
     from tune.changes import check_exchangeable
     from tune.plan import SAMPLES
-    from tune.search import check_metrics, usual_metric
+    from tune.search import check_metrics, check_trials, usual_metric, with_validation
     from tune.space import to_text
 
     if len(spaces) > 1:
@@ -68,6 +68,8 @@ def search(
             code="search.exists",
             path=str(target),
         )
+
+    check_trials(with_validation(config), method, space, choices["seed"])
 
     def run() -> "RaySearchResult":
         from tune.ray_search import RaySearchPlan, ray_search

@@ -17,6 +17,7 @@ RANGE = "local.lr=loguniform(0.01,0.3)"
         (["--scheduler", "pbt", "seed=choice(0,1)"], "search.fixed-setting"),
         (["--scheduler", "pbt", "--name", "taken"], "search.exists"),
         (["--scheduler", "bohb"], "command.usage"),
+        (["--scheduler", "median", "method=fednova", "local.optimiser=adam", "--fields", ""], "config.conflict"),
         (["--scheduler", "median", "--metric", "few", "--metric", "few"], "config.conflict"),
     ],
 )

@@ -25,6 +25,7 @@ from tune import resume, search, space, spaces_of
 from tune.loop import SearchLoop
 from tune.placement import bundles_of, check_fit, fitting, most_on_gpu, place_trial
 from tune.plan import SearchPlan
+from tune.search import check_trials
 from tune.verify import verify_search
 
 SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=6", "local.epochs=1"]
@@ -214,6 +215,29 @@ def test_arguments_that_cannot_work_are_refused_before_anything_starts(tmp_path,
     with refused(code, ConfigError, key=key, value=value[-1] if isinstance(value, list) else value):
         search(config, space(config, RANGES), **arguments)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranges", "code", "key"),
+    [
+        (["method=fednova", "local.optimiser=adam"], RANGES, "config.conflict", "local.optimiser"),
+        (["method=fednova"], {"local.optimiser": "choice(sgd, adam)"}, "config.conflict", "local.optimiser"),
+        (["method=flea", "model=small"], {"method.layer": "grid(stem, stage1)"}, "model.lacks-layer", "method.layer"),
+    ],
+)
+def test_settings_that_the_method_refuses_are_refused_before_anything_starts(tmp_path, settings, ranges, code, key):
+    config = config_of(*settings)
+    with refused(code, ConfigError, key=key):
+        search(config, space(config, ranges), samples=4, out=tmp_path, name="s", fleet="local")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_value_that_goes_with_some_values_of_other_settings_is_accepted():
+    config = config_of("method=flea", "data.validation=0.2")
+    layers = {"method.layer": "choice(stem, stage1)"}  # of these, small has stage1
+    with refused("model.lacks-layer", ConfigError, key="method.layer", value="stem"):
+        check_trials(config, "flea", space(config, {"model": "choice(small)", **layers}), 0)
+    check_trials(config, "flea", space(config, {"model": "choice(small, resnet8)", **layers}), 0)
 
 
 def test_an_unknown_tracker_is_refused_before_anything_starts(tmp_path):
@@ -466,10 +490,11 @@ def test_a_search_over_one_s_own_data_is_resumed(tmp_path):
 
 
 def test_a_trial_that_cannot_be_opened_is_one_failed_trial(tmp_path):
-    config = load(None, ["method=fedavg", "data.clients=3", "federation.rounds=1", "local.epochs=1"])
+    config = load(None, ["method=flea", "data.clients=3", "federation.rounds=1", "local.epochs=1"])
+    ranges = {"model": "choice(small,resnet8)", "method.layer": "choice(stem,stage1)"}  # small has no layer stem
     result = search(
         config,
-        space(config, {"model": "choice(small,lraspp)"}),
+        space(config, ranges, fields=["layer"]),
         8,
         out=tmp_path,
         name="s",
@@ -478,7 +503,7 @@ def test_a_trial_that_cannot_be_opened_is_one_failed_trial(tmp_path):
         fleet="local",
         retries=0,
     )
-    failed = {r.values["model"] for r in result.trials if r.failed}
-    assert failed == {"lraspp"}
-    assert result.best.values["model"] == "small"
-    assert all("lraspp" in r.failed for r in result.trials if r.failed)
+    failed = [r for r in result.trials if r.failed]
+    assert {(r.values["model"], r.values["method.layer"]) for r in failed} == {("small", "stem")}
+    assert result.best not in failed
+    assert all("method.layer" in r.failed for r in failed)

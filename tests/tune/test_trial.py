@@ -224,7 +224,7 @@ def test_trials_of_segmentation_are_judged_on_held_out_images_as_each_client_see
 def test_methods_that_cannot_do_the_task_are_refused_before_a_search_starts(tmp_path):
     config = load(None, ["data.source=shapes", "data.partition=iid", "data.imbalance=1", "model=lraspp", "method=sfd"])
     with refused("config.conflict", ConfigError, key="method", value="sfd"):
-        search(config, {"gamma": Choice(0.1, 1.0)}, samples=1, out=tmp_path, fleet="local")
+        search(config, {"method.gamma": Choice(0.1, 1.0)}, samples=1, out=tmp_path, fleet="local")
     assert not list(tmp_path.iterdir())
 
 
