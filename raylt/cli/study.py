@@ -38,7 +38,8 @@ Record = Annotated[
     bool,
     typer.Option(
         "--record",
-        help="Add the finished runs to results/NAME.json next to the study's file; they then count as done.",
+        help="Add the finished and diverged runs to results/NAME.json next to the study's file; the finished ones then "
+        "count as done.",
     ),
 ]
 

@@ -493,7 +493,7 @@ class Study:
         """Write results.json, which contains the definition and the record of every run.
 
         Args:
-            record_file: results that are kept, to which finished runs are added.
+            record_file: results that are kept, to which finished and diverged runs are added.
 
         Returns:
             Lines that name the removed records, see `raylt.studies.records.recorded_runs.update`.
@@ -502,10 +502,10 @@ class Study:
         recorded_runs.write_results(
             self.folder / recorded_runs.FILE, self.definition, self.records, self.holdings, self.tuned
         )
-        done = [record for record in self.records if record.state == "done"]
-        if record_file is None or not done:
+        ended = [record for record in self.records if record.state == "done" or record.diverged]
+        if record_file is None or not ended:
             return []
-        return recorded_runs.update(record_file, self.definition, done, self.holdings, self.tuned)
+        return recorded_runs.update(record_file, self.definition, ended, self.holdings, self.tuned)
 
     def is_on_record(self, record: RunRecord) -> bool:
         """Return whether a run was taken from a results file instead of a run folder."""

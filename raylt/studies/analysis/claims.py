@@ -50,7 +50,10 @@ class Judged:
         at: the rounds whose figures count.
         p: adjusted by Holm over all claims and cells that have a p value; None with too few seeds or without spread.
         verdict: "holds", "refuted" (the opposite is significant), "open" or "too few seeds". Where all differences are
-            the same it is "no difference" if each is 0, and "no spread" otherwise.
+            the same it is "no difference" if each is 0, and "no spread" otherwise. It is "runs failed" where the claim
+            would hold or be refuted, but the arm that would be the better one failed with a seed that the other
+            finished.
+        planned: number of seeds of the cell.
     """
 
     claim: Claim
@@ -59,6 +62,7 @@ class Judged:
     difference: Paired
     p: float | None
     verdict: str
+    planned: int
 
 
 def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | None = None) -> Claim:
@@ -108,12 +112,19 @@ def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | No
 
 @dataclass(frozen=True)
 class ClaimFigures:
-    """A claim with the measured figures of both its arms, by cell and seed."""
+    """A claim with the measured figures of both its arms, by cell and seed.
+
+    Attributes:
+        failed: seeds of failed runs by arm and cell.
+        planned: number of seeds by cell.
+    """
 
     claim: Claim
     at: At
     better: Values
     worse: Values
+    failed: Mapping[tuple[str, str], Collection[int]]
+    planned: Mapping[str, int]
 
     def difference(self, cell: str, level: float) -> Paired | None:
         """Return the paired difference of the two arms in a cell, or None if they have no common seed."""
@@ -140,6 +151,26 @@ class ClaimFigures:
         apart = [] if better.keys() & worse.keys() else [f"{name}: its arms have no seed in common"]
         return lacking or apart
 
+    def verdict(self, cell: str, pair: Paired, p: float | None) -> str:
+        """Return the verdict on the claim in a cell; see `Judged`.
+
+        Args:
+            cell: the cell.
+            pair: the difference of the arms.
+            p: adjusted by Holm; None without a p value.
+        """
+        if p is None:
+            return pair.untested
+        if p >= SIGNIFICANT:
+            return "open"
+        estimate = pair.difference.estimate
+        holds = estimate > 0 if measure_of(self.claim.measure).higher else estimate < 0
+        better, worse = self._by_seed(cell)
+        favoured, other = (self.claim.better, worse) if holds else (self.claim.worse, better)
+        if any(seed in other for seed in self.failed.get((favoured, cell), ())):
+            return "runs failed"
+        return "holds" if holds else "refuted"
+
     def _by_seed(self, cell: str) -> tuple[dict[int, float], dict[int, float]]:
         return self.better.get((self.claim.better, cell), {}), self.worse.get((self.claim.worse, cell), {})
 
@@ -164,7 +195,8 @@ def judge(claims: Sequence[ClaimFigures], cells: Sequence[str], level: float) ->
             figures.at,
             pair,
             adjusted.get(index),
-            _verdict(figures.claim, pair, adjusted.get(index)),
+            figures.verdict(cell, pair, adjusted.get(index)),
+            figures.planned[cell],
         )
         for index, (figures, cell, pair) in enumerate(pairs)
     ]
@@ -174,13 +206,3 @@ def difference(values: Mapping[int, float], reference: Mapping[int, float], leve
     """Return the mean difference to a reference, paired over the common seeds, or None without a common seed."""
     both = [seed for seed in values if seed in reference]
     return paired([values[seed] for seed in both], [reference[seed] for seed in both], level) if both else None
-
-
-def _verdict(claim: Claim, pair: Paired, p: float | None) -> str:
-    if p is None:
-        return pair.untested
-    if p >= SIGNIFICANT:
-        return "open"
-    estimate = pair.difference.estimate
-    as_claimed = estimate > 0 if measure_of(claim.measure).higher else estimate < 0
-    return "holds" if as_claimed else "refuted"

@@ -64,6 +64,7 @@ class Comparison:
     """The content of a study's tables. Equal records of runs give equal comparisons.
 
     Attributes:
+        lost: cell, arm and planned seeds of each arm without a row whose runs failed.
         whole: the cells that `overall` covers, in which all arms have the same seeds.
         left_out: one line for each run that is not averaged and each claim that is not judged, with the reason.
         apart: one line for each arm that has settings of its own besides its method.
@@ -78,6 +79,7 @@ class Comparison:
     reference: str
     level: float
     rows: list[Row]
+    lost: list[tuple[str, str, int]]
     claims: list[Judged]
     overall: list[Overall]
     whole: list[str]
@@ -186,7 +188,7 @@ def compare(
     if done and not values and not may_lack:
         raise _no_figure(done, measure, at)
     rows = _rows(records, values, cells, arms, reference, measure, level)
-    figures = [_claim_figures(done, claim, at) for claim in claims]
+    figures = [_claim_figures(records, claim, at) for claim in claims]
     finished = {(record.arm, record.cell) for record in done}
     unjudged = [line for each in figures for cell in cells for line in each.unjudged(cell, finished)]
     whole = _whole(values, arms, cells)
@@ -197,6 +199,7 @@ def compare(
         reference=reference,
         level=level,
         rows=rows,
+        lost=_lost(records, rows),
         claims=judge(figures, cells, level),
         overall=_overall(values, arms, whole, reference, level, measure_of(measure).higher),
         whole=whole,
@@ -398,7 +401,7 @@ def _rows(
     rows = []
     done = [record for record in records if record.state == "done"]
     for cell in cells:
-        seeds = len({record.seed for record in records if record.cell == cell})
+        seeds = _seeds_of(records, cell)
         for arm in arms:
             by_seed = values.get((arm, cell))
             if not by_seed:
@@ -432,14 +435,31 @@ def _optimism(done: Sequence[RunRecord], arm: str, cell: str, measure: str) -> f
     return fmean(gaps) if gaps else None
 
 
-def _claim_figures(done: Sequence[RunRecord], claim: Claim, at: At) -> ClaimFigures:
-    """Return the measured values of both arms of a claim.
+def _claim_figures(records: Sequence[RunRecord], claim: Claim, at: At) -> ClaimFigures:
+    """Return the measured values of both arms of a claim, and their failed runs.
 
     They are from the last round, unless both measures have values of other rounds.
     """
     common = at if all(measure_of(name).every_round for name in claim.measures) else "last"
+    done = [record for record in records if record.state == "done"]
     better, worse = (_values(done, name, common)[0] for name in claim.measures)
-    return ClaimFigures(claim, common, better, worse)
+    failed: dict[tuple[str, str], set[int]] = {}
+    for record in records:
+        if record.state == "failed":
+            failed.setdefault((record.arm, record.cell), set()).add(record.seed)
+    planned = {cell: _seeds_of(records, cell) for cell in _in_order(record.cell for record in records)}
+    return ClaimFigures(claim, common, better, worse, failed, planned)
+
+
+def _lost(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[tuple[str, str, int]]:
+    """Return the cell, arm and planned seeds of each arm that has failed runs and no row."""
+    present = {(row.cell, row.arm) for row in rows}
+    failed = dict.fromkeys((record.cell, record.arm) for record in records if record.state == "failed")
+    return [(cell, arm, _seeds_of(records, cell)) for cell, arm in failed if (cell, arm) not in present]
+
+
+def _seeds_of(records: Sequence[RunRecord], cell: str) -> int:
+    return len({record.seed for record in records if record.cell == cell})
 
 
 def _whole(values: Values, arms: Sequence[str], cells: Sequence[str]) -> list[str]:

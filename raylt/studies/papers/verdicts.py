@@ -1,10 +1,11 @@
 """Verdicts: comparisons of recorded runs with the cells of the papers' tables."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from raylt.errors import count_of
 from raylt.studies.analysis.measures import value_of
 from raylt.studies.analysis.statistics import Interval, Paired, mean_interval, paired
 from raylt.studies.papers.printed_tables import Expectation, expectations, identity
@@ -61,7 +62,8 @@ def verdicts(
 ) -> list[Verdict]:
     """Return a verdict on each given cell of the papers' tables.
 
-    Unfinished runs, and runs that belong to no cell, do not count.
+    Unfinished runs, and runs that belong to no cell, do not count. But the runs of a cell that failed are named, and
+    then the other runs confirm nothing.
 
     Args:
         records: runs in any state.
@@ -70,13 +72,18 @@ def verdicts(
             cell that were made by the version with the most runs of it.
     """
     runs: dict[str, list[RunRecord]] = defaultdict(list)
+    failed: Counter[str] = Counter()
     for record in records:
         if record.state == "done":
             runs[identity(record.config)].append(record)
-    return [judge(cell, runs, mix_versions) for cell in cells or expectations()]
+        elif record.state == "failed" and record.config:
+            failed[identity(record.config)] += 1
+    return [judge(cell, runs, failed, mix_versions) for cell in cells or expectations()]
 
 
-def judge(cell: Expectation, runs: dict[str, list[RunRecord]], mix_versions: bool) -> Verdict:
+def judge(
+    cell: Expectation, runs: dict[str, list[RunRecord]], failed: Mapping[str, int], mix_versions: bool
+) -> Verdict:
     """Return the verdict on one cell of a paper's table.
 
     With the paper's number of rounds, a cell is reproduced when the t interval over the seeds contains the printed
@@ -89,6 +96,7 @@ def judge(cell: Expectation, runs: dict[str, list[RunRecord]], mix_versions: boo
     Args:
         cell: the printed cell.
         runs: finished runs by identity.
+        failed: number of failed runs by identity.
         mix_versions: as in `verdicts`.
     """
     if cell.problem is not None:
@@ -97,8 +105,10 @@ def judge(cell: Expectation, runs: dict[str, list[RunRecord]], mix_versions: boo
     code = None if mix_versions else _leading_code(of_cell)
     taken = _made_by(code, of_cell)
     seeds = _by_seed(cell, taken)
+    lost = failed.get(cell.identity(), 0)
+    lost_note = f"{count_of(lost, 'run')} failed" if lost else ""
     if not seeds.values:
-        return Verdict(cell, "not run")
+        return Verdict(cell, "not run", why=lost_note)
     base = _base(cell)
     of_base = [] if base is None else runs.get(base.identity(), [])
     base_taken = _made_by(code, of_base)
@@ -113,8 +123,11 @@ def judge(cell: Expectation, runs: dict[str, list[RunRecord]], mix_versions: boo
     ours = mean_interval([value for value, _ in seeds.values.values()])
     printed_difference = None if base is None else cell.value - base.value
     kind, reason = _kind(cell, ours, printed_difference, difference, len(seeds.values), seeds.scale)
+    if lost and kind in ("reproduced", "difference reproduced"):
+        kind = "cannot be told"
     notes = [
         reason,
+        lost_note,
         _repeated_note(seeds.repeated),
         _other_code_note(len(of_cell) - len(taken), ""),
         _other_code_note(len(of_base) - len(base_taken), " of FedAvg"),

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
@@ -72,6 +72,7 @@ class _Record(TypedDict):
     curve: dict[str, list[Finite | None]]
     made: Annotated[dict[str, Any], AfterValidator(_with_codes)]
     by_client: dict[str, list[Finite | None]]
+    error: NotRequired[Printable]
 
 
 _RECORD = TypeAdapter(_Record)
@@ -94,6 +95,7 @@ class RunRecord:
         made: provenance of the last process that worked on the run, see provenance.py. "codes" lists the code hashes
             of all processes.
         by_client: accuracies of each client by id, from the last evaluation; None for a client that is not judged.
+        error: code of the error that ended a failed run, see `raylt.errors.CODES`; None where it had none.
         sealed: whether hashes bind the record to its run: it was read from a run folder, or from a file of results
             that has its seal (seal.py).
     """
@@ -111,6 +113,7 @@ class RunRecord:
     curve: dict[str, list[Any]] = field(default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)
     by_client: dict[str, list[float | None]] = field(default_factory=dict)
+    error: str | None = None
     sealed: bool = True
 
     @property
@@ -123,9 +126,15 @@ class RunRecord:
         """The seconds that all committed steps took, for training and evaluation."""
         return self.curve["seconds"][-1] if self.curve.get("seconds") else 0.0
 
+    @property
+    def diverged(self) -> bool:
+        """Return whether training diverged, which is a result of the run's settings."""
+        return self.state == "failed" and self.error == "training.diverged"
+
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON values."""
-        return {key: value for key, value in asdict(self).items() if key != "sealed"}
+        absent = {"sealed"} if self.error else {"sealed", "error"}
+        return {key: value for key, value in asdict(self).items() if key not in absent}
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], name: str = "record") -> "RunRecord":
@@ -182,6 +191,8 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
 def failure_file(folder: Path) -> Path:
     """Return the path of the file in which a study records the error that ended a run.
 
+    Its first line is the message, and its second line the error's code if there is one.
+
     It is next to the run's folder, since a run that cannot start leaves no folder.
     """
     return folder.parent / f"{folder.name}.failed"
@@ -205,8 +216,8 @@ def _unfinished(fields: dict[str, Any], state: RecordState, failure: Path) -> Ru
     with store.Folder.open(failure.parent) as folder:
         if failure.name not in folder.names():
             return RunRecord(**fields, state=state)
-        problem = on_one_line(folder.read(failure.name).decode(errors="replace").strip())
-    return RunRecord(**fields, state="failed", problem=problem)
+        message, _, code = folder.read(failure.name).decode(errors="replace").strip().partition("\n")
+    return RunRecord(**fields, state="failed", problem=on_one_line(message), error=on_one_line(code) or None)
 
 
 def _made(folder: Path) -> dict[str, Any]:

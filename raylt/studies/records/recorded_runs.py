@@ -4,10 +4,10 @@ results.json has the definition of a study and every record, from which all tabl
 all of it, see seal.py. A file of schema 1 was written before there were seals: its records count, and every table
 names them as unsealed. `seal_results` seals such a file as far as the summaries in it still have their hashes.
 
-Next to a study's file, `results/NAME.json` keeps its finished runs in the same form. Those runs count as done, and the
-study does only the rest. A recorded run counts where it is done, has the settings that the study plans, and was made by
-the same code unless versions may be mixed. What its arm was tuned to must agree, too. The study's folder keeps the
-runs that it took in recorded.json.
+Next to a study's file, `results/NAME.json` keeps its finished and diverged runs in the same form. The finished runs
+count as done, and the study does only the rest. A recorded run counts where it is done, has the settings that the study
+plans, and was made by the same code unless versions may be mixed. What its arm was tuned to must agree, too. The
+study's folder keeps the runs that it took in recorded.json.
 """
 
 import json
@@ -296,9 +296,11 @@ def load_stored(folder: Path, definition: Definition, tuned: Outcomes) -> Record
 
 
 def update(
-    path: Path, definition: Definition, done: Sequence[RunRecord], holdings: Holdings, tuned: Outcomes
+    path: Path, definition: Definition, ended: Sequence[RunRecord], holdings: Holdings, tuned: Outcomes
 ) -> list[str]:
-    """Add finished runs to the record file, replacing runs with the same cell, arm and seed.
+    """Add finished and diverged runs to the record file, replacing runs with the same cell, arm and seed.
+
+    A diverged run is a result, so rankings and claims count it. The study takes only finished runs from the file.
 
     Other recorded runs stay if the study would still make them with the same settings. For this test the study has
     their seeds, and the arms and cells from the time when they were recorded. All other recorded runs are removed,
@@ -309,7 +311,7 @@ def update(
     Args:
         path: file of the record, which need not exist.
         definition: the study as of now.
-        done: finished runs.
+        ended: finished and diverged runs.
         holdings: class counts of their cells.
         tuned: outcomes of tuning.
 
@@ -325,7 +327,7 @@ def update(
     wide = _with_former(definition, former)
     outcomes = joined(former_tuned, tuned) if definition.tune else {}
 
-    new = {_key(record): _portable(record) for record in done}
+    new = {_key(record): _portable(record) for record in ended}
     older = [record for record in records if _key(record) not in new]
     versions = _versions(records)
     changes = {_key(record): _changes(record, wide, outcomes, versions) for record in older}

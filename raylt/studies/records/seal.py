@@ -22,7 +22,7 @@ from raylt.runs.folder.summary import ADDED
 from raylt.studies.records.record import CLIENT_CURVES, CURVES, LATER_CURVES, RunRecord
 from raylt.typed_json import closed, hash_json
 
-_PLACE = ("cell", "arm", "seed", "folder", "state", "problem", "steps", "planned_steps")
+_PLACE = ("cell", "arm", "seed", "folder", "state", "problem", "steps", "planned_steps", "error")
 _TOLERANCE = 0.01  # seconds: curves are rounded
 
 
@@ -58,7 +58,7 @@ def seal_record(record: RunRecord) -> RecordSeal | None:
         return None
     content = RunRecord.from_json(record.to_json()).to_json()  # numbers of the types that a reader gives them
     return {
-        "place": hash_json({name: content[name] for name in _PLACE}),
+        "place": hash_json({name: content[name] for name in _PLACE if name in content}),
         "config": hash_json(content["config"]),
         "curve": hash_json(content["curve"]),
         "made": hash_json(content["made"]),

@@ -38,7 +38,10 @@ def comparison_table(comparison: Comparison, spread: Spread = "interval") -> Tex
     return TextTable(
         title=_title(comparison, spread),
         head=[*_if(cells, "cell"), "arm", *figures],
-        rows=[[*_if(cells, row.cell), row.arm, *_figures(comparison, row, spread)] for row in comparison.rows],
+        rows=[
+            *([*_if(cells, row.cell), row.arm, *_figures(comparison, row, spread)] for row in comparison.rows),
+            *_lost_rows(comparison, cells, len(figures) - 1),
+        ],
         places=_places(comparison.rows, [comparison], {comparison.measure: 2 + cells}),
         columns=("ll" if cells else "l") + "r" * (len(figures) - 1) + "l",
         grouped=cells,
@@ -81,6 +84,7 @@ def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval
     for row in ordered:
         figures = [_mean_text(rows_by_measure.get((row.cell, row.arm, name)), name, spread) for name in names]
         rows.append([*_if(several, row.cell), row.arm, finished(row), *figures])
+    rows += _lost_rows(first, several, len(names))
     columns = [name if name == "seconds" else f"{name}, {unit(name)}" for name in names]
     title = f"ordered by {measure_of(first.measure).what}, {HEADINGS[first.at]}; {_spread_text(first, spread)}"
     return TextTable(
@@ -122,9 +126,13 @@ def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
 
 
 def finished(row: Row) -> str:
-    """Return a row's number of seeds as text, such as "4", or "4 of 6" if some are missing."""
-    n = len(row.values)
-    return str(n) if n == row.planned else f"{n} of {row.planned}"
+    """Return a row's number of seeds as text; see `seeds_text`."""
+    return seeds_text(len(row.values), row.planned)
+
+
+def seeds_text(n: int, planned: int) -> str:
+    """Return a number of seeds as text, such as "4", or "4 of 6" if some are missing."""
+    return str(n) if n == planned else f"{n} of {planned}"
 
 
 def shown(measure: str) -> Callable[[float], str]:
@@ -289,6 +297,19 @@ def one_line_per_failure(lines: Sequence[str]) -> list[str]:
     return joined
 
 
+def _lost_rows(comparison: Comparison, cells: bool, figures: int) -> list[list[str]]:
+    """Return a row without figures for each arm of which no run finished and some failed.
+
+    Args:
+        comparison: the comparison.
+        cells: whether rows begin with their cell.
+        figures: number of columns after the seeds.
+    """
+    return [
+        [*_if(cells, cell), arm, seeds_text(0, planned), *["-"] * figures] for cell, arm, planned in comparison.lost
+    ]
+
+
 def _figure_names(comparison: Comparison, spread: Spread) -> list[str]:
     """Return the names of the columns that follow the arm's column."""
     has_optimism = any(row.optimism is not None for row in comparison.rows)
@@ -376,7 +397,7 @@ def _claims(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         [
             claim_text(each, comparison.at),
             *_if(cells, each.cell),
-            str(each.difference.n),
+            seeds_text(each.difference.n, each.planned),
             margin(each.difference.difference, shown(each.claim.measure), sign=True),
             *_if(printed, printed_text(each)),
             probability(each.p),

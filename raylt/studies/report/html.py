@@ -23,11 +23,13 @@ from raylt.studies.report.comparison_tables import (
     HEADINGS,
     claim_text,
     family,
+    finished,
     interval,
     margin,
     printed_text,
     probability,
     scale,
+    seeds_text,
     shown,
     unit,
     within,
@@ -95,6 +97,7 @@ def render(study: Study, mix_versions: bool = False) -> str:
         "arms": [(arm, svg.looks(colour)) for arm, colour in colours.items()],
         "counts": _state_counts(study.records),
         "rows": _rows(comparison),
+        "lost": [(cell, arm, seeds_text(0, planned)) for cell, arm, planned in comparison.lost],
         "optimism": any(row.optimism is not None for row in comparison.rows),
         "family": family(comparison),
         "claims": _claims(comparison),
@@ -137,13 +140,14 @@ def _rows(comparison: Comparison) -> list[tuple[Any, ...]]:
             "" if row.sd is None else show(row.sd),
             "" if row.difference is None else margin(row.difference.difference, show, sign=True),
             "" if row.optimism is None else show(row.optimism),
+            finished(row),
         )
         for row in comparison.rows
     ]
 
 
 def _claims(comparison: Comparison) -> list[tuple[Any, ...]]:
-    """Return, for each claim, its text, verdict, p value, difference and the paper's difference."""
+    """Return, for each claim, its text, verdict, p value, difference, the paper's difference and seeds."""
     return [
         (
             claim_text(each, comparison.at),
@@ -151,6 +155,7 @@ def _claims(comparison: Comparison) -> list[tuple[Any, ...]]:
             probability(each.p),
             margin(each.difference.difference, shown(each.claim.measure), sign=True),
             printed_text(each),
+            seeds_text(each.difference.n, each.planned),
         )
         for each in comparison.claims
     ]

@@ -18,7 +18,7 @@ from raylt import store
 from raylt.config import Config, check
 from raylt.core.fleet.item_progress import ItemsProgress
 from raylt.core.report import RoundReport
-from raylt.errors import FolderHeld, describe_error
+from raylt.errors import FolderHeld, RayltError, describe_error
 from raylt.registry import load_plugin
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.terminal import StagePace, items_text
@@ -86,7 +86,8 @@ def main() -> None:
             sender.send("elsewhere")
         except Exception as error:
             text = describe_error(error)
-            store.write(failure_file(folder), text + "\n")
+            code = error.code if isinstance(error, RayltError) else ""
+            store.write(failure_file(folder), f"{text}\n{code}\n" if code else f"{text}\n")
             sender.send("failed", problem=text)
         else:
             sender.send("done")

@@ -104,6 +104,36 @@ def test_a_run_that_is_not_whole_is_named_and_never_averaged_in(state):
     assert compared.left_out[0] in comparison_tables.comparison_table(compared).markdown().replace("- ", "", 1)
 
 
+def test_an_arm_is_not_better_than_one_that_finished_where_it_failed():
+    """Without its failed run, arm b would be above arm a in six of seven seeds."""
+    claims = [Claim("b", "a", "accuracy"), Claim("a", "b", "accuracy")]
+    a_finished = record("a", 6, 0.5, cell="IF 10")
+    b_failed = record("b", 6, 0.5, cell="IF 10", state="failed", problem="why")
+
+    def judged(*more):
+        compared = compare([*records(), *more], "a", claims)
+        return compared, [each.verdict for each in compared.claims if each.cell == "IF 10"]
+
+    assert judged()[1] == judged(a_finished)[1] == judged(b_failed)[1] == ["holds", "refuted"]
+    compared, verdicts = judged(a_finished, b_failed)
+    assert verdicts == ["runs failed", "runs failed"]
+    text = comparison_tables.comparison_table(compared).markdown()
+    assert "| b > a on accuracy | IF 10 | 6 of 7 |" in text
+    a_failed = replace(a_finished, state="failed", problem="why", summary=None)
+    b_finished = replace(b_failed, state="done", problem=None, summary=a_finished.summary)
+    assert judged(a_failed, b_finished)[1] == ["holds", "refuted"]  # the failure speaks for the same arm
+
+
+def test_an_arm_of_which_every_run_failed_has_a_row():
+    whole = [record("a", seed, 0.5 + 0.01 * seed) for seed in range(3)]
+    failed = [record("b", seed, 0.5, state="failed", problem="why", summary=None) for seed in range(3)]
+    compared = compare([*whole, *failed], "a")
+    assert "| b | 0 of 3 | - |" in comparison_tables.comparison_table(compared).markdown()
+    assert "| b | 0 of 3 | - |" in comparison_tables.measures_table([compared]).markdown()
+    missing = [replace(each, state="missing", problem=None) for each in failed]
+    assert compare([*whole, *missing], "a").lost == []
+
+
 def test_runs_that_failed_alike_are_one_line_of_a_table():
     broken = [record("b", seed, 0.5, state="failed", problem="why") for seed in (6, 7, 8)]
     other = record("b", 9, 0.5, state="failed", problem="because")

@@ -90,7 +90,9 @@ def test_intervals_of_a_thousand_synthetic_studies_cover_the_truth_and_holm_keep
             for a, (arm, effect) in enumerate(effects.items())
             for c, cell in enumerate(cells)
         }
-        judged = judge([ClaimFigures(claim, "last", values, values) for claim in claims], cells, 0.95)
+        judged = judge(
+            [ClaimFigures(claim, "last", values, values, {}, dict.fromkeys(cells, 6)) for claim in claims], cells, 0.95
+        )
         assert len(judged) == 8
         for each in judged:
             intervals += 1

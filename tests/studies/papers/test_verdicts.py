@@ -59,6 +59,15 @@ def test_neither_is_outside_with_how_far():
     assert (judged.kind, judged.why) == ("outside", "by -10.01 points")
 
 
+def test_runs_that_failed_are_named_and_the_others_confirm_nothing():
+    whole = [run(MUPFL, seed, 0.94 + d) for seed, d in enumerate((-0.005, 0.0, 0.005))]
+    failed = run(MUPFL, 3, 0.0, state="failed")
+    judged = verdict(*whole, failed)
+    assert (judged.kind, judged.seeds, judged.why) == ("cannot be told", 3, "1 run failed")
+    assert (verdict(failed).kind, verdict(failed).why) == ("not run", "1 run failed")
+    assert verdict(*whole, run(MUPFL, 3, 0.0, state="stopped")).kind == "reproduced"
+
+
 def test_fewer_rounds_and_one_seed_claim_nothing():
     short = verdict(*(run(MUPFL, seed, 0.94 + seed / 1000, rounds=4) for seed in range(3)))
     assert (short.kind, short.scale) == ("at reduced scale", 0.1)

@@ -56,6 +56,20 @@ def test_a_failure_is_shown_until_the_run_is_done(run):
     assert (read_run(run).state, read_run(run).problem) == ("failed", "out of memory")
 
 
+def test_the_code_of_a_failure_says_whether_training_diverged(run):
+    (run / "summary.json").unlink()
+    failure_file(run).write_text("local.lr: training diverged\ntraining.diverged\n")
+    record = read_run(run)
+    assert (record.problem, record.error, record.diverged) == (
+        "local.lr: training diverged",
+        "training.diverged",
+        True,
+    )
+    assert record == RunRecord.from_json(json.loads(json.dumps(record.to_json())))
+    failure_file(run).write_text("out of memory\nclient.failed\n")
+    assert not read_run(run).diverged
+
+
 def damage(run, how):
     file, metrics = run / "summary.json", run / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)

@@ -13,8 +13,10 @@ from refusals import refused
 import raylt
 from raylt.cli.main import app
 from raylt.errors import CheckpointError
+from raylt.studies.analysis.ranking import rank
 from raylt.studies.definition import define, read_definition
 from raylt.studies.records import recorded_runs
+from raylt.studies.records.record import failure_file
 from raylt.studies.records.recorded_runs import load_planned, load_tuned, read_results, record_path, write_results
 from raylt.studies.report.comparison_tables import comparison_table
 from raylt.studies.running import scheduler
@@ -216,6 +218,27 @@ def test_recording_adds_and_loses_nothing(tmp_path):
         ("fedavg", 1),
         ("prox", 1),
     ]
+
+
+@pytest.mark.parametrize(("code", "states"), [("training.diverged", ["done", "failed"]), ("client.failed", ["done"])])
+def test_a_diverged_run_is_on_record_as_a_result_and_is_run_again(tmp_path, code, states):
+    definition = define(TINY | {"arms": {"fedavg": "fedavg", "per": "fedper"}, "seeds": 1})
+    study = Study.create(definition, tmp_path)
+    whole, broken = study.planned
+    write_run(study.folder / whole.folder, whole, [0.1])
+    folder = study.folder / broken.folder
+    write_run(folder, broken, [0.1])
+    (folder / "summary.json").unlink()
+    failure_file(folder).write_text(f"why\n{code}\n")
+    study.read()
+    record = tmp_path / "record.json"
+    study.save_results(record)
+    kept_runs = Study.open(record)
+    assert [each.state for each in kept_runs.records] == states
+    assert list(load_planned(record, study.planned, mix_versions=True).records) == [("", "fedavg", 0)]
+    if code == "training.diverged":
+        ranked = {arm.arm: (arm.finished, arm.failed) for arm in rank({"s": kept_runs.records}).arms}
+        assert ranked == {"fedavg": (1, 0), "per": (0, 1)}
 
 
 class Recorder(raylt.Callback):

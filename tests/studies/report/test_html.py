@@ -98,6 +98,10 @@ def test_runs_that_are_not_done_are_named_and_no_figures_of_them_are_drawn():
     text = render(Study(whole.definition, None, [*whole.records, broken], whole.holdings))
     assert "IF 10/fedavg/seed-9: damaged: line 3 is not JSON" in text
     assert "12.35" not in text
+    assert re.search(r"<td>fedavg</td><td class=\"n\">\d of \d</td>", text)
+    failed = record("gone", 0, 0.1, cell="IF 10", state="failed", problem="why", summary=None)
+    text = render(Study(whole.definition, None, [*whole.records, failed], whole.holdings))
+    assert re.search(r"<td>gone</td><td class=\"n\">0 of \d</td><td class=\"n\">runs failed</td>", text)
 
 
 def test_a_large_study_stays_under_the_limit():
