@@ -1,4 +1,4 @@
-"""The class that Ray Tune trains: its figures, its checkpoints, and two examples with Ray's own algorithms."""
+"""The class that Ray Tune trains: its figures, its checkpoints, and examples with Ray's own algorithms."""
 
 import importlib.util
 from pathlib import Path
@@ -89,6 +89,21 @@ def test_population_based_training_changes_the_learning_rate_of_a_trial(ray_sess
     # the worse trial has taken over the better one's model
     assert all(result.config["local.lr"] > 0.0005 for result in results)
     assert list(tmp_path.glob("population/pbt_global.txt"))
+
+
+def test_bohb_continues_the_best_trials_of_a_bracket(ray_session, tmp_path):
+    pytest.importorskip("hpbandster")
+    pytest.importorskip("ConfigSpace")
+    results = example("bayesian_hyperband").search_brackets(tmp_path, 4, 9)
+    assert not results.errors
+    by_round = {}
+    for result in results:
+        by_round.setdefault(result.metrics["round"], []).append(result.metrics["accuracy"])
+    assert sum(map(len, by_round.values())) == 4
+    assert set(by_round) <= {1, 3, 9}
+    assert 9 in by_round
+    assert len(by_round) > 1
+    assert results.get_best_result().metrics["round"] == 9
 
 
 def test_a_search_with_two_objectives_ends_with_a_front_and_its_picture(ray_session, tmp_path, monkeypatch, capsys):
