@@ -20,7 +20,7 @@ from raylt.runs.callbacks.prediction_grid import draw_prediction_grid
 from raylt.runs.folder import provenance
 from raylt.runs.folder.summary import SERVER_DEATHS, summarise
 from raylt.runs.folder.writer import Journal
-from raylt.runs.in_process import one_thread, open_in_process
+from raylt.runs.in_process import check_threads, one_thread, open_in_process
 from raylt.seeds import seeded
 
 FleetKind = Literal["ray", "local"]
@@ -112,6 +112,8 @@ def _take_all_steps(
 def _take_steps(
     setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
 ) -> dict[str, Any]:
+    if fleet == "local":
+        check_threads(setup.config)
     model = setup.new_model(task.spec)
     setup.check(task.spec, model)
     height, width, _ = task.shape

@@ -1,4 +1,4 @@
-"""The death of a server process is noted and counted in the summary."""
+"""The death of a server process is noted and counted; threads that a process cannot use are refused."""
 
 from contextlib import contextmanager
 
@@ -9,6 +9,7 @@ import raylt
 from raylt.errors import ServerLost
 from raylt.runs import runner
 from raylt.runs.folder.writer import NOTES, SERVER_DIED
+from raylt.runs.in_process import check_threads
 
 SETTINGS = ["federation.rounds=2", "local.steps=1", "data.clients=3", "data.imbalance=100"]
 
@@ -47,3 +48,12 @@ def test_the_third_death_in_a_step_ends_the_run_and_is_noted(tmp_path, dying):
     with refused("server.lost", ServerLost):
         raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=SETTINGS)
     assert (tmp_path / "r" / NOTES).read_text().splitlines()[-1].endswith("; the run ends")
+
+
+def test_more_threads_than_the_cores_bear_are_refused_in_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("raylt.runs.in_process.cores", lambda: [0, 3])
+    settings = [*SETTINGS, "resources.cpus_per_client=32.5"]
+    with refused("config.out-of-range", key="resources.cpus_per_client", value=32.5, cores=2, most=32):
+        raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=settings)
+    assert not (tmp_path / "r").exists()
+    check_threads(raylt.Config.model_validate({"method": "fedavg", "resources": {"cpus_per_client": 32}}))
