@@ -174,7 +174,9 @@ class ClientActor:
                 replies.append(reply)
                 states.append(state)
         if sums is not None and not any(isinstance(reply, Fault) for reply in replies):
-            replies = sums.sum_block([id for id, *_ in block.clients], [unpacked(reply) for reply in replies])
+            summed = sums.sum_block([id for id, *_ in block.clients], [unpacked(reply) for reply in replies])
+            # a reply that is returned as it is travels as it came
+            replies = [reply if isinstance(new, Reply) else new for reply, new in zip(replies, summed, strict=True)]
         return replies, *states
 
     def _call(

@@ -166,6 +166,7 @@ CODES: dict[str, str] = {
     "reply.no-majority": "Two layouts of the replies are equally frequent, so none counts.",
     "reply.not-finite": "A reply holds a value that is infinite or not a number.",
     "reply.not-sendable": "A reply or a client's state holds something that may not travel between processes.",
+    "reply.outlier": "A part of a reply is more than 20 times as long as in most replies and as what was sent.",
     "reply.out-of-range": "A reply holds a value beyond the bound of its part.",
     "reply.overflow": "A reply holds a value that is too large for the fixed point of a secure sum.",
     "reply.rejected": "A client's reply cannot be used.",

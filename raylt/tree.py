@@ -57,6 +57,11 @@ def to(tree: Tree, device: torch.device) -> Tree:
     return map_tensors(lambda _: next(arrived), tree)
 
 
+def without_values(tree: Tree) -> Tree:
+    """Return a tree whose tensors have types and shapes only: they lie on torch's meta device."""
+    return map_tensors(lambda t: t.to("meta"), tree)
+
+
 def snapshot(tree: Tree) -> Tree:
     """Return a copy of a tree on the CPU that shares no memory with the tree."""
     own = map_tensors(lambda t: t.detach().clone() if t.device.type == "cpu" else t.detach(), tree)

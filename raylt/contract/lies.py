@@ -25,10 +25,10 @@ class Asked(LocalFleet):
         super().__init__(*args)
         self.asked: list[tuple[str, Schema, int, Reply]] = []
 
-    def _take_in(self, answer: Answer, name: str, schema: Schema, vote: Any) -> ClientError | None:
+    def _take_in(self, answer: Answer, name: str, schema: Schema, vote: Any, outliers: Any) -> ClientError | None:
         if isinstance(answer.reply, Reply):
             self.asked.append((name, schema, answer.id, answer.reply))
-        return super()._take_in(answer, name, schema, vote)
+        return super()._take_in(answer, name, schema, vote, outliers)
 
 
 class Lies(ClientHost):

@@ -69,7 +69,7 @@ class FEDIC(Method):
             self.train,
             self.sample(server, fleet),
             message,
-            model=each.like(message["model"]),
+            model=each.like(message["model"]).up_to(1e6),  # as in a mean
             loss=mean.like(0.0),
         )
         models = got["model"]

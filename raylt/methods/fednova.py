@@ -71,7 +71,7 @@ class FedNova(Method):
             self.train,
             self.sample(server, fleet),
             message,
-            direction=mean.like(x),
+            direction=mean.like(tree.without_values(x)),
             mass=mean.like(0.0).over_samples(partial(mass_fault, local=server.config.local)),
             rest=mean.like(rest),
             loss=mean.like(0.0),

@@ -52,6 +52,7 @@ class Aggregator(ABC):
         weights: of the accepted replies, by client id, ascending.
         overhead: bytes that the aggregation takes beyond messages and replies.
         summable: whether the aggregator needs nothing of a reply but its part of the sums of its block.
+        compares: whether replies that are far longer than the others are rejected (outliers.py).
         statement: the noise in a summary's words; None without noise.
         troubles: problems that the aggregation overcame, in words.
     """
@@ -60,12 +61,15 @@ class Aggregator(ABC):
         self.weights: dict[int, float] = {}
         self.overhead = Traffic()
         self.summable = False
+        self.compares = False
         self.statement: Tree | None = None
         self.troubles: list[str] = []
 
     @abstractmethod
     def accept(self, id: int, reply: Reply | SummedReply) -> None:
         """Add a client's reply. Replies must be added in ascending order of client ids.
+
+        Where the aggregator `compares`, replies that were set aside follow after the others, in the same order.
 
         Raises:
             Overflow: the reply has a value that does not fit into a secure sum.
@@ -99,6 +103,7 @@ class Plain(Aggregator):
         self._block = BlockSums(parts)
         self._number = -1  # of the block that is being added up
         self.summable = not self._each
+        self.compares = True
 
     def accept(self, id: int, reply: Reply | SummedReply) -> None:
         self.weights[id] = reply.weight
@@ -117,7 +122,8 @@ class Plain(Aggregator):
 
     def result(self) -> Replies:
         self._sums.merge(self._block)
-        return Replies({**self._sums.reduced(), **self._each}, self.weights)
+        values = {name: dict(sorted(of_client.items())) for name, of_client in self._each.items()}
+        return Replies({**self._sums.reduced(), **values}, dict(sorted(self.weights.items())))
 
     def empty(self) -> "Plain":
         return Plain(self._parts, self._ids)

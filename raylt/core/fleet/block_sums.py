@@ -58,12 +58,14 @@ class SummedReply:
     Attributes:
         nbytes: size of the reply: what it would have taken to a server in another process.
         layout: of the reply.
+        lengths: of the reply's parts that are compared (outliers.py), by name.
         sums: of all replies of the block that have this layout; one object.
     """
 
     weight: float
     nbytes: int
     layout: ReplyLayout
+    lengths: dict[str, float]
     sums: BlockSums
 
 
@@ -77,14 +79,23 @@ def split_into_blocks(ids: Sequence[int]) -> list[list[int]]:
     return [list(ids[start : start + BLOCK]) for start in range(0, len(ids), BLOCK)]
 
 
-def sum_replies(parts: Mapping[str, Reduction], replies: Sequence[tuple[Reply, ReplyLayout]]) -> list[SummedReply]:
-    """Add up a block's usable replies, given in ascending order of client ids; return a placeholder for each reply."""
+def sum_replies(
+    parts: Mapping[str, Reduction], replies: Sequence[tuple[Reply, ReplyLayout, dict[str, float]]]
+) -> list[SummedReply]:
+    """Add up a block's usable replies, given in ascending order of client ids; return a placeholder for each reply.
+
+    Args:
+        replies: each with its layout and its lengths.
+    """
     sums: dict[ReplyLayout, BlockSums] = {}
-    for reply, layout in replies:
+    for reply, layout, _ in replies:
         if layout not in sums:
             sums[layout] = BlockSums(parts)
         sums[layout].add(reply)
-    return [SummedReply(reply.weight, tree.nbytes(reply.tree), layout, sums[layout]) for reply, layout in replies]
+    return [
+        SummedReply(reply.weight, tree.nbytes(reply.tree), layout, lengths, sums[layout])
+        for reply, layout, lengths in replies
+    ]
 
 
 def _names_of(parts: Mapping[str, Any], kind: ReductionKind) -> list[str]:

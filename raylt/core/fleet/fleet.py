@@ -26,6 +26,7 @@ from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.fleet.aggregation import LayoutVote, Replies
 from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
 from raylt.core.fleet.item_progress import ItemsHook, progress_of_items, steps_reported_to
+from raylt.core.fleet.outliers import Outliers
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.schema import Arrived, Schema
 from raylt.core.fleet.wire import Fault, Unusable
@@ -38,7 +39,8 @@ from raylt.tree import Tree
 ItemFunction = Callable[[Tree], Tree]
 # codes of faults that most clients have only if training diverged
 DIVERGED = frozenset({"reply.not-finite", "reply.out-of-range", "reply.overflow", "model.not-finite"})
-MAY_DIVERGE = DIVERGED | {"reply.wrong-sums"}  # of features that are too long, which is a sign of divergence too
+# of features or updates that are too long, which is a sign of divergence too
+MAY_DIVERGE = DIVERGED | {"reply.wrong-sums", "reply.outlier"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class Fleet(ABC):
 
         A reply counts only if it has the weight that the server expects and exactly the named parts. Each part must
         look as its template says or, without a template, as in most of the replies. Where two layouts are equally
-        frequent, no reply counts. No reply can raise an error at the server: an unusable reply is rejected, and
+        frequent, no reply counts. A reply that is far longer than the others counts as little (outliers.py). No reply
+        can raise an error at the server: an unusable reply is rejected, and
         `round_stats` has the reason.
 
         Args:
@@ -141,14 +144,20 @@ class Fleet(ABC):
             self.round, message, parts, cohort, self.sizes if weights is None else weights
         )
         vote = LayoutVote(aggregator)
+        outliers = Outliers(schema.usual_lengths if aggregator.compares else {})
         privates: dict[int, Any] = {}
         errors: list[ClientError] = []
         for answer in self._counted(name, fn, cohort, message, schema, aggregator.summable):
-            error = self._take_in(answer, name, schema, vote)
+            error = self._take_in(answer, name, schema, vote, outliers)
             if error is None:
                 privates[answer.id] = answer.private
             else:
                 errors.append(error)
+        for id, reply, fault in outliers.decided():
+            if fault is None:
+                vote.accept(id, reply, schema.layout(reply))
+            else:
+                errors.append(self._reject(id, name, fault))
         usual, faults = vote.winner()
         errors += [self._reject(id, name, fault) for id, fault in faults.items()]
         self._check_quorum(name, cohort, message, 0 if usual is None else len(usual.weights), errors)
@@ -268,8 +277,13 @@ class Fleet(ABC):
                 traffic.replies += 1
             yield answer
 
-    def _take_in(self, answer: Answer, name: str, schema: Schema, vote: LayoutVote) -> ClientError | None:
-        """Check one client's answer and add its reply; return the error if the reply is unusable, otherwise None."""
+    def _take_in(
+        self, answer: Answer, name: str, schema: Schema, vote: LayoutVote, outliers: Outliers
+    ) -> ClientError | None:
+        """Check one client's answer and add its reply; return the error if the reply is unusable, otherwise None.
+
+        A reply of suspicious length is set aside.
+        """
         if answer.reply is None:
             assert answer.error is not None
             self.round_stats.lost.append(answer.id)
@@ -279,6 +293,8 @@ class Fleet(ABC):
             return self._reject(answer.id, name, fault)
         assert not isinstance(answer.reply, Unusable)
         with self.round_stats.timings.time("aggregation"):
+            if outliers.set_aside(answer.id, answer.reply):
+                return None
             try:
                 vote.accept(answer.id, answer.reply, schema.layout(answer.reply))
             except Overflow as overflow:

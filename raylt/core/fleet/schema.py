@@ -12,6 +12,7 @@ from torch import Tensor
 from raylt import tree
 from raylt.core.client import Reply
 from raylt.core.fleet.block_sums import ReplyLayout, SummedReply, sum_replies
+from raylt.core.fleet.outliers import FACTOR, SHORT, exceeds, is_compared, length, lengths_of
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.wire import Fault, Path, Unusable, dotted, shown
 from raylt.errors import one_line
@@ -24,6 +25,7 @@ LARGEST = {"mean": 1e6, "total": 1e8, "each": 1e18}
 LARGEST_NUMBER = torch.finfo(torch.float32).max
 LARGEST_COUNT = 2**53  # larger integers are not exact in float64, in which sums are computed
 MOST_BATCHES = 2**32  # that one call can add to a counter of batches in a mean
+VARIANCE = "running_var"  # ending of names in a model, as it was sent: a negative value makes every output NaN
 MOST_BYTES = 256 * 2**20  # of a part without a template
 
 
@@ -60,6 +62,17 @@ class Schema:
         self._largest_counts = {
             name: _largest_counts(template) for name, template in self._templates.items() if parts[name].kind == "mean"
         }
+        self._variances = {
+            path
+            for template in self._templates.values()
+            for path, leaf in template.items()
+            if str(path[-1]).endswith(VARIANCE) and isinstance(leaf, Tensor) and not leaf.is_meta
+        }
+        self.usual_lengths = {
+            name: max(SHORT, FACTOR * length(part.template))
+            for name, part in parts.items()
+            if is_compared(part, LARGEST["mean"])
+        }
 
     def fault(self, id: int, reply: Arrived) -> Fault | None:
         """Return why a client's reply is unusable, or None. Other clients' replies are not compared."""
@@ -93,22 +106,30 @@ class Schema:
         }
         return light
 
-    def sum_block(self, ids: Sequence[int], replies: Sequence[Reply | Unusable]) -> list[SummedReply | Unusable]:
+    def sum_block(
+        self, ids: Sequence[int], replies: Sequence[Reply | Unusable]
+    ) -> list[Reply | SummedReply | Unusable]:
         """Add up a block's usable replies, given in ascending order of client ids; return a placeholder for each reply.
 
-        The placeholder of a faulty reply is `Unusable`.
+        The placeholder of a faulty reply is `Unusable`. A reply of suspicious length is returned as it is, since only
+        the server knows the lengths of all replies.
         """
-        faults = [self.fault(id, reply) for id, reply in zip(ids, replies, strict=True)]
-        usable = [reply for reply, fault in zip(replies, faults, strict=True) if fault is None]
-        summed = iter(
-            sum_replies(self.parts, [(reply, self.layout(reply)) for reply in usable if isinstance(reply, Reply)])
-        )
-        return [
-            next(summed)
-            if fault is None
-            else Unusable(fault, tree.nbytes(reply.tree) if isinstance(reply, Reply) else 0)
-            for reply, fault in zip(replies, faults, strict=True)
-        ]
+        placeholders: list[Reply | SummedReply | Unusable] = []
+        positions: list[int] = []
+        summable: list[tuple[Reply, ReplyLayout, dict[str, float]]] = []
+        for id, reply in zip(ids, replies, strict=True):
+            fault = self.fault(id, reply)
+            if fault is not None:
+                reply = Unusable(fault, tree.nbytes(reply.tree) if isinstance(reply, Reply) else 0)
+            placeholders.append(reply)
+            if isinstance(reply, Reply):
+                lengths = lengths_of(reply, self.usual_lengths)
+                if not exceeds(lengths, self.usual_lengths):
+                    positions.append(len(placeholders) - 1)
+                    summable.append((reply, self.layout(reply), lengths))
+        for position, summed in zip(positions, sum_replies(self.parts, summable), strict=True):
+            placeholders[position] = summed
+        return placeholders
 
     def layout(self, reply: Reply | SummedReply) -> ReplyLayout:
         """Return a reply's layout: the names, types and shapes of the parts that have no template."""
@@ -141,6 +162,8 @@ class Schema:
         for path, leaf in leaves.items():
             if fault := _value_fault(leaf, part, largest, counts.get(path, LARGEST_COUNT)):
                 return replace(fault, text=f"{dotted(path)} {fault}")
+            if path in self._variances and (leaf < 0).any():
+                return Fault("reply.condition", f"{dotted(path)} holds a negative variance ({leaf.min():.3g})")
             size += leaf.nbytes if isinstance(leaf, Tensor) else 0
         if template is None and size > MOST_BYTES:
             return Fault(

@@ -48,6 +48,7 @@ from raylt.core.fleet.aggregation import Replies
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import Reduction, each, mean
+from raylt.core.fleet.schema import VARIANCE
 from raylt.core.method import Method
 from raylt.core.server import Server
 from raylt.core.training.features import features
@@ -286,8 +287,9 @@ class MuPFL(Method):
             wanted["gradients"] = each.within(of_classes).over_samples(partial(gradients_fault, labels=labels))
         if self.acmu:
             # the same limit as for a model, since both become parts of one
+            ends = partial(end_fault, whole=whole)
             wanted |= {
-                "update": each.like(whole).up_to(1e6),
+                "update": each.like(tree.without_values(whole)).up_to(1e6).over_samples(ends),
                 "start": each.like(own_entries(whole, self.own_update_start)).up_to(1e6),
             }
             if layers:
@@ -351,6 +353,24 @@ class MuPFL(Method):
         for layer in layers_of(client.model) if self.bavd_judged and name == "global" else []:
             layer.mask.fill_(True)
         return client.model
+
+
+def end_fault(n: int, parts: Tree, whole: Params) -> str | None:
+    """Return why a client's start and update make no model, or None.
+
+    Args:
+        n: Number of the client's samples.
+        parts: All parts of its reply.
+        whole: The model that was sent.
+    """
+    start: Params = whole | parts["start"]
+    for name, update in parts["update"].items():
+        if not name.endswith(VARIANCE):
+            continue
+        rounding = 1e-6 * start[name].clamp(min=1)
+        if (start[name] + update < -rounding).any():
+            return f"makes the variance {name} negative"
+    return None
 
 
 def own_entries(entries: Params, own: Own) -> Params:

@@ -31,7 +31,7 @@ QUICK = {
 
 
 class Hostile(FedAvg):
-    """FedAvg whose client 0 reverses its update and multiplies it by a hundred."""
+    """FedAvg whose client 0 reverses its update of the weights and multiplies it by 200."""
 
     def train(self, client, message):
         reply = super().train(client, message)
@@ -41,7 +41,7 @@ class Hostile(FedAvg):
         return client.reply(
             loss=reply.tree["loss"],
             model={
-                name: start[name] - 100 * (value - start[name]) if value.is_floating_point() else value
+                name: value if "running" in name or "num" in name else start[name] - 200 * (value - start[name])
                 for name, value in reply.tree["model"].items()
             },
         )

@@ -1,0 +1,146 @@
+"""A reply that is far longer than all others is rejected, in every process alike."""
+
+import pytest
+import torch
+from small_runs import QUICK
+from test_block_sums import IDS, LIKE, PARTS, Scripted, ask, outcome, reply_of, tell
+
+from raylt.contract.case import Case
+from raylt.contract.lies import replaced
+from raylt.core.client import Reply
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.outliers import FACTOR, SHORT, length
+from raylt.core.fleet.reductions import each, mean
+from raylt.core.fleet.schema import Schema
+from raylt.methods import METHODS
+from raylt.tree import without_values
+
+LIAR = 0
+
+
+def times(factor: float, reply: Reply) -> Reply:
+    model = reply.tree["model"]
+    return Reply(reply.weight, reply.tree | {"model": model | {"w": factor * model["w"]}})
+
+
+@pytest.mark.parametrize("blocked", [(), (0,), (1, 2), (0, 1, 2)])
+def test_a_reply_far_longer_than_the_others_is_rejected_in_every_process_alike(blocked):
+    answers = {id: reply_of(id) for id in IDS}
+    lost = answers | dict.fromkeys((IDS[0], IDS[70]))
+    answers |= {IDS[0]: times(1e4, answers[IDS[0]]), IDS[70]: times(-1e5, answers[IDS[70]])}
+    fleet, got = ask(answers, blocked, quorum=0.5)
+    assert list(fleet.round_stats.rejected) == [IDS[0], IDS[70]]
+    assert all("the median of the replies" in reason for reason in fleet.round_stats.rejected.values())
+    expected = ask(lost, quorum=0.5)[1]
+    assert torch.equal(got["model"]["w"], expected["model"]["w"])
+    assert got.weights == expected.weights
+    assert outcome(fleet, got) == outcome(*ask(answers, quorum=0.5))
+
+
+@pytest.mark.parametrize(("blocked", "part"), [((), mean), ((0, 1, 2), mean), ((), each)])
+def test_where_most_replies_are_long_none_is_rejected(blocked, part):
+    """Clients' training diverges, so lengths are no sign of a lie."""
+    answers = {id: times(1 if number % 10 == 3 else 1e4, reply_of(id)) for number, id in enumerate(IDS)}
+    fleet, got = ask(answers, blocked, parts=PARTS | {"loss": part}, quorum=0.5)
+    assert not fleet.round_stats.rejected
+    assert list(got.weights) == IDS
+    assert part is mean or list(got["loss"]) == IDS
+    weights = sum(reply.weight for reply in answers.values())
+    plain = sum(reply.weight * reply.tree["model"]["w"].double() for reply in answers.values()) / weights
+    assert torch.allclose(got["model"]["w"], plain.float(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "rejected"), [(2, set()), (3, {IDS[1]})])
+def test_two_replies_have_no_majority(count, rejected):
+    answers = {id: reply_of(id) for id in IDS[:count]}
+    answers[IDS[1]] = times(1e5, answers[IDS[1]])
+    fleet = Scripted(answers, quorum=0.5)
+    fleet.ask(tell, IDS[:count], {}, **PARTS)
+    assert fleet.round_stats.rejected.keys() == rejected
+
+
+@pytest.mark.parametrize(("factor", "rejected"), [(0.99, False), (1.01, True)])
+@pytest.mark.parametrize("sent", [0.0, 30.0])
+def test_the_bound_is_a_multiple_of_what_was_sent_and_never_short(factor, rejected, sent):
+    like = {"w": torch.tensor([0.6, 0.8]) * sent}
+    assert length(like) == pytest.approx(sent)
+    unit = {"w": torch.tensor([0.8, -0.6])}
+    replies = {id: Reply(1.0, {"model": unit}) for id in IDS[:4]}
+    bound = max(SHORT, FACTOR * sent)
+    replies[IDS[2]] = Reply(1.0, {"model": {"w": unit["w"] * factor * bound}})
+    schema = Schema({"model": mean.like(like)}, dict.fromkeys(IDS, 1))
+    assert schema.usual_lengths == {"model": pytest.approx(bound)}
+    summed = schema.restricted_to(IDS[:4]).sum_block(IDS[:4], list(replies.values()))
+    assert isinstance(summed[2], Reply) == rejected
+    assert sum(isinstance(reply, Reply) for reply in summed) == rejected
+
+
+def test_only_parts_of_models_are_compared():
+    parts = {
+        "model": mean.like(LIKE),
+        "update": each.like(LIKE).up_to(1e6),
+        "values": each.like(LIKE),
+        "steps": mean.like(LIKE).up_to(1e18),
+        "without": mean,
+    }
+    assert Schema(parts, {1: 1}).usual_lengths.keys() == {"model", "update"}
+
+
+@pytest.mark.parametrize("blocked", [(), (0, 1, 2)])
+def test_no_model_has_a_negative_variance(blocked):
+    like = {"w": torch.ones(2), "norm.running_var": torch.ones(2)}
+    answers = {id: Reply(1 + id % 9, {"model": like}) for id in IDS}
+    answers[IDS[1]] = Reply(1 + IDS[1] % 9, {"model": like | {"norm.running_var": torch.tensor([0.5, -0.1])}})
+    fleet, _ = ask(answers, blocked, parts={"model": mean.like(like)})
+    assert fleet.round_stats.rejected == {IDS[1]: "model.norm.running_var holds a negative variance (-0.1)"}
+    # an update may be negative, and its template has no values
+    fleet, _ = ask(answers, blocked, parts={"model": mean.like(without_values(like))})
+    assert not fleet.round_stats.rejected
+
+
+@pytest.mark.parametrize(
+    ("federation", "compares"), [({}, True), ({"robust": "median"}, False), ({"secure": True}, False)]
+)
+def test_robust_rules_and_secure_sums_compare_no_lengths(federation, compares):
+    parts = {"model": mean.like(LIKE)}
+    answers = {id: Reply(reply_of(id).weight, {"model": reply_of(id).tree["model"]}) for id in IDS[:6]}
+    fleet = Scripted(answers | {IDS[1]: times(1e4, answers[IDS[1]])}, **federation)
+    fleet.ask(tell, IDS[:6], {}, **parts)
+    assert fleet.round_stats.rejected.keys() == ({IDS[1]} if compares else set())
+
+
+def host(factor: float, part: str) -> type[ClientHost]:
+    """Return a host whose client LIAR sends a part of its replies `factor` times as long."""
+
+    class Lying(ClientHost):
+        def run(self, fn, message, round, id, shard, private):
+            reply, after = super().run(fn, message, round, id, shard, private)
+            if id != LIAR or not isinstance(reply, Reply) or part not in reply.tree:
+                return reply, after
+            longer = replaced(reply.tree[part], lambda x: x * factor if x.is_floating_point() else x)
+            return Reply(reply.weight, reply.tree | {part: longer}), after
+
+    return Lying
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "factor"),
+    [
+        ("fedavg", "model", 22.0),
+        ("fedavg", "model", -1.0),
+        ("fedavg", "model", 1e3),
+        ("fednova", "direction", 1e3),
+        ("fednova", "direction", 1e6),
+        ("scaffold", "control", 1e6),
+        ("bpfed", "model", 1e4),
+        ("mupfl", "update", 20.0),
+        ("mupfl", "update", 1e3),
+        ("mupfl", "update", 1e6),
+    ],
+)
+def test_a_client_that_lies_about_a_length_ends_no_run(tmp_path, name, part, factor):
+    case = Case(METHODS[name](**QUICK.get(name, {})), "classification", tmp_path)
+    config = case.config(federation={"rounds": 4, "retries": 0})
+    reports = case.run(config, host=host(factor, part)).reports
+    assert {id for report in reports for id in [*report.rejected, *report.lost]} == {LIAR}
+    assert len(reports) >= 4
