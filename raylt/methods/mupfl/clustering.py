@@ -13,6 +13,8 @@ from torch import Tensor
 
 from raylt import tree
 from raylt.core.server import Server
+from raylt.errors import ConfigError
+from raylt.machine import total_memory
 from raylt.models.split import Params
 from raylt.tree import RunningSum
 
@@ -124,14 +126,38 @@ def cluster(similarity: Tensor, kappas: Sequence[int], seed: int) -> Clustering:
 KEPT_ROUNDS = 5  # rounds whose similarities stay in the server's state, for `raylt clusters`
 
 
+def check_last_updates(clients: int, size: int) -> None:
+    """Raise ConfigError if the last updates of all clients would exceed half of this machine's memory.
+
+    The other half is for the model, the data and the replies of a round.
+
+    Args:
+        clients: Number of clients with samples.
+        size: Bytes of one client's update and map.
+    """
+    room = total_memory() // 2
+    if clients * size <= room:
+        return
+    raise ConfigError(
+        f"method.clustered: all keeps the last updates of {clients:,} clients in memory, which take "
+        f"{clients * size / 2**30:,.1f} GiB, and half of this machine's memory is {room / 2**30:,.1f} GiB (all). Set "
+        "method.clustered=participants, or take a smaller model or fewer clients.",
+        code="config.out-of-range",
+        key="method.clustered",
+        value="all",
+        clients=clients,
+        size=clients * size,
+        room=room,
+    )
+
+
 def last_of_all(
     server: Server, updates: Mapping[int, Params], maps: Mapping[int, Tensor]
 ) -> tuple[dict[int, Params], dict[int, Tensor]]:
     """Return the latest update and map of every client that has taken part, by ascending id [14].
 
-    They come from this round's replies or, for clients not in this round, from the server's state.
-
-    They are those of this round and, for other clients, those in the server's state, which keeps them all.
+    They are those of this round and, for other clients, those in the server's state, which keeps them all. The mean of
+    a cluster, Eq. 14, needs the whole updates, so projections would not be enough.
     """
     last = server.state.get("last_updates", {}) | {
         str(id): {"update": tree.snapshot(update)} | ({"map": maps[id]} if id in maps else {})

@@ -43,6 +43,7 @@ from typing import ClassVar, Literal
 import torch
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.aggregation import Replies
 from raylt.core.fleet.cohort import Cohort
@@ -54,11 +55,11 @@ from raylt.core.server import Server
 from raylt.core.training.features import features
 from raylt.core.training.sgd import Objective, sgd
 from raylt.data.sources.sources import ProblemKind
-from raylt.data.task import TaskSpec
+from raylt.data.task import Task, TaskSpec
 from raylt.errors import ClientLost, TooFewReplies
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.methods.mupfl.bavd import WithMaps, add_bavd, add_dropout, layers_of, memory, recall
-from raylt.methods.mupfl.clustering import form_clusters, last_of_all, mean_update
+from raylt.methods.mupfl.clustering import check_last_updates, form_clusters, last_of_all, mean_update
 from raylt.methods.mupfl.pkcf import first_features, match, pkcf_work, tune
 from raylt.models.split import Params, SplitModel, part
 from raylt.ops.matching import class_gradients, gradients_fault
@@ -238,6 +239,11 @@ class MuPFL(Method):
         return client.reply()
 
     # at the server
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        if self.acmu and self.clustered == "all":
+            maps = 4 * sum(layer.size for layer in layers_of(model))
+            check_last_updates(sum(size > 0 for size in task.sizes), tree.nbytes(self.shared(model)) + maps)
 
     def start(self, server: Server, fleet: Fleet) -> None:
         super().start(server, fleet)

@@ -1,9 +1,11 @@
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from mupfl_runs import QUICK, average, ends_of, initial, open_client, replies_of, run
+from refusals import refused
 from tiny import Recorder, fingerprint, private_states
 
 from raylt import metrics
@@ -13,6 +15,7 @@ from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedper import FedPer
 from raylt.methods.mupfl.method import MODELS, MuPFL
 from raylt.models.split import part
+from raylt.tree import nbytes
 
 
 def test_clients_keep_the_model_of_their_cluster_and_their_own(tiny_task, tmp_path):
@@ -142,6 +145,23 @@ def test_last_updates_of_all_clients_can_form_the_clusters(tiny_task, tmp_path):
     assert fingerprint(run(tiny_task, tmp_path, few, **parts)[0].server.model.state_dict()) != fingerprint(
         experiment.server.model.state_dict()
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "room", "fits"), [({}, 0.99, False), ({}, 1.01, True), ({"acmu": False}, 0.0, True)]
+)
+def test_last_updates_that_do_not_fit_in_memory_are_refused_before_the_run(
+    tiny_task, tmp_path, monkeypatch, fields, room, fits
+):
+    experiment, _ = run(tiny_task, tmp_path, MuPFL(**QUICK, clustered="all"), federation={"rounds": 1})
+    kept = experiment.server.state["last_updates"]
+    assert len(kept) == 5
+    monkeypatch.setattr("raylt.methods.mupfl.clustering.total_memory", lambda: int(2 * room * nbytes(kept)))
+    method = MuPFL(**QUICK, **fields, clustered="all")
+    with (
+        nullcontext() if fits else refused("config.out-of-range", key="method.clustered", clients=5, size=nbytes(kept))
+    ):
+        method.prepare(tiny_task, experiment.config, experiment.server.model)
 
 
 @pytest.mark.parametrize("fields", [{}, {"next_init": "own"}, {"next_init": "cluster", "judged": "deploy"}], ids=str)
