@@ -61,7 +61,7 @@ def on_any_device(setup: Setup) -> Setup:
 
 
 def check_threads(config: Config) -> None:
-    """Raise ConfigError if a client would compute on so many threads that they hinder each other.
+    """Raise ConfigError if a client would compute on threads that hinder each other.
 
     On 2 cores a run on the digits took 7 s with 1 to 8 threads, 15 s with 32, and 79 s with 256.
     """
@@ -71,8 +71,8 @@ def check_threads(config: Config) -> None:
     if threads <= most:
         return
     raise ConfigError(
-        f"resources.cpus_per_client: this process has {have} CPU cores, on which so many threads would hinder each "
-        f"other ({threads:g}). Set at most {most}.",
+        f"resources.cpus_per_client: this process has {have} CPU cores, on which more than {most} threads hinder "
+        f"each other ({threads:g}). Set at most {most}.",
         code="config.out-of-range",
         key="resources.cpus_per_client",
         value=threads,
