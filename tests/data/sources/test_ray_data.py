@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from pyarrow.fs import LocalFileSystem, S3FileSystem, copy_files
 from refusals import refused
 
 from raylt.config import DataConfig
@@ -370,6 +371,44 @@ def test_every_form_of_the_same_images_gives_the_same_task(stored, monkeypatch):
             assert np.array_equal(load(shard.x), load(wanted.x)), form
             assert np.array_equal(load(shard.y), load(wanted.y)), form
         assert np.array_equal(load(task_of_form.test.x), load(want.test.x)), form
+
+
+@pytest.fixture
+def bucket(stored, monkeypatch):
+    """The same images in a bucket of an S3 server in this process: (its address, the query of a URI)."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0)
+    for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    server.start()
+    host, port = server.get_host_and_port()
+    system = S3FileSystem(endpoint_override=f"{host}:{port}", scheme="http", allow_bucket_creation=True)
+    system.create_dir("shops")
+    copy_files(str(stored), "shops", source_filesystem=LocalFileSystem(), destination_filesystem=system)
+    yield "s3://shops", f"?endpoint_override={host}:{port}&scheme=http"
+    server.stop()
+
+
+@pytest.mark.slow
+def test_a_bucket_gives_the_task_of_its_files(stored, bucket, monkeypatch):
+    monkeypatch.setenv("RAYLT_ADDRESS", "local")
+    address, query = bucket
+
+    def task(source, **columns):
+        return build_task(DataConfig(source=source, root=str(stored / "root"), size=8, channels=3, **columns))
+
+    want = task(f"folder:{stored}/folder")
+    for form, columns in {
+        "parquet": {"label_column": "kind", "client_column": "shop"},
+        "tar": {"client_column": "shop.txt"},
+        "folder": {},
+    }.items():
+        got = task(f"ray:{address}/{form}{query}", **columns)
+        assert got.split.sha256 == want.split.sha256, form
+        for shard, wanted in zip(got.shards, want.shards, strict=True):
+            assert np.array_equal(load(shard.x), load(wanted.x)), form
+    for missing in (f"{address}/nothing{query}", f"s3://nowhere/tar{query}"):
+        with refused("data.not-found", DataError, key="data.source", value=f"ray:{missing}"):
+            task(f"ray:{missing}")
 
 
 @pytest.mark.slow
