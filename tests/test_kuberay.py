@@ -37,6 +37,27 @@ def test_kubernetes_accepts_the_pods(pods):
             schemas.validate(misspelt, schemas.latest_version(), strict=True)
 
 
+def test_groups_have_labels_where_the_operator_accepts_them(cluster):
+    spec = cluster["spec"]
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    assert [group["labels"] for group in groups] == [{"role": "server"}, {"role": "client"}]
+    assert not any("labels" in group["rayStartParams"] for group in groups)  # KubeRay refuses them there
+
+
+def test_fields_are_those_of_a_ray_cluster(cluster):
+    # in KubeRay 1.5, of its definition what this manifest may use
+    spec = cluster["spec"]
+    group = {"labels", "rayStartParams", "template"}
+    assert cluster.keys() == {"apiVersion", "kind", "metadata", "spec"}
+    assert spec.keys() == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+    assert spec["headGroupSpec"].keys() == {*group, "serviceType"}
+    [workers] = spec["workerGroupSpecs"]
+    assert workers.keys() == {*group, "groupName", "replicas", "minReplicas", "maxReplicas"}
+    assert 0 <= workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    for each in (spec["headGroupSpec"], workers):
+        assert all(isinstance(value, str) for value in each["rayStartParams"].values())
+
+
 def test_ray_s_version_is_one_that_doctor_accepts_and_that_is_tested(cluster):
     wanted = Version(cluster["spec"]["rayVersion"])
     assert Version(FLOORS["ray"]) <= wanted <= Version(version("ray"))
@@ -59,5 +80,3 @@ def test_pods_reserve_what_they_may_use_and_mount_what_they_declare(pods, cluste
         assert mounts.keys() == {volume["name"] for volume in spec["volumes"]}
         assert mounts["shm"] == "/dev/shm"  # for Ray's object store; the default of 64 MB is too small
         assert re.search(r":\d", container["image"])
-    labels = [cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"][0]]
-    assert [group["rayStartParams"]["labels"] for group in labels] == ["role=server", "role=client"]
