@@ -55,7 +55,7 @@ def tune_arm(
         outcome["count"] = tuning.count
     if not arm_space:
         return outcome
-    cost = cost_of(base, sizes(base), tuning.count)
+    cost = cost_of(base, sizes(base), tuning.count) * tuning.splits
     if cost > budget:
         raise ConfigError(
             f"study.tune.runs: the budget is {budget} {UNITS[tuning.count]}, and one trial of the arm takes {cost} "
@@ -83,6 +83,7 @@ def tune_arm(
             budget=budget,
             count=tuning.count,
             seed=base.seed,
+            splits=tuning.splits,
             fleet=fleet,
             address=address,
         )
@@ -100,8 +101,8 @@ def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int,
     """Raise CheckpointError if the folder's search has another space, budget, metric or searcher."""
     with Folder.open(folder) as search_folder:
         plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
-    expected = ({method: arm_space}, budget, tuning.count, tuning.metric, tuning.searcher)
-    if (plan.spaces, plan.budget, plan.count, plan.metric, plan.searcher) != expected:
+    expected = ({method: arm_space}, budget, tuning.count, tuning.metric, tuning.searcher, tuning.splits)
+    if (plan.spaces, plan.budget, plan.count, plan.metric, plan.searcher, plan.splits) != expected:
         raise CheckpointError(
             f"{folder}: the folder holds a search for something else. Give the study another name, or remove the "
             "folder.",

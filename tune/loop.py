@@ -11,7 +11,7 @@ from raylt.errors import CheckpointError
 from raylt.runs.callbacks.base import Callback, TrialReport
 from raylt.store import Folder
 from tune.plan import SearchPlan, SearchState
-from tune.records import Score, TrialRecord, append_trial, read_ended
+from tune.records import Score, TrialRecord, append_trial, read_ended, split_folder
 
 ERROR = "error.txt"  # in a trial's folder: the error of its last attempt
 
@@ -91,8 +91,9 @@ class SearchLoop:
         with Folder.open(self.folder) as search_folder:
             append_trial(search_folder, record)
         if record.failed is None:
-            with suppress(CheckpointError), Folder.open(folder) as trial_folder:
-                trial_folder.remove("checkpoints")
+            for split in range(record.splits):
+                with suppress(CheckpointError), Folder.open(split_folder(folder, split)) as trial_folder:
+                    trial_folder.remove("checkpoints")
         best = self.state.best()
         ended = sum(other.closed for other in self.state.trials)
         others = self.plan.other_metrics

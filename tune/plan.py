@@ -45,6 +45,7 @@ class SearchPlan:
         other_metrics: metrics that are shown and that the Pareto front takes into account.
         lag: see the module's docstring.
         retries: how many times a failed trial is continued.
+        splits: number of splits on which a trial runs; its final score is the worst of them.
         start: folder in which relative paths of the settings start; None until the search has a folder.
     """
 
@@ -61,6 +62,7 @@ class SearchPlan:
     seed: int = 0
     lag: int = 1
     retries: int = 2
+    splits: int = 1
     start: str | None = None
 
     @property
@@ -84,6 +86,10 @@ class SearchPlan:
             rest["other_metrics"] = list(self.other_metrics)
         else:
             del rest["other_metrics"]  # so that a search with one metric keeps its hash
+        if self.count == "steps":
+            del rest["count"]
+        if self.splits == 1:
+            del rest["splits"]
         content = {**rest, "spaces": spaces, "base": self.base.model_dump(mode="json")}
         return {**content, "sha256": hash_json(content)}
 
@@ -214,10 +220,12 @@ class TrialSequence:
         values = self._values(number, earlier)
         config = configure(self.plan.base, self.method, values)
         cost = cost_of(config, self._sizes(config), self.plan.count)
-        if self.plan.budget is not None and sum(record.spent for record in self.records) + cost > self.plan.budget:
-            return WAIT if any(record.outcome is None for record in self.records) else OVER
-        self.records.append(TrialRecord(f"{self.method}-{number:03d}", self.method, values, config, cost))
-        return self.records[-1]
+        record = TrialRecord(f"{self.method}-{number:03d}", self.method, values, config, cost, splits=self.plan.splits)
+        spent = sum(earlier.spent for earlier in self.records)
+        if self.plan.budget is not None and spent + record.whole_cost > self.plan.budget:
+            return WAIT if any(earlier.outcome is None for earlier in self.records) else OVER
+        self.records.append(record)
+        return record
 
     def update_outcomes(self) -> None:
         """Compute the outcomes of the trials from their scores.

@@ -138,9 +138,8 @@ class TrialActor(ray_tune.Trainable):
             job, self._config["trial"], config, self._config["cost"], self._fleet, leased=bool(ray.get_gpu_ids())
         )
 
-    def _fleet(self, setup: Setup, task: Task, name: str, device: torch.device) -> Fleet:
+    def _fleet(self, setup: Setup, task: Task, name: str, device: torch.device, folder: Path) -> Fleet:
         # without a scheduling strategy Ray puts the actors into the trial's placement group
-        folder = self._folder / "trials" / self._config["trial"]
         return RayFleet(setup, task, Shards.put(task.shards), ray.put(task.test), self._placement, name, folder)
 
 

@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from raylt.config import Config, followed
+from raylt.disk import exists
 from raylt.errors import CheckpointError
 from raylt.runs.folder.reader import Files
 from raylt.store import Folder
@@ -27,6 +28,7 @@ Searcher = Literal["tpe", "random", "grid"]
 Scheduler = Literal["asha", "none"]
 Share = Annotated[float, Field(ge=0, le=1)]
 
+MOST_SPLITS = 20
 SCORES = "scores.jsonl"  # in a trial's folder
 TRIALS = "trials.jsonl"  # in a search's folder
 PLAN = "search.json"  # in a search's folder
@@ -42,6 +44,7 @@ class ScoreJson(TypedDict):
     steps: Annotated[int, Field(ge=0)]
     validation: dict[str, Share | None]
     test: dict[str, Share | None]
+    split: NotRequired[Annotated[int, Field(ge=1)]]
 
 
 @closed
@@ -62,7 +65,7 @@ class EndedTrialJson(TypedDict):
 
 @closed
 class SearchPlanJson(TypedDict):
-    """The content of search.json as JSON. A search with one metric has no `other_metrics`."""
+    """The content of search.json as JSON. Later settings at their defaults are left out."""
 
     base: dict[str, Any]
     spaces: dict[str, dict[str, Any]]
@@ -77,6 +80,7 @@ class SearchPlanJson(TypedDict):
     seed: int
     lag: Annotated[int, Field(ge=0)]
     retries: Annotated[int, Field(ge=0)]
+    splits: NotRequired[Annotated[int, Field(ge=1, le=MOST_SPLITS)]]
     start: str | None
     sha256: str
 
@@ -100,6 +104,7 @@ class Score:
             passes.
         validation: figures on the validation set, by name.
         test: figures on the test set, which decide nothing; empty for a rehearsal.
+        split: the split whose figures these are: 0, or for the final score of a trial on several splits the worst one.
     """
 
     step: int
@@ -108,6 +113,7 @@ class Score:
     client_steps: int
     validation: dict[str, float | None]
     test: dict[str, float | None]
+    split: int = 0
 
     @classmethod
     def from_json(cls, content: ScoreJson) -> "Score":
@@ -119,11 +125,12 @@ class Score:
             content["steps"],
             content["validation"],
             content["test"],
+            content.get("split", 0),
         )
 
     def to_json(self) -> ScoreJson:
         """Return the score as a JSON object."""
-        return {
+        content: ScoreJson = {
             "step": self.step,
             "kind": self.kind,
             "score": self.value,
@@ -131,6 +138,9 @@ class Score:
             "validation": self.validation,
             "test": self.test,
         }
+        if self.split:
+            content["split"] = self.split
+        return content
 
 
 @dataclass
@@ -138,11 +148,12 @@ class TrialRecord:
     """The state of a trial as recorded by its search.
 
     Attributes:
-        cost: of all its rounds, in the unit of the search's budget.
+        cost: of all its rounds on one split, in the unit of the search's budget.
         scores: by step.
         failed: the error of a failed trial.
         closed: whether no more scores will come.
         outcome: the result of the trial; None while it is unknown.
+        splits: number of splits that a trial is run on if it reaches its end.
     """
 
     id: str
@@ -154,6 +165,7 @@ class TrialRecord:
     failed: str | None = None
     closed: bool = False
     outcome: Outcome | None = None
+    splits: int = 1
 
     def restore(self, ended: EndedTrialJson, folder: Path) -> None:
         """Restore the scores that this trial had before an interruption.
@@ -172,19 +184,14 @@ class TrialRecord:
                 path=str(folder),
                 trial=self.id,
             )
-        files = Files(folder)
-        recorded = files.config()
-        if followed(self.config, recorded) != recorded:  # `recorded` has the settings that the data decided
-            raise CheckpointError(
-                f"{folder}: the trial's configuration is not that of the search (trial {self.id}). Restore the "
-                "trial's files.",
-                code="search.changed",
-                path=str(folder),
-                trial=self.id,
-            )
-        reports = files.lines().reports
-        for content in ended["points"]:
-            score = Score.from_json(content)
+        points = [Score.from_json(content) for content in ended["points"]]
+        reports_by_split = {
+            split: self._read_split(folder, split)
+            for split in range(self.splits)
+            if split == 0 or exists(split_folder(folder, split)) or any(point.split == split for point in points)
+        }
+        for score in points:
+            reports = reports_by_split[score.split]
             figures = reports[score.step - 1]["figures"] if score.step <= len(reports) else None
             reported = {} if figures is None else figures.get(figures_of(score.kind))
             if reported is not None and reported != score.validation:
@@ -198,9 +205,25 @@ class TrialRecord:
                     step=score.step,
                 )
             self.scores[score.step] = score
+        self.closed = True
+
+    def _read_split(self, folder: Path, split: int) -> list[dict[str, Any]]:
+        """Check the run folder of a trial on one split, and return its reports."""
+        path = split_folder(folder, split)
+        files = Files(path)
+        recorded = files.config()
+        # `recorded` has the settings that the data decided
+        if followed(on_split(self.config, split), recorded) != recorded:
+            raise CheckpointError(
+                f"{path}: the trial's configuration is not that of the search (trial {self.id}). Restore the "
+                "trial's files.",
+                code="search.changed",
+                path=str(path),
+                trial=self.id,
+            )
         if files.ended:
             files.summary()
-        self.closed = True
+        return files.lines().reports
 
     def line(self, previous: str) -> str:
         """Return the line of this trial for trials.jsonl.
@@ -219,9 +242,14 @@ class TrialRecord:
     @property
     def spent(self) -> int:
         """Return the cost that counts towards the budget; the full cost while the outcome is unknown."""
-        if self.outcome is None or self.outcome.state == "failed":
-            return self.cost
+        if self.outcome is None or self.outcome.state != "stopped":
+            return self.whole_cost
         return self.cost * self.outcome.step // self.config.federation.rounds
+
+    @property
+    def whole_cost(self) -> int:
+        """Return the cost of the trial if it reaches its end on all splits."""
+        return self.cost * self.splits
 
     @property
     def counted_scores(self) -> list[Score]:
@@ -249,6 +277,16 @@ class TrialRecord:
             if score.kind in kinds and score.value == self.outcome.score and (done or score.step == self.outcome.step):
                 return score
         return None
+
+
+def on_split(config: Config, split: int) -> Config:
+    """Return a trial's configuration on one of its splits, which have `data.seed` and the seeds that follow it."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"seed": config.data.seed + split})})
+
+
+def split_folder(folder: Path, split: int) -> Path:
+    """Return the run folder of a trial on one of its splits; that of the first split is the trial's folder."""
+    return folder.with_name(f"{folder.name}-split-{split}") if split else folder
 
 
 def figures_of(kind: ScoreKind) -> str:

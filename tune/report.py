@@ -117,6 +117,7 @@ def best_yaml(folder: Path, plan: SearchPlan, best: TrialRecord) -> str:
     summary = Files(folder / "trials" / best.id).summary()
     assert deciding is not None
     share = best.config.data.validation
+    seed = best.config.data.seed
     head = [
         run_command(folder),
         f"gives the figures of trial {best.id}: test accuracy {percent(summary['accuracy']['last'])}, model sha256 "
@@ -124,6 +125,8 @@ def best_yaml(folder: Path, plan: SearchPlan, best: TrialRecord) -> str:
         f"It was chosen for {plan.metric} {percent(deciding.value)} on {share:g} of the training samples, which no",
         "client has here either; train on all of them with data.validation=0.",
     ]
+    if plan.splits > 1:
+        head.append(f"That is the worst of {plan.splits} splits, the one with data.seed={seed + deciding.split}.")
     if plan.other_metrics:
         others = ", ".join(f"{name} {percent(deciding.validation[name])}" for name in plan.other_metrics)
         head.append(f"By the search's other metrics: {others}.")
@@ -156,6 +159,8 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> Table:
         f"{len(state.trials)} trials, best first; percent: {', '.join(plan.metrics)} on validation samples, accuracy "
         "on the test set"
     )
+    if plan.splits > 1:
+        title += f"; finished trials: the worst of {plan.splits} splits"
     table = Table(
         title=f"{title}; front: done and on the Pareto front" if plan.other_metrics else title,
         title_justify="left",

@@ -4,7 +4,8 @@ A search has a folder:
 
     search.json      the plan
     trials.jsonl     one line per trial that has ended; a resumed search restores its trials from it
-    trials/<trial>/  the run folder of each trial (raylt/runs/folder/writer.py), with its scores on the validation set
+    trials/<trial>/  the run folder of each trial (raylt/runs/folder/writer.py), with its scores on the validation set;
+                     <trial>-split-1 for the next split
     best.yaml        the best configuration, for raylt run
     trials.csv, trials.json, search.png, and pareto.png for several metrics
     tune/            Ray Tune's own state, which raylt does not read
@@ -24,6 +25,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from raylt.config import Config
+from raylt.config.sections import LAST_SEED
 from raylt.data.label_maps import class_counts
 from raylt.data.task import Task
 from raylt.disk import check_name, exists
@@ -42,7 +44,7 @@ from tune import report
 from tune.asha import rungs
 from tune.loop import SearchLoop, sizes, task_of
 from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, front_of
-from tune.records import SEARCH_PLAN_JSON, Metric, TrialRecord
+from tune.records import SEARCH_PLAN_JSON, Metric, TrialRecord, on_split
 from tune.space import Grid, Space, configure, draw
 
 FleetKind = Literal["ray", "local"]
@@ -107,6 +109,7 @@ def search(
     seed: int = 0,
     parallel: int | None = None,
     retries: int = 2,
+    splits: int = 1,
     fleet: FleetKind = "ray",
     address: str | None = None,
     track: Sequence[str] = (),
@@ -133,6 +136,9 @@ def search(
         parallel: trials at once at most; by default as many as the cluster holds. It influences the result of a search
             with TPE, see plan.py.
         retries: how many times a failed trial is continued from its own checkpoint.
+        splits: number of splits on which a trial runs, with `data.seed` and the seeds that follow it. The score of a
+            finished trial is the worst of them; a trial that fails on one has failed. Trials are stopped early by the
+            first split alone.
         fleet: "local" runs the trials one after another in this process, with the same result.
         address: of a Ray cluster, see `actors.cluster.access.cluster_to_join`.
         track: trackers that Ray logs trials to: "mlflow", "wandb".
@@ -168,6 +174,7 @@ def search(
         metrics[1:],
         seed,
         retries=retries,
+        splits=splits,
         lag=0,
     )
     check_arguments(plan, parallel, fleet)
@@ -260,7 +267,13 @@ def _run(
             from tune.trial import TrialJob  # it imports torch, which `raylt tune --help` does not need
 
             job = TrialJob(
-                folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace, plugins_for(plan.methods)
+                folder,
+                os.getcwd(),
+                plan.metric,
+                plan.scheduler == "asha",
+                plan.grace,
+                plugins_for(plan.methods),
+                plan.splits,
             )
             try:
                 callback.on_search_start(folder, list(plan.methods), _trials_in_all(loop.state), at_once)
@@ -494,6 +507,7 @@ def check_plan(plan: SearchPlan) -> None:
                 key="--metric",
                 value=metric,
             )
+    _check_splits(plan)
     for method, sequence in SearchState(plan, sizes).sequences.items():
         if plan.scheduler == "asha" and not rungs(plan.base.federation.rounds, plan.grace):
             raise ConfigError(
@@ -510,13 +524,33 @@ def check_plan(plan: SearchPlan) -> None:
             record = SearchState(unlimited, sizes).sequences[method].next()
             assert isinstance(record, TrialRecord)
             raise ConfigError(
-                f"{spoken('--budget', 'budget')}: one trial of {method} takes {record.cost} {plan.unit}, more "
+                f"{spoken('--budget', 'budget')}: one trial of {method} takes {record.whole_cost} {plan.unit}, more "
                 f"than the budget ({plan.budget}). Raise it, or lower federation.rounds.",
                 code="search.budget-too-small",
                 key="--budget",
                 value=plan.budget,
-                cost=record.cost,
+                cost=record.whole_cost,
             )
+
+
+def _check_splits(plan: SearchPlan) -> None:
+    """Raise ConfigError if the seeds of a search's splits are too large, or give one split twice."""
+    last = plan.base.data.seed + plan.splits - 1
+    if last > LAST_SEED:
+        raise ConfigError(
+            f"data.seed: the seed of the last split is above {LAST_SEED} ({last}). Give a smaller one.",
+            code="config.out-of-range",
+            key="data.seed",
+            value=last,
+        )
+    hashes = {task_of(on_split(plan.base, split)).split.sha256 for split in range(plan.splits)}
+    if len(hashes) < plan.splits:
+        raise ConfigError(
+            f"{spoken('--splits', 'splits')}: data.seed does not change the split of this data ({plan.splits}). Use 1.",
+            code="config.conflict",
+            key="--splits",
+            value=plan.splits,
+        )
 
 
 def check_trials(base: Config, method: str, space: Space, seed: int) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,10 +34,10 @@ from raylt.runs.folder.writer import Journal
 from raylt.runs.run import Run
 from raylt.store import Folder, folder_for
 from tune.asha import rungs
-from tune.records import SCORES, Metric, Score, ScoreKind, figures_of, read_scores
+from tune.records import SCORES, Metric, Score, ScoreKind, figures_of, on_split, read_scores, split_folder
 
 LOCK_TIMEOUT_S = 60  # seconds in which a killed process should end and release the run folder
-OpenFleet = Callable[[Setup, Task, str, torch.device], Fleet]
+OpenFleet = Callable[[Setup, Task, str, torch.device, Path], Fleet]
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,80 @@ class TrialJob:
     rungs: bool
     grace: int | None
     plugins: tuple[Plugin, ...] = ()
+    splits: int = 1
 
 
 class Trial:
-    """One run of a search, advanced step by step.
+    """A trial of a search on its splits, one after another.
+
+    The first split gives the scores of rounds, by which trials are compared before their end. Further splits are run
+    only if the trial reaches its end on those before. The final score is the worst of all splits.
 
     Args:
-        cost: of all rounds, in the unit of the search's budget.
-        open_fleet: called with setup, task, a name for the actors and the device of this process.
+        cost: of all rounds on one split, in the unit of the search's budget.
+        open_fleet: called with setup, task, a name for the actors, the device of this process and the run's folder.
         leased: whether Ray leased a GPU to this process, see `open_device`.
     """
 
     def __init__(
         self, job: TrialJob, id: str, config: Config, cost: int, open_fleet: OpenFleet, leased: bool | None = None
     ):
+        self._splits = job.splits
+        self._finals: list[Score] = []  # by split
+
+        def begin(split: int) -> TrialRun:
+            own_job = replace(job, rungs=job.rungs and split == 0)
+            folder = split_folder(job.folder / "trials" / id, split)
+            return TrialRun(own_job, folder, on_split(config, split), cost, open_fleet, leased)
+
+        self._begin = begin
+        self._run = begin(0)
+
+    @property
+    def done(self) -> bool:
+        """Return whether the trial has its final score."""
+        return len(self._finals) == self._splits
+
+    def step(self) -> list[Score]:
+        """Run one step of the trial and return its new scores.
+
+        The first call of a continued trial takes no step, but returns the scores from before the interruption.
+        """
+        split = len(self._finals)
+        if split and self._run.done:
+            self._run.close()
+            self._run = self._begin(split)
+        scores = self._run.step()
+        self._finals += [score for score in scores if score.kind == "final"]
+        new = [score for score in scores if score.kind != "final"] if split == 0 else []
+        return [*new, self._worst()] if self.done else new
+
+    def close(self) -> None:
+        """Release the clients and the folder of the trial."""
+        self._run.close()
+
+    def _worst(self) -> Score:
+        split = min(range(self._splits), key=lambda split: self._finals[split].value)
+        spent = sum(score.client_steps for score in self._finals)
+        return replace(self._finals[split], split=split, client_steps=spent)
+
+
+class TrialRun:
+    """The run of a trial on one split, advanced step by step.
+
+    Args:
+        folder: of the run.
+        cost, open_fleet, leased: as for `Trial`.
+    """
+
+    def __init__(
+        self, job: TrialJob, folder: Path, config: Config, cost: int, open_fleet: OpenFleet, leased: bool | None = None
+    ):
         self.job = job
-        self.id = id
+        self.id = folder.name
         self.config = config
         self.cost = cost
-        self.folder = job.folder / "trials" / id
+        self.folder = folder
         self.fleet: Fleet | None = None
         self._scores: dict[int, Score] = {}
         self._experiment: Experiment | None = None
@@ -94,14 +149,11 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """Return whether the trial has finished its last step."""
+        """Return whether the run has finished its last step."""
         return self._experiment is None or self._experiment.done
 
     def step(self) -> list[Score]:
-        """Run one step of the trial and return its new scores.
-
-        The first call of a continued trial takes no step, but returns the scores from before the interruption.
-        """
+        """Run one step and return its new scores; see `Trial.step`."""
         if self._returned or not self._scores:
             self._advance()
         new = list(self._scores.values())[self._returned :]
@@ -109,11 +161,13 @@ class Trial:
         return new
 
     def close(self) -> None:
-        """Release the clients and the folder of the trial."""
+        """Release the clients and the folder of the run."""
         if self.fleet is not None:
             self.fleet.close()
+            self.fleet = None
         if self._journal is not None:
             self._journal.__exit__()
+            self._journal = None
 
     def _open(self, open_fleet: OpenFleet, leased: bool | None) -> None:
         torch.set_num_threads(1)  # weights computed here must not depend on the machine's cores
@@ -140,7 +194,7 @@ class Trial:
         saved, _ = self._journal.rewind()
         name = f"{self.job.folder.name}/{self.id}" + (f"~{os.getpid()}" if begun else "")
         device = open_device(self.config, leased)
-        self.fleet = open_fleet(setup, self.task, name, device)
+        self.fleet = open_fleet(setup, self.task, name, device, self.folder)
         self._experiment = Experiment(setup, self.task, self.fleet, device, self.folder)
         devices = self._experiment.describe()
         fleet = "local" if isinstance(self.fleet, LocalFleet) else "ray"
@@ -243,7 +297,7 @@ class Trial:
             folder.write(SCORES, "".join(json.dumps(score.to_json()) + "\n" for score in self._scores.values()))
 
 
-def local_fleet(setup: Setup, task: Task, name: str, device: torch.device) -> Fleet:
+def local_fleet(setup: Setup, task: Task, name: str, device: torch.device, folder: Path) -> Fleet:
     """Return a fleet that runs all clients in this process."""
     return LocalFleet(setup.config, task, ClientHost(setup, task.spec, task.test, device))
 

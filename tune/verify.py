@@ -9,7 +9,7 @@ from raylt.runs.folder.reader import Files
 from raylt.runs.verify import Finding, finding_of
 from raylt.store import Folder
 from tune.plan import SearchPlan
-from tune.records import PLAN, TRIALS, EndedTrialJson, figures_of, read_trials
+from tune.records import MOST_SPLITS, PLAN, TRIALS, EndedTrialJson, figures_of, read_trials, split_folder
 from tune.report import SEAL, check_results
 
 
@@ -34,8 +34,12 @@ def _findings(folder: Path) -> Iterator[Finding]:
         yield Finding("trials.json", True, "unsealed: no hash binds it to the search")
     for trial in trials:
         if trial["failed"] is None:
-            name = f"trials/{trial['trial']}"
-            yield finding_of(name, lambda name=name, trial=trial: _describe_trial(folder / name, trial))
+            first = folder / "trials" / trial["trial"]
+            for split in _splits_of(first, trial):
+                run = split_folder(first, split)
+                yield finding_of(
+                    f"trials/{run.name}", lambda run=run, trial=trial, split=split: _describe_run(run, trial, split)
+                )
 
 
 def _describe_plan(folder: Folder) -> str:
@@ -48,14 +52,24 @@ def _describe_results(folder: Path) -> str:
         return check_results(search_folder)
 
 
-def _describe_trial(folder: Path, trial: EndedTrialJson) -> str:
-    """Describe the steps of a trial; raise CheckpointError if its files contradict each other or trials.jsonl."""
+def _splits_of(folder: Path, trial: EndedTrialJson) -> list[int]:
+    """Return the splits of a trial that have a run folder, or whose figures are the trial's."""
+    named = {point.get("split", 0) for point in trial["points"]}
+    return [
+        split for split in range(MOST_SPLITS) if split in named or split == 0 or exists(split_folder(folder, split))
+    ]
+
+
+def _describe_run(folder: Path, trial: EndedTrialJson, split: int) -> str:
+    """Describe a trial's run on one split; raise CheckpointError if its files contradict each other or trials.jsonl."""
     files = Files(folder)
     files.config()
     files.split()
     files.provenance()
     reports = files.lines().reports
     for point in trial["points"]:
+        if point.get("split", 0) != split:
+            continue
         figures = reports[point["step"] - 1]["figures"] if point["step"] <= len(reports) else {}
         reported = figures.get(figures_of(point["kind"]))
         if reported is not None and reported != point["validation"]:

@@ -97,12 +97,15 @@ def resume(folder: Path, address: str | None, format: Format) -> None:
     _show(_in_session(address, run), format)
 
 
-def check_options(fleet: str, budget: int | None, count: str, track: Sequence[str], scheduler: str) -> None:
+def check_options(
+    fleet: str, budget: int | None, count: str, splits: int, track: Sequence[str], scheduler: str
+) -> None:
     """Raise ConfigError for options that only raylt's own schedulers support."""
     given = {
         "--fleet local": fleet == "local",
         "--budget": budget is not None,
         "--count": count != "steps",
+        "--splits": splits != 1,
         "--track": bool(track),
     }
     for option, is_given in given.items():

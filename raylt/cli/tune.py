@@ -85,6 +85,15 @@ def tune(
         ),
     ] = "steps",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
+    splits: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=20,
+            help="Splits on which a trial runs, with data.seed and the seeds that follow it. The worst of them is the "
+            "score of a finished trial.",
+        ),
+    ] = 1,
     retries: Annotated[int, typer.Option(min=0, help="Number of times to continue a failed trial.")] = 2,
     resume: Annotated[Path | None, typer.Option(help="Folder of a search to continue.")] = None,
     parallel: Annotated[int | None, typer.Option(min=1, help="Largest number of trials at once.")] = None,
@@ -142,7 +151,7 @@ def tune(
         if scheduler not in ("asha", "none"):
             choices = {"metrics": metrics, "searcher": searcher, "scheduler": scheduler, "grace": grace, "seed": seed}
             choices |= {"samples": samples, "retries": retries, "parallel": parallel}
-            ray_searches.check_options(fleet.value, budget, count, track or [], scheduler)
+            ray_searches.check_options(fleet.value, budget, count, splits, track or [], scheduler)
             ray_searches.search(config, spaces, folder, name, address, choices, format)
             return
         with say_how_to_resume() as started:
@@ -160,6 +169,7 @@ def tune(
                 count=count,
                 seed=seed,
                 retries=retries,
+                splits=splits,
                 **execution,
                 callback=Callbacks([SearchProgress(), started]),
             )

@@ -7,7 +7,7 @@ import pytest
 from raylt.config import Config
 from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Uniform
-from raylt.typed_json import hash_json
+from tune.asha import Outcome
 from tune.drawing import draw
 from tune.plan import OVER, WAIT, SearchPlan, SearchState, client_steps, cost_of, front_of
 from tune.records import Score, TrialRecord
@@ -119,10 +119,27 @@ def test_a_method_that_computes_twice_as_much_gets_half_the_trials():
     assert trials("passes") == 5
 
 
-def test_a_plan_without_a_unit_of_its_budget_counts_steps():
-    tree = {key: value for key, value in plan().to_json().items() if key not in ("count", "sha256")}
-    old = json.dumps({**tree, "sha256": hash_json(tree)}).encode()
-    assert SearchPlan.from_json(old, "search.json") == plan()
+def test_a_trial_that_ends_spends_its_cost_on_every_split_and_a_stopped_one_on_the_first():
+    record = TrialRecord("a", "fedprox", {}, BASE, 90, splits=2)
+    assert record.spent == 180
+    record.outcome = Outcome("done", 9, 0.5)
+    assert record.spent == 180
+    record.outcome = Outcome("failed", 9, None)
+    assert record.spent == 180
+    record.outcome = Outcome("stopped", 3, 0.5)
+    assert record.spent == 30
+    budget = 10 * client_steps(BASE, sizes(BASE))
+    changes = {"samples": None, "budget": budget, "scheduler": "none", "searcher": "random"}
+    for splits, trials in ((1, 10), (2, 5)):
+        state = SearchState(plan(**changes, splits=splits), sizes)
+        assert len(run(state, random.Random(0), 1).trials) == trials
+
+
+def test_a_plan_without_later_settings_keeps_its_hash():
+    tree = plan().to_json()
+    assert not {"count", "splits", "other_metrics"} & tree.keys()
+    again = SearchPlan.from_json(json.dumps(plan(splits=2, count="passes").to_json()).encode(), "search.json")
+    assert (again.splits, again.count) == (2, "passes")
 
 
 def test_client_steps_by_hand():

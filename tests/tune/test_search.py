@@ -19,6 +19,7 @@ from refusals import refused
 import raylt
 from actors.capacity import Need
 from raylt.config import load
+from raylt.config.sections import LAST_SEED
 from raylt.errors import CheckpointError, ConfigError
 from raylt.runs.callbacks.base import Callback
 from tune import resume, search, space, spaces_of
@@ -144,6 +145,49 @@ def test_a_failed_trial_is_shown_and_run_again_on_resume(tmp_path, monkeypatch):
     assert result.best not in failed
     again = resume(tmp_path / "s", fleet="local")
     assert not any(r.failed for r in again.trials)
+
+
+def test_a_search_on_two_splits_ranks_by_the_worse_and_fails_where_one_fails(tmp_path, monkeypatch):
+    from raylt.methods.fedprox import FedProx
+
+    whole = FedProx.train
+
+    def train(self, client, message):
+        if self.mu < 0.02 and client.config.data.seed == 1:
+            raise ValueError("diverged")
+        return whole(self, client, message)
+
+    monkeypatch.setattr(FedProx, "train", train)
+    changes = {"samples": 4, "retries": 0, "scheduler": "none", "searcher": "random"}
+    result = small_search(tmp_path, "federation.rounds=2", splits=2, **changes)
+    alone = small_search(tmp_path, "federation.rounds=2", name="alone", **changes)
+    failed = [r.id for r in result.trials if r.failed]
+    assert failed == [r.id for r in result.trials if r.values["method.mu"] < 0.02]
+    assert 0 < len(failed) < 4
+    for both, first in zip(result.trials, alone.trials, strict=True):
+        assert both.values == first.values
+        if both.id not in failed:
+            assert both.outcome.score <= first.outcome.score
+            assert both.spent == 2 * first.spent
+    best = (tmp_path / "s/best.yaml").read_text()
+    assert f"the worst of 2 splits, the one with data.seed={result.best.deciding_score.split}." in best
+    findings = {finding.what: finding.whole for finding in verify_search(tmp_path / "s")}
+    assert all(findings.values())
+    assert f"trials/{result.best.id}-split-1" in findings
+    again = resume(tmp_path / "s", fleet="local")
+    assert [r.outcome for r in again.trials] == [r.outcome for r in result.trials]
+
+
+@pytest.mark.parametrize(
+    ("settings", "splits", "code", "key"),
+    [
+        ([f"data.seed={LAST_SEED}"], 2, "config.out-of-range", "data.seed"),
+        ([], 21, "config.wrong-type", "splits"),
+    ],
+)
+def test_splits_without_a_seed_are_refused(tmp_path, settings, splits, code, key):
+    with refused(code, ConfigError, key=key):
+        small_search(tmp_path, *settings, splits=splits)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -81,10 +82,10 @@ def _registered(monkeypatch):
         monkeypatch.setitem(METHODS, method.name, method)
 
 
-def trial(folder, *settings, rungs=True):
+def trial(folder, *settings, rungs=True, splits=1):
     config = load(None, [*SETTINGS, *settings])
     config = configure(config, config.method["name"], {})
-    job = TrialJob(folder, str(folder), "accuracy", rungs, None)
+    job = TrialJob(folder, str(folder), "accuracy", rungs, None, splits=splits)
     return Trial(job, "t", config, client_steps(config, sizes(config)), local_fleet)
 
 
@@ -117,6 +118,32 @@ def test_a_trial_rehearses_its_last_phase_at_the_rungs_and_is_judged_by_it(tmp_p
     assert scores[1].value > 0.15
     assert scores[-1].value > 0.3
     assert scores[-1].client_steps == scores[-2].client_steps == 3 * scores[1].client_steps
+
+
+def test_the_final_score_is_that_of_the_worst_split(tmp_path):
+    scores = finish(trial(tmp_path / "both", "method=fedavg", "federation.rounds=3", splits=2))
+    alone = []
+    for seed in (0, 1):
+        alone.append(finish(trial(tmp_path / f"{seed}", "method=fedavg", "federation.rounds=3", f"data.seed={seed}")))
+    finals = [of_split[-1] for of_split in alone]
+    assert finals[0].value != finals[1].value
+    worst = min((0, 1), key=lambda split: finals[split].value)
+    assert scores[-1] == replace(finals[worst], split=worst, client_steps=2 * finals[0].client_steps)
+    assert scores[:-1] == alone[0][:-1]  # the second split has no scores before the end
+    assert {run.name for run in (tmp_path / "both/trials").iterdir()} == {"t", "t-split-1"}
+
+
+def test_a_trial_continues_on_the_split_at_which_it_was_interrupted(tmp_path):
+    expected = finish(trial(tmp_path / "straight", "method=fedavg", "federation.rounds=3", splits=2))[-1]
+    first = trial(tmp_path / "again", "method=fedavg", "federation.rounds=3", splits=2)
+    for _ in range(4):  # the second split has taken a step
+        first.step()
+    first.close()
+    again = trial(tmp_path / "again", "method=fedavg", "federation.rounds=3", splits=2)
+    assert not again.done
+    assert finish(again)[-1] == expected
+    ended = trial(tmp_path / "again", "method=fedavg", "federation.rounds=3", splits=2)
+    assert finish(ended)[-1] == expected
 
 
 def test_a_rehearsal_leaves_no_trace(tmp_path):

@@ -51,6 +51,8 @@ class Tuning(Section):
             method's field is for the arms whose method has it.
         fields: fields of the methods, by arm, that are searched; by default all that the study does not give.
         metric: figure on the validation samples that is maximised.
+        splits: number of splits on which a trial runs; its score is the worst of them. They have the first seed of the
+            study and the seeds that follow it.
         searcher: Tree-structured Parzen estimator, or random search.
     """
 
@@ -60,6 +62,7 @@ class Tuning(Section):
     fields: dict[str, list[str]] = Field(default={})
     metric: Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou"] = "accuracy"
     searcher: Literal["tpe", "random"] = "tpe"
+    splits: int = Field(default=1, ge=1, le=20)
 
 
 @closed
@@ -172,7 +175,8 @@ def search_hash(
 ) -> str:
     """Return a hash of everything that an arm's search depends on, except the location of files.
 
-    Settings for other arms do not count. The reference arm counts, since its runs are the unit of the budget.
+    Settings for other arms do not count, nor `count` and `splits` at their defaults, which earlier versions did not
+    have. The reference arm counts, since its runs are the unit of the budget.
 
     Args:
         version: Dotted settings of the version that made the search. Other settings do not count at their defaults,
@@ -187,9 +191,8 @@ def search_hash(
     return hash_json(
         {
             "runs": tuning.runs,
-            **(
-                {} if tuning.count == "steps" else {"count": tuning.count}
-            ),  # searches of earlier versions keep their hash
+            **({} if tuning.count == "steps" else {"count": tuning.count}),
+            **({} if tuning.splits == 1 else {"splits": tuning.splits}),
             "metric": tuning.metric,
             "searcher": tuning.searcher,
             "fields": tuning.fields.get(arm),

@@ -152,6 +152,8 @@ def test_a_search_is_the_same_wherever_its_files_lie_and_whatever_other_arms_hav
     assert hashed({"local": {"epochs": 2}}) != first
     assert hashed({}, tune=TUNED["tune"] | {"count": "steps"}) == first
     assert hashed({}, tune=TUNED["tune"] | {"count": "passes"}) != first
+    assert hashed({}, tune=TUNED["tune"] | {"splits": 1}) == first
+    assert hashed({}, tune=TUNED["tune"] | {"splits": 2}) != first
 
 
 def test_nothing_is_searched_while_a_run_is_of_another_version_of_the_code(tmp_path, monkeypatch):
