@@ -91,6 +91,7 @@ def test_the_manifest_of_the_deployment_page_asks_for_the_token():
 # the fields of KubeRay's RayCluster (ray.io/v1) and its pods that the page uses, by type
 QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]i?|m)?$"}
 STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+PARAMETERS = {**STRINGS, "not": {"required": ["labels"]}}  # the operator refuses labels here
 RESOURCES = {"type": "object", "additionalProperties": QUANTITY}
 
 
@@ -130,7 +131,8 @@ RAY_CLUSTER = of(
         headGroupSpec=of(
             ["template"],
             serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
-            rayStartParams=STRINGS,
+            labels=STRINGS,
+            rayStartParams=PARAMETERS,
             template=POD,
         ),
         workerGroupSpecs=lists(
@@ -140,7 +142,8 @@ RAY_CLUSTER = of(
                 replicas=COUNT,
                 minReplicas=COUNT,
                 maxReplicas=COUNT,
-                rayStartParams=STRINGS,
+                labels=STRINGS,
+                rayStartParams=PARAMETERS,
                 template=POD,
             )
         ),

@@ -44,20 +44,6 @@ def test_groups_have_labels_where_the_operator_accepts_them(cluster):
     assert not any("labels" in group["rayStartParams"] for group in groups)  # KubeRay refuses them there
 
 
-def test_fields_are_those_of_a_ray_cluster(cluster):
-    # in KubeRay 1.5, of its definition what this manifest may use
-    spec = cluster["spec"]
-    group = {"labels", "rayStartParams", "template"}
-    assert cluster.keys() == {"apiVersion", "kind", "metadata", "spec"}
-    assert spec.keys() == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
-    assert spec["headGroupSpec"].keys() == {*group, "serviceType"}
-    [workers] = spec["workerGroupSpecs"]
-    assert workers.keys() == {*group, "groupName", "replicas", "minReplicas", "maxReplicas"}
-    assert 0 <= workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
-    for each in (spec["headGroupSpec"], workers):
-        assert all(isinstance(value, str) for value in each["rayStartParams"].values())
-
-
 def test_ray_s_version_is_one_that_doctor_accepts_and_that_is_tested(cluster):
     wanted = Version(cluster["spec"]["rayVersion"])
     assert Version(FLOORS["ray"]) <= wanted <= Version(version("ray"))
