@@ -144,7 +144,7 @@ class Fleet(ABC):
             self.round, message, parts, cohort, self.sizes if weights is None else weights
         )
         vote = LayoutVote(aggregator)
-        outliers = Outliers(schema.usual_lengths if aggregator.compares else {})
+        outliers = Outliers(schema.usual_lengths if aggregator.compares else {}, schema.lengths_of)
         privates: dict[int, Any] = {}
         errors: list[ClientError] = []
         for answer in self._counted(name, fn, cohort, message, schema, aggregator.summable):

@@ -7,19 +7,22 @@ rejected if one of its parts is longer than SHORT and longer than FACTOR times e
 - the median length of the part over the replies to the call,
 - the part as the server sent it, where the template has values.
 
-Only a part that becomes part of a model is compared: a `mean` with a template, and an `each` with a template and a
-declared limit (`up_to`), unless the limit is larger than that of a model. At least FEWEST replies are needed, since two
-clients have no majority. Honest clients differ by far less: the longest part of a reply of any method in the contract's
-runs is 3.3 times the median. Clients with many more steps than most send longer updates, but none near SHORT.
+Parts with a template are compared if they become part of a model: a `mean`, or an `each` with a declared limit
+(`up_to`), unless the limit is larger than that of a model. At least FEWEST replies are needed, since two clients have
+no majority. Honest clients differ by far less: the longest such part in the contract's runs is 3.3 times the
+median. Clients with many more steps than most send longer updates, but none near SHORT.
 
-Lengths below the bound, sums over samples, secure sums and uploads with noise are not compared. A server of secure sums
-sees no length, and a rejection that depends on other clients would reveal more than noise accounts for. Robust rules
-compare replies themselves.
+A `total` with a template is compared by its length per sample, with SHORT_SUM in place of SHORT: the second moment of
+features of length 1,000.
+
+Lengths below the bound, secure sums and uploads with noise are not compared. A server of secure sums sees no length,
+and a rejection that depends on other clients would reveal more than noise accounts for. Robust rules compare replies
+themselves.
 """
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +38,7 @@ from raylt.tree import leaf_paths
 
 FACTOR = 20
 SHORT = 100.0  # a length that no update of an honest client reaches in one round, unless all of them do
+SHORT_SUM = 1e6  # the same for the share of one sample in a sum
 FEWEST = 3  # replies
 
 
@@ -44,9 +48,9 @@ def is_compared(part: Reduction, largest: float) -> bool:
     Args:
         largest: magnitude that a value of a model may have.
     """
-    if part.template is None or part.kind == "total":
+    if part.template is None:
         return False
-    return part.kind == "mean" if part.largest is None else part.largest <= largest
+    return part.kind != "each" if part.largest is None else part.largest <= largest
 
 
 def length(value: Any) -> float:
@@ -63,19 +67,21 @@ class Outliers:
 
     Args:
         bounds: for each compared part, the length up to which a reply is not suspicious.
+        lengths_of: returns the lengths of a client's reply by the name of the part.
     """
 
-    def __init__(self, bounds: dict[str, float]):
+    def __init__(self, bounds: dict[str, float], lengths_of: Callable[[int, Reply], dict[str, float]]):
         self._bounds = bounds
+        self._lengths_of = lengths_of
         self._lengths: dict[str, list[float]] = {name: [] for name in bounds}
         self._suspicious: list[tuple[int, Reply, dict[str, float]]] = []
         self._store = ValueStore()
 
     def set_aside(self, id: int, reply: Reply | SummedReply) -> bool:
         """Record the lengths of a reply, and return whether the reply is set aside."""
-        own = reply.lengths if isinstance(reply, SummedReply) else lengths_of(reply, self._bounds)
-        for name, value in own.items():
-            self._lengths[name].append(value)
+        own = reply.lengths if isinstance(reply, SummedReply) else self._lengths_of(id, reply)
+        for name, lengths in self._lengths.items():
+            lengths.append(own[name])
         if isinstance(reply, SummedReply) or not exceeds(own, self._bounds):
             return False
         self._suspicious.append((id, replace(reply, tree=self._store.keep(reply.tree)), own))
@@ -91,11 +97,6 @@ class Outliers:
                     fault = _fault(name, lengths[name], median)
                     break
             yield id, reply, fault
-
-
-def lengths_of(reply: Reply, bounds: dict[str, float]) -> dict[str, float]:
-    """Return the lengths of a reply's compared parts by name."""
-    return {name: length(reply.tree[name]) for name in bounds}
 
 
 def exceeds(lengths: dict[str, float], bounds: dict[str, float]) -> bool:

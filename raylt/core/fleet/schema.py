@@ -12,7 +12,7 @@ from torch import Tensor
 from raylt import tree
 from raylt.core.client import Reply
 from raylt.core.fleet.block_sums import ReplyLayout, SummedReply, sum_replies
-from raylt.core.fleet.outliers import FACTOR, SHORT, exceeds, is_compared, length, lengths_of
+from raylt.core.fleet.outliers import FACTOR, SHORT, SHORT_SUM, exceeds, is_compared, length
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.wire import Fault, Path, Unusable, dotted, shown
 from raylt.errors import one_line
@@ -69,7 +69,7 @@ class Schema:
             if str(path[-1]).endswith(VARIANCE) and isinstance(leaf, Tensor) and not leaf.is_meta
         }
         self.usual_lengths = {
-            name: max(SHORT, FACTOR * length(part.template))
+            name: SHORT_SUM if part.kind == "total" else max(SHORT, FACTOR * length(part.template))
             for name, part in parts.items()
             if is_compared(part, LARGEST["mean"])
         }
@@ -123,7 +123,7 @@ class Schema:
                 reply = Unusable(fault, tree.nbytes(reply.tree) if isinstance(reply, Reply) else 0)
             placeholders.append(reply)
             if isinstance(reply, Reply):
-                lengths = lengths_of(reply, self.usual_lengths)
+                lengths = self.lengths_of(id, reply)
                 if not exceeds(lengths, self.usual_lengths):
                     positions.append(len(placeholders) - 1)
                     summable.append((reply, self.layout(reply), lengths))
@@ -141,6 +141,14 @@ class Schema:
             if name not in self._templates
             for path, leaf in _leaves(value, (name,))
         )
+
+    def lengths_of(self, id: int, reply: Reply) -> dict[str, float]:
+        """Return the lengths of a client's compared parts by name; of a sum, its length per sample."""
+        labels = max(1, self._sizes[id]) * self._labels
+        return {
+            name: length(reply.tree[name]) / (labels if self.parts[name].kind == "total" else 1)
+            for name in self.usual_lengths
+        }
 
     def _weight_fault(self, id: int, weight: Any) -> Fault | None:
         expected = self._weights[id]

@@ -9,8 +9,8 @@ from raylt.contract.case import Case
 from raylt.contract.lies import replaced
 from raylt.core.client import Reply
 from raylt.core.fleet.client_host import ClientHost
-from raylt.core.fleet.outliers import FACTOR, SHORT, length
-from raylt.core.fleet.reductions import each, mean
+from raylt.core.fleet.outliers import FACTOR, SHORT, SHORT_SUM, length
+from raylt.core.fleet.reductions import each, mean, total
 from raylt.core.fleet.schema import Schema
 from raylt.methods import METHODS
 from raylt.tree import without_values
@@ -75,15 +75,28 @@ def test_the_bound_is_a_multiple_of_what_was_sent_and_never_short(factor, reject
     assert sum(isinstance(reply, Reply) for reply in summed) == rejected
 
 
-def test_only_parts_of_models_are_compared():
+def test_parts_of_models_and_sums_are_compared():
     parts = {
         "model": mean.like(LIKE),
         "update": each.like(LIKE).up_to(1e6),
         "values": each.like(LIKE),
         "steps": mean.like(LIKE).up_to(1e18),
         "without": mean,
+        "sums": total.like(LIKE),
     }
-    assert Schema(parts, {1: 1}).usual_lengths.keys() == {"model", "update"}
+    assert Schema(parts, {1: 1}).usual_lengths == {"model": SHORT, "update": SHORT, "sums": SHORT_SUM}
+
+
+@pytest.mark.parametrize(
+    ("blocked", "factor", "rejected"), [((), 9e5, False), ((), 1.1e6, True), ((0, 1, 2), 1.1e6, True)]
+)
+def test_sums_are_compared_by_their_length_per_sample(blocked, factor, rejected):
+    part = total.like(torch.zeros(2))
+    unit = torch.tensor([0.6, 0.8])
+    answers = {id: Reply(1 + id % 9, {"sums": (1 + id % 9) * unit}) for id in IDS}
+    answers[IDS[1]] = Reply(1 + IDS[1] % 9, {"sums": (1 + IDS[1] % 9) * factor * unit})
+    fleet, _ = ask(answers, blocked, parts={"sums": part})
+    assert list(fleet.round_stats.rejected) == [IDS[1]] * rejected
 
 
 @pytest.mark.parametrize("blocked", [(), (0, 1, 2)])
