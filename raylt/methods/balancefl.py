@@ -7,12 +7,14 @@ Sections are the paper's; where it is silent, the authors' code decides. Departu
 [3] Perturbations are drawn from a pool of 500, as in the code, at random instead of in turn.
 [4] The entropy is a mean over the batch, so that its weight does not depend on the batch size. The code's sum over 64
     samples at 0.002 is our 0.128.
+[5] `missing=kept` leaves the missing classes in the softmax of the cross-entropy, which is then that of FedAvg on
+    balanced batches. Distillation and entropy stay as they are.
 With all switches off and all classes owned this is FedAvg of a network whose classifier has no bias.
 """
 
 import copy
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -46,6 +48,11 @@ class BalanceFL(Method):
     kd: float = hp(1.0, LogUniform(0.1, 10), "lambda, weight of the distillation on missing classes", ge=0)
     temperature: float = hp(2.0, Choice(1.0, 2.0, 4.0), "distillation temperature; from the code", gt=0)
     entropy: float = hp(0.128, LogUniform(1e-3, 0.2), "weight of the predictions' entropy; from the code [4]", ge=0)
+    missing: Literal["mask", "kept"] = hp(
+        "mask",
+        Choice("mask", "kept"),
+        "treatment of classes that a client lacks: left out of the cross-entropy's softmax, or kept in it [5]",
+    )
 
     def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
         base.classifier.register_parameter("bias", None)
@@ -59,14 +66,15 @@ class BalanceFL(Method):
     def objective(self, client: Client, message: Message) -> Objective:
         """Return the training loss of a client.
 
-        It is the cross-entropy on owned classes, plus distillation on missing classes, minus the entropy of
-        predictions.
+        It is the cross-entropy on owned classes (on all with `missing=kept`), plus distillation on missing classes,
+        minus the entropy of predictions.
         """
         model = client.model
         is_owned = client.counts > 0  # [1]
         # indices instead of masks, with which each step would wait for the number of classes
         owned = is_owned.nonzero().flatten()
         missing = (~is_owned).nonzero().flatten()
+        excluded = ~is_owned if self.missing == "mask" else torch.zeros_like(is_owned)
         augment = self.augmentation(client) if self.fa else lambda z, y: z
         distil = self.kd > 0 and len(missing) > 1  # a softmax over one class is always 1
         teacher = copy.deepcopy(model).requires_grad_(False).eval() if distil else model
@@ -76,7 +84,7 @@ class BalanceFL(Method):
             logits = model.classifier(z)
             distilled = torch.zeros((), device=client.device)
             perturbed = model.classifier(augment(z, batch.y)) if self.fa else logits
-            own = F.cross_entropy(perturbed.masked_fill(~is_owned, -torch.inf), batch.y)
+            own = F.cross_entropy(perturbed.masked_fill(excluded, -torch.inf), batch.y)
             if distil:
                 with torch.no_grad():
                     target = (teacher(batch.x)[:, missing] / self.temperature).softmax(1)

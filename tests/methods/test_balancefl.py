@@ -37,6 +37,20 @@ def test_own_loss_is_cross_entropy_over_the_owned_classes(tiny_task):
     assert BalanceFL(**OFF).objective(client, {})(batch).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_own_loss_without_the_mask_is_cross_entropy_over_all_classes(tiny_task):
+    client = open_client(tiny_task, BalanceFL(), 1)  # class counts 8, 3, 3, 0
+    client.model.eval()
+    batch = client.samples.batch(torch.arange(14))
+    logits = client.model(batch.x)
+    own = BalanceFL(**OFF, missing="kept").objective(client, {})(batch)
+    assert own.item() == pytest.approx(F.cross_entropy(logits, batch.y).item(), rel=1e-6)
+    push = torch.autograd.grad(own, client.model.classifier.weight)[0][3]
+    expected = logits.softmax(1)[:, 3] @ client.model.encoder(batch.x) / 14
+    assert torch.allclose(push, expected, atol=1e-6)  # the missing class is pushed away from every sample
+    whole = BalanceFL(**OFF | {"entropy": 0.5}, missing="kept").objective(client, {})(batch)
+    assert (own - whole).item() == pytest.approx(0.5 * mean_entropy(logits[:, :3]).item(), rel=1e-4)
+
+
 def test_missing_classes_are_distilled_from_the_received_model(tiny_task):
     client = open_client(tiny_task, BalanceFL(), 2)  # the client owns class 1 alone and lacks 0, 2 and 3
     fields = OFF | {"kd": 3.0, "temperature": 4.0}
@@ -129,7 +143,9 @@ def test_perturbation_is_of_the_loss_alone_that_tells_classes(tiny_task, monkeyp
 
 
 @pytest.mark.parametrize(
-    "fields", [{"resample": False}, {"fa": False}, {"kd": 0.1}, {"temperature": 1.0}, {"entropy": 0.0}], ids=str
+    "fields",
+    [{"resample": False}, {"fa": False}, {"kd": 0.1}, {"temperature": 1.0}, {"entropy": 0.0}, {"missing": "kept"}],
+    ids=str,
 )
 def test_every_field_changes_the_model(tiny_task, tmp_path, fields):
     assert not torch.equal(*(flat(run(tiny_task, tmp_path, BalanceFL(**given), rounds=1)) for given in ({}, fields)))
