@@ -2,7 +2,9 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,6 +142,20 @@ def test_costs_are_passes_as_a_multiple_of_fedavgs():
     table = ranking_table(with_costs(rank(runs), runs))
     assert table.head[-1] == "passes"
     assert [row[-1] for row in table.rows] == ["6.0", "2.0", "1.0", "1.7", "-"]
+
+
+@pytest.mark.slow
+def test_the_leaderboard_of_the_documentation_is_that_of_the_records(tmp_path, monkeypatch):
+    root = Path(__file__).parents[3]
+    page = (root / "docs/leaderboard.md").read_text()
+    command = shlex.split(page.split("```")[1].replace("\\\n", " "))
+    assert command[:2] == ["raylt", "rank"]
+    arguments = [*command[1:-1], str(tmp_path / "leaderboard.md")]
+    monkeypatch.chdir(root)
+    app(arguments, standalone_mode=False)
+    written = (tmp_path / "leaderboard.md").read_text()
+    assert written.split("```")[0] == page.split("```")[0]
+    assert (tmp_path / "leaderboard.svg").read_text() == (root / "docs/leaderboard.svg").read_text()
 
 
 def test_command_writes_the_page_and_its_picture(tmp_path, capsys, monkeypatch):
