@@ -24,6 +24,7 @@ from raylt.errors import ConfigError, DataError
 from raylt.methods import METHODS
 from raylt.models import SplitModel
 from raylt.models.trainable import FrozenEncoder
+from raylt.runs.callbacks.prediction_grid import draw_prediction_grid
 
 CPU = torch.device("cpu")
 NAME = "counting"
@@ -188,6 +189,16 @@ def test_a_run_on_features_gives_the_model_that_was_judged(tmp_path):
         shared = each.matrices().shared
         assert shared is not None
         assert torch.equal(metrics.confusion(labels, truth, 4, None), shared)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+def test_the_picture_of_predictions_encodes_no_other_image(tmp_path, method):
+    run = make_tiny_run(tmp_path, method, f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}")
+    elsewhere = run.config.data.model_copy(update={"root": str(tmp_path / "elsewhere")})
+    setup = replace(run.setup, config=run.config.model_copy(update={"data": elsewhere}))
+    picture = draw_prediction_grid(setup, run.task, run.folder)
+    assert picture.png.startswith(b"\x89PNG")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from raylt.core.setup import Setup
 from raylt.data.images.cache import load, take
 from raylt.data.label_maps import VOID, relabel
 from raylt.data.sources.scenes import COLOURS
-from raylt.data.task import Task
+from raylt.data.task import Task, outline_of, task_from
+from raylt.registry import is_plugin
 from raylt.runs.export.trained_model import client_models, global_model
 from raylt.runs.in_process import open_in_process, with_device
 
@@ -50,7 +51,10 @@ def draw_prediction_grid(setup: Setup, task: Task, folder: Path) -> Picture:
     """
     saved, _ = checkpoint.latest(folder / "checkpoints")
     assert saved is not None
-    experiment = open_in_process(with_device(setup, "cpu"), task, folder, None)
+    # a model needs no images to be loaded, and with a frozen encoder all of them would be encoded again on this device;
+    # a plugin's method may look at them
+    described = task if is_plugin("method", setup.method.name) else task_from(outline_of(task), task.split)
+    experiment = open_in_process(with_device(setup, "cpu"), described, folder, None)
     experiment.load(saved, clients=False)
     rows = np.arange(len(task.test))
     name = "global model"
