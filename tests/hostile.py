@@ -162,6 +162,8 @@ KINDS: dict[str, tuple[str, Callable[[Client, Reply], Any]]] = {
     "1e38": ("rejected", of_all(lambda value: torch.full_like(value, 1e38))),
     "zeros": ("believed", of_all(torch.zeros_like)),
     "times 19": ("believed", of_all(lambda value: 19 * value)),
+    "times 1000": ("rejected", of_all(lambda value: 1000 * value)),
+    "negative variances": ("rejected", of_all(lambda value: -value)),
     "one entry times -10": ("believed", of_entry(lambda value: -10 * value)),
     "constant": ("believed", of_all(lambda value: torch.full_like(value, 0.5))),
     "float64": ("rejected", of_all(Tensor.double)),
@@ -232,6 +234,8 @@ KINDS: dict[str, tuple[str, Callable[[Client, Reply], Any]]] = {
     "a state of 4 TB": ("rejected", of_state(torch.zeros(1).expand(2**40))),
     "another client's state": ("harmless", of_state({"last": torch.tensor(3.0)})),
 }
+
+COMPARED = "times 1000", "negative variances"  # with what was sent: a part without a template can be anything
 
 
 def _cells(counts: dict[int, int]) -> Tensor:

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from hostile import COUNTS, KINDS, Hostile, Judged
+from hostile import COMPARED, COUNTS, KINDS, Hostile, Judged
 from tiny import configure, make_experiment
 
 from raylt.core.checkpoint.checkpoint import hash_tensors
@@ -64,6 +64,8 @@ def test_without_templates_the_replies_that_most_clients_sent_refuse_it_as_well(
     experiment = make_experiment(configure(federation={"retries": 0}), tiny_task, tmp_path)
     fleet, message = experiment.fleet, experiment.method.message(experiment.server)
     for kind, (outcome, _) in KINDS.items():
+        if kind in COMPARED:
+            continue
         fleet.begin(2)
         got = fleet.ask(Hostile(kind=kind).train, fleet.everyone, message, model=mean, loss=mean)
         refused = {*fleet.round_stats.rejected, *fleet.round_stats.lost}
