@@ -24,6 +24,7 @@ PATIENCE_S = 10
 LEFT_OUT = (".git", ".venv", "__pycache__", "/runs", "/data", "/docs/_build", "*.pyc")  # of the working directory
 KEY = "raylt"  # in a job's metadata: the command
 FOLDER = "raylt_folder"  # in a job's metadata: the run folder on the cluster
+INTERRUPTED = 130  # exit code of a run that raylt stop or a signal ended
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
@@ -202,7 +203,10 @@ def _no_dashboard(address: str, cause: str) -> ConfigError:
 def _job_of(details: Any) -> SubmittedJob:
     started = None if details.start_time is None else details.start_time / 1000
     metadata = details.metadata
-    return SubmittedJob(details.submission_id, str(details.status.value), metadata[KEY], metadata.get(FOLDER), started)
+    state = str(details.status.value)
+    if state == "FAILED" and details.driver_exit_code == INTERRUPTED:  # Ray knows no other end than success
+        state = "STOPPED"
+    return SubmittedJob(details.submission_id, state, metadata[KEY], metadata.get(FOLDER), started)
 
 
 def _on_cluster(word: str) -> str:

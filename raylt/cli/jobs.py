@@ -106,8 +106,13 @@ def follow_job(name: str, address: str, every_s: float) -> None:
 
     with connect(address) as jobs:
         job = jobs.find(name)
-        for text in jobs.lines(job, every_s):
-            out.print(text, end="", soft_wrap=True)
+        try:
+            for text in jobs.lines(job, every_s):
+                out.print(text, end="", soft_wrap=True)
+        except KeyboardInterrupt:
+            again = f"raylt follow {job.id} --address {address}"
+            out.print(f"{job.id}: continues on the cluster; follow it again with {again}", soft_wrap=True)
+            return
         ended = jobs.find(job.id)
     out.print(f"{ended.id}: {ended.state.lower()}")
 
@@ -122,7 +127,10 @@ def list_jobs(address: str, format: Format) -> None:
     if format is Format.json:
         print_json([asdict(job) for job in listed])
         return
-    table = Table("job", "state", "command", "started", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("job", no_wrap=True)  # to be copied
+    for head in ("state", "command", "started"):
+        table.add_column(head)
     for job in listed:
         started = "" if job.started is None else f"{datetime.fromtimestamp(job.started):%Y-%m-%d %H:%M}"
         table.add_row(job.id, job.state.lower(), job.command, started)

@@ -1,8 +1,10 @@
 """The commands `raylt submit`, `raylt stop`, `raylt ls --address` and `raylt follow --address`."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from actors.cluster.jobs import _on_cluster
+from actors.cluster.jobs import JobClient, _on_cluster
 from raylt.cli.jobs import complete
 
 
@@ -69,3 +71,13 @@ def test_stopping_a_run_that_is_not_running_says_so(raylt, tmp_path):
     (tmp_path / "run").mkdir()
     ended = raylt("stop", tmp_path / "run")
     assert "[run.not-running]" in ended.err
+
+
+@pytest.mark.parametrize(("code", "state"), [(130, "STOPPED"), (2, "FAILED"), (None, "FAILED")])
+def test_a_run_that_was_stopped_has_not_failed(code, state):
+    details = SimpleNamespace(
+        submission_id="job", status=SimpleNamespace(value="FAILED"), driver_exit_code=code, metadata={"raylt": "run"},
+        start_time=None,
+    )  # fmt: skip
+    [job] = JobClient(SimpleNamespace(list_jobs=lambda: [details])).list()
+    assert job.state == state
