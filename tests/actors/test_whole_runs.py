@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import ray  # noqa: F401  (brings psutil)
+from teachers import save_clip
 
 psutil = pytest.importorskip("psutil")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -109,6 +110,25 @@ def test_every_fleet_gives_the_same_model(tmp_path):
         assert [re.sub(r"accuracy .*", "", line).strip() for line in said[2:]] == [f"round {r}/3" for r in (1, 2, 3)]
     assert len(found["one"][1]) == 3
     assert found["one"] == found["two"] == found["local"]
+
+
+def test_client_actors_train_on_the_features_of_a_frozen_encoder(tmp_path):
+    (tmp_path / "clip").mkdir()
+    save_clip(tmp_path / "clip")
+    settings = [
+        "method=bpfed",
+        f"model=clip:local-dir:{tmp_path / 'clip'}",
+        "classifier=text",
+        "trainable=classifier",
+        "augment=crop_flip",
+        "federation.rounds=2",
+        f"data.root={tmp_path}",
+    ]
+    hashes = [
+        finish(tmp_path, "run", *settings, "--fleet", fleet, "--out", str(tmp_path), "--name", fleet)["model_sha256"]
+        for fleet in ("local", "ray")
+    ]
+    assert hashes[0] == hashes[1]
 
 
 def test_a_killed_driver_leaves_nothing_behind_and_can_be_resumed(tmp_path, undisturbed):
