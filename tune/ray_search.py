@@ -212,8 +212,11 @@ def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -
             cause=cause,
         )
     if plan.other_metrics:
-        front = pareto_front(rows, plan.metrics)
-        rows = [{**row, "front": index in front} for index, row in enumerate(rows)]
+        last = max(row["round"] or 0 for row in rows)
+        # figures of a trial that failed or was stopped are of an earlier round
+        whole = [row for row in rows if row["failed"] is None and row["round"] == last]
+        front = [whole[index] for index in pareto_front(whole, plan.metrics)]
+        rows = [{**row, "front": row in front} for row in rows]
     table = io.StringIO()
     writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
     writer.writeheader()

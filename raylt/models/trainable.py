@@ -95,7 +95,9 @@ def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
         yield from _inner(children[0])
         return
     for child in children:
-        if isinstance(child, nn.Sequential | nn.ModuleList):
+        inner = [part for part in child.children() if next(part.parameters(), None) is not None]
+        holds_blocks = len(inner) == 1 and isinstance(inner[0], nn.Sequential | nn.ModuleList)
+        if isinstance(child, nn.Sequential | nn.ModuleList) or holds_blocks:  # open_clip wraps its blocks once more
             yield from _parts_of(child)
         else:
             yield child

@@ -25,6 +25,8 @@ from raylt.methods import METHODS
 from raylt.models import SplitModel
 from raylt.models.trainable import FrozenEncoder
 from raylt.runs.callbacks.prediction_grid import draw_prediction_grid
+from raylt.studies.records.record import read_run
+from raylt.studies.records.seal import contradiction
 
 CPU = torch.device("cpu")
 NAME = "counting"
@@ -317,6 +319,7 @@ def test_one_exchange_makes_a_classifier_without_rounds(tmp_path, name):
     assert run.summary["rounds"] == 0
     assert run.summary["accuracy"]["last"] == report["accuracy"]
     assert "train" not in report["traffic"]
+    assert contradiction(read_run(run.folder)) is None  # a study keeps it on record
     model = raylt.load_model(raylt.export(run))
     assert len(model.predict(load(run.task.test.x)).labels) == 42
 

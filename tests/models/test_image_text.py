@@ -16,7 +16,7 @@ from raylt.errors import ConfigError
 from raylt.models import build_model
 from raylt.models.clip import open_teacher
 from raylt.models.image_text import ImageTower, open_tower
-from raylt.models.trainable import FrozenEncoder
+from raylt.models.trainable import FrozenEncoder, blocks_of
 
 NAMES = ("up left", "up right", "low left", "low right")
 
@@ -82,6 +82,13 @@ def test_a_classifier_from_texts_gives_the_logits_of_the_image_text_model(name, 
         images = F.normalize(network.encode_image((inner._resized(x.expand(-1, 3, -1, -1)) - inner.mean) / inner.std))
         expected = network.logit_scale.exp() * images @ F.normalize(texts, dim=1).T
         assert torch.allclose(model(x), expected, atol=1e-4)
+
+
+def test_each_layer_of_the_tower_is_a_block(tmp_path):
+    from open_clip.transformer import VisionTransformer
+
+    tower = VisionTransformer(32, 16, 32, 3, 2, 4.0, output_dim=DIM)
+    assert len(blocks_of(tower)) == 1 + 3  # the first convolution, and the layers of the transformer
 
 
 def test_a_run_from_texts_has_its_accuracy_before_training(tmp_path, name):

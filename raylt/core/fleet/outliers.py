@@ -7,10 +7,10 @@ rejected if one of its parts is longer than SHORT and longer than FACTOR times e
 - the median length of the part over the replies to the call,
 - the part as the server sent it, where the template has values.
 
-Parts with a template are compared if they become part of a model: a `mean`, or an `each` with a declared limit
-(`up_to`), unless the limit is larger than that of a model. At least FEWEST replies are needed, since two clients have
-no majority. Honest clients differ by far less: the longest such part in the contract's runs is 3.3 times the
-median. Clients with many more steps than most send longer updates, but none near SHORT.
+Parts with a template are compared if they become part of a model: a `mean`, or an `each` with the limit of a model's
+values (`up_to`), unless the limit is larger. At least FEWEST replies are needed, since two clients have no majority.
+Honest clients differ by far less: the longest such part in the contract's runs is 3.3 times the median, and a linear
+classifier that one client trains on 20,000 samples, and nine on 20 each, is 37 times as long.
 
 A `total` with a template is compared by its length per sample, with SHORT_SUM in place of SHORT: the second moment of
 features of length 1,000.
@@ -36,8 +36,8 @@ from raylt.core.fleet.value_store import ValueStore
 from raylt.core.fleet.wire import Fault
 from raylt.tree import leaf_paths
 
-FACTOR = 20
-SHORT = 100.0  # a length that no update of an honest client reaches in one round, unless all of them do
+FACTOR = 500
+SHORT = 1000.0  # a length that no update of an honest client reaches in one round, unless all of them do
 SHORT_SUM = 1e6  # the same for the share of one sample in a sum
 FEWEST = 3  # replies
 
@@ -50,7 +50,9 @@ def is_compared(part: Reduction, largest: float) -> bool:
     """
     if part.template is None:
         return False
-    return part.kind != "each" if part.largest is None else part.largest <= largest
+    if part.largest is None:
+        return part.kind != "each"
+    return part.largest == largest if part.kind == "each" else part.largest <= largest
 
 
 def length(value: Any) -> float:
@@ -79,6 +81,8 @@ class Outliers:
 
     def set_aside(self, id: int, reply: Reply | SummedReply) -> bool:
         """Record the lengths of a reply, and return whether the reply is set aside."""
+        if not self._bounds:
+            return False
         own = reply.lengths if isinstance(reply, SummedReply) else self._lengths_of(id, reply)
         for name, lengths in self._lengths.items():
             lengths.append(own[name])

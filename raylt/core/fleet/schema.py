@@ -26,6 +26,7 @@ LARGEST_NUMBER = torch.finfo(torch.float32).max
 LARGEST_COUNT = 2**53  # larger integers are not exact in float64, in which sums are computed
 MOST_BATCHES = 2**32  # that one call can add to a counter of batches in a mean
 VARIANCE = "running_var"  # ending of names in a model, as it was sent: a negative value makes every output NaN
+MODEL = "model"  # name of the part that is a client's model, in raylt's own methods and in those of most plug-ins
 MOST_BYTES = 256 * 2**20  # of a part without a template
 
 
@@ -64,8 +65,7 @@ class Schema:
         }
         self._variances = {
             path
-            for template in self._templates.values()
-            for path, leaf in template.items()
+            for path, leaf in self._templates.get(MODEL, {}).items()  # a part of another name may hold differences
             if str(path[-1]).endswith(VARIANCE) and isinstance(leaf, Tensor) and not leaf.is_meta
         }
         self.usual_lengths = {

@@ -129,7 +129,8 @@ class RunRecord:
     @property
     def diverged(self) -> bool:
         """Return whether training diverged, which is a result of the run's settings."""
-        return self.state == "failed" and self.error == "training.diverged"
+        # without a configuration the run's folder was removed
+        return self.state == "failed" and self.error == "training.diverged" and bool(self.config)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON values."""

@@ -144,7 +144,7 @@ def contradiction(record: RunRecord) -> str | None:
     federation = record.config["federation"]
     planned = record.planned_steps
     all_taken = rounds == planned or (federation.get("patience") is not None and rounds < planned)
-    if record.state != "done" or not 1 <= rounds <= record.steps <= rounds + 1 or not all_taken:
+    if record.state != "done" or not max(rounds, 1) <= record.steps <= rounds + 1 or not all_taken:
         return "state"
     if record.config["method"]["name"] != summary["method"] or federation["rounds"] != planned:
         return "config"
@@ -156,7 +156,8 @@ def contradiction(record: RunRecord) -> str | None:
         return "curve"
     if curve["step"] != list(range(1, record.steps + 1)) or not _agree_at_the_end(curve, summary):
         return "curve"
-    judged = [value for value in curve["accuracy"][:rounds] if value is not None]
+    steps = rounds or 1  # a run without rounds has one exchange
+    judged = [value for value in curve["accuracy"][:steps] if value is not None]
     accuracy = summary["accuracy"]
     if not judged or not isclose(fmean(judged[-10:]), accuracy["last10"], abs_tol=1e-9):
         return "curve"
