@@ -102,6 +102,14 @@ def image_text_model(
     dim = tower.dim
     network = _loaded(tower.name)
     body = copy.deepcopy(network.visual).requires_grad_()
+    if body.preprocess_cfg["resize_mode"] == "longest" and shape[0] != shape[1]:
+        raise ConfigError(
+            f"model: {name} pads images to a square, which raylt does not, and these are {shape[0]}x{shape[1]}. Give "
+            "square images (of image files: set data.size), or take another model.",
+            code="model.wrong-input",
+            key="model",
+            value=name,
+        )
     encoder = ImageTower(body, body.preprocess_cfg, _length(network))
     return SplitModel(encoder.train(), dim, classes)
 

@@ -95,9 +95,10 @@ def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
         yield from _inner(children[0])
         return
     for child in children:
-        inner = [part for part in child.children() if next(part.parameters(), None) is not None]
-        holds_blocks = len(inner) == 1 and isinstance(inner[0], nn.Sequential | nn.ModuleList)
-        if isinstance(child, nn.Sequential | nn.ModuleList) or holds_blocks:  # open_clip wraps its blocks once more
+        parts = list(child.children())
+        # open_clip's transformer has nothing but the list of its blocks; a block may have nothing but a sequence
+        holds_blocks = len(parts) == 1 and isinstance(parts[0], nn.ModuleList)
+        if isinstance(child, nn.Sequential | nn.ModuleList) or holds_blocks:
             yield from _parts_of(child)
         else:
             yield child

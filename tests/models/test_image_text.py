@@ -1,5 +1,7 @@
 """`clip:` models: the image tower with its own preprocessing, and a classifier that starts from texts."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,6 +91,17 @@ def test_each_layer_of_the_tower_is_a_block(tmp_path):
 
     tower = VisionTransformer(32, 16, 32, 3, 2, 4.0, output_dim=DIM)
     assert len(blocks_of(tower)) == 1 + 3  # the first convolution, and the layers of the transformer
+
+
+def test_images_that_a_tower_would_pad_are_refused(tmp_path):
+    save_clip(tmp_path)
+    config = json.loads((tmp_path / "open_clip_config.json").read_text())
+    config["preprocess_cfg"]["resize_mode"] = "longest"
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    name = f"clip:local-dir:{tmp_path}"
+    assert build_model(name, 4, (32, 32, 3)).dim == DIM
+    with refused("model.wrong-input", ConfigError, key="model", value=name):
+        build_model(name, 4, (32, 48, 3))
 
 
 def test_a_run_from_texts_has_its_accuracy_before_training(tmp_path, name):

@@ -10,7 +10,7 @@ from refusals import refused
 from tiny import configure, tiny_pretrained
 from torch import nn
 
-from raylt.models import SplitModel
+from raylt.models import SplitModel, build_model
 from raylt.models.trainable import FrozenEncoder, LowRankLinear, blocks_of, frozen_entries, limit, whole_model
 
 
@@ -154,6 +154,11 @@ def test_blocks_are_counted_from_the_end_and_take_their_norm_with_them():
     wrapped.body = body
     kinds = [[type(module).__name__ for module in block] for block in blocks_of(wrapped)]
     assert kinds == [["Conv2d", "BatchNorm2d"], ["Linear"], ["Linear"], ["Linear"]]
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("mobilenet_v2", 19), ("resnet18", 9)])
+def test_a_block_that_is_a_sequence_of_layers_stays_one_block(name, blocks):
+    assert len(blocks_of(build_model(f"torchvision:{name}", 3, (32, 32, 3)).encoder)) == blocks
 
 
 @pytest.mark.parametrize("trainable", ["last:99", "norm", "lora:2"])

@@ -111,9 +111,8 @@ class Fleet(ABC):
 
         A reply counts only if it has the weight that the server expects and exactly the named parts. Each part must
         look as its template says or, without a template, as in most of the replies. Where two layouts are equally
-        frequent, no reply counts. A reply that is far longer than the others counts as little (outliers.py). No reply
-        can raise an error at the server: an unusable reply is rejected, and
-        `round_stats` has the reason.
+        frequent, no reply counts. A reply that is far longer than the others does not count either (outliers.py). No
+        reply can raise an error at the server: an unusable reply is rejected, and `round_stats` has the reason.
 
         Args:
             fn: runs at each client, with the message; reports name the call after it.
