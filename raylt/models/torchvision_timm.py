@@ -86,7 +86,8 @@ def library_model(
             encoder, dim = _timm(name, architecture, shape, weights)
         case _:
             raise ConfigError(
-                f"model: no such model ({name}). Give torchvision:NAME or timm:NAME.",
+                f"model: no such model ({name}). Give one of raylt's own (small, resnet8, ...), torchvision:NAME, "
+                "timm:NAME or clip:NAME.",
                 code="config.unknown-name",
                 key="model",
                 value=name,
