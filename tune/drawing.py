@@ -178,7 +178,7 @@ def draw_pareto(trials: Sequence[Mapping[str, Any]], metrics: Sequence[str], nam
         panel.set_xlabel(f"{first}, %")
         panel.set_ylabel(f"{other}, %")
         if number == 0:
-            title = f"{len(front)} of {len(trials)} trials are on the Pareto front"
+            title = f"on the Pareto front: {len(front)} of {len(trials)} trials"
             panel.set_title(title, loc="left", fontsize=10, color=INK)
         plain(panel)
     picture = io.BytesIO()

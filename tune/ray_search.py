@@ -212,11 +212,7 @@ def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -
             cause=cause,
         )
     if plan.other_metrics:
-        last = max(row["round"] or 0 for row in rows)
-        # figures of a trial that failed or was stopped are of an earlier round
-        whole = [row for row in rows if row["failed"] is None and row["round"] == last]
-        front = [whole[index] for index in pareto_front(whole, plan.metrics)]
-        rows = [{**row, "front": row in front} for row in rows]
+        rows = _with_front(rows, plan.metrics)
     table = io.StringIO()
     writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -229,6 +225,17 @@ def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -
         search_folder.write("trials.csv", table.getvalue())
         search_folder.write("best.yaml", yaml_text.write(best.model_dump(mode="json")))
     return RaySearchResult(folder, rows, (folder / "pbt_global.txt").is_file(), results)
+
+
+def _with_front(rows: list[dict[str, Any]], metrics: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows with `front`: whether no other finished trial dominates this one.
+
+    Figures of a trial that failed or was stopped are of an earlier round, so it is on no front.
+    """
+    last = max(row["round"] or 0 for row in rows)
+    finished = [row for row in rows if row["failed"] is None and row["round"] == last]
+    front = [finished[index] for index in pareto_front(finished, metrics)]
+    return [{**row, "front": row in front} for row in rows]
 
 
 def _row(result: ray_tune.Result, plan: RaySearchPlan) -> dict[str, Any]:

@@ -50,13 +50,14 @@ def test_features_are_those_of_the_image_tower(name, network):
     assert torch.allclose(z.norm(dim=1).square(), network.logit_scale.exp().expand(5), rtol=1e-5)
 
 
-def test_images_of_any_size_are_prepared_as_open_clip_prepares_them(tmp_path):
+@pytest.mark.parametrize("size", [(40, 60), (60, 40)])
+def test_images_of_any_size_are_prepared_as_open_clip_prepares_them(size):
     from open_clip.transform import PreprocessCfg, image_transform_v2
     from PIL import Image
 
     settings = {"size": 24, **PREPROCESS, "interpolation": "bicubic", "resize_mode": "shortest"}
     transform = image_transform_v2(PreprocessCfg(**settings), is_train=False)
-    pixels = torch.randint(0, 256, (40, 60, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (*size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     smooth = F.avg_pool2d(pixels.permute(2, 0, 1).float(), 5, 1, 2).round().to(torch.uint8)
     tower = ImageTower(torch.nn.Flatten(), settings, 1.0)
     given = (tower._resized(smooth[None] / 255) - tower.mean) / tower.std

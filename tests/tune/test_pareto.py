@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from tune import draw_pareto, pareto_front
+from tune.ray_search import _with_front
 
 TRIALS = [
     {"accuracy": 0.9, "few": 0.1},
@@ -39,3 +40,15 @@ def test_a_picture_of_three_metrics_has_a_panel_for_each_other_metric():
 def test_the_picture_is_drawn_for_any_number_of_trials(trials):
     picture = draw_pareto(trials, ("accuracy", "few"), [str(index) for index in range(len(trials))])
     assert Image.open(io.BytesIO(picture)).size > (600, 400)
+
+
+def test_a_trial_that_failed_or_was_stopped_is_on_no_front():
+    rows = [
+        {"trial": "a", "round": 4, "accuracy": 0.5, "few": 0.1, "failed": None},
+        {"trial": "b", "round": 4, "accuracy": 0.4, "few": 0.2, "failed": None},
+        {"trial": "stopped", "round": 2, "accuracy": 0.6, "few": 0.3, "failed": None},
+        {"trial": "failed", "round": 4, "accuracy": 0.6, "few": 0.3, "failed": "out of memory"},
+        {"trial": "worse", "round": 4, "accuracy": 0.4, "few": 0.1, "failed": None},
+    ]
+    marked = _with_front(rows, ["accuracy", "few"])
+    assert [row["trial"] for row in marked if row["front"]] == ["a", "b"]

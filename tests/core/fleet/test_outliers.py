@@ -76,10 +76,10 @@ def test_the_bound_is_a_multiple_of_what_was_sent_and_never_short(factor, reject
 
 
 def test_an_honest_client_with_most_of_the_samples_is_kept():
-    # a classifier of 100 classes on 1280 features, which one client trained on 20,000 samples and the others on 20 each
-    like = {"w": torch.tensor([3.5, 4.7])}
-    answers = {id: Reply(1 + id % 9, {"model": {"w": torch.tensor([3.6, 4.8])}}) for id in IDS}
-    answers[IDS[1]] = Reply(1 + IDS[1] % 9, {"model": {"w": torch.tensor([150.0, 200.0])}})
+    # 42 times as long as the others, and longer than SHORT
+    like = {"w": torch.tensor([35.0, 47.0])}
+    answers = {id: Reply(1 + id % 9, {"model": {"w": torch.tensor([36.0, 48.0])}}) for id in IDS}
+    answers[IDS[1]] = Reply(1 + IDS[1] % 9, {"model": {"w": torch.tensor([1500.0, 2000.0])}})
     fleet, _ = ask(answers, (), parts={"model": mean.like(like)})
     assert fleet.round_stats.rejected == {}
 

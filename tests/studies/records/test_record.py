@@ -200,3 +200,9 @@ def test_listing_counts_what_is_on_record(tmp_path):
     assert [(entry.state, entry.progress) for entry in listing(tmp_path)] == [("done", "2/2 runs")]
     (tmp_path / "study" / "recorded.json").write_text("[")
     assert [entry.progress for entry in listing(tmp_path)] == ["1/2 runs"]
+
+
+def test_a_divergence_whose_run_was_removed_is_no_result(tmp_path):
+    failure_file(tmp_path / "removed").write_text("training diverged\ntraining.diverged\n")
+    record = read_run(tmp_path / "removed")
+    assert (record.state, record.diverged) == ("failed", False)
