@@ -223,7 +223,7 @@ def test_models_of_other_libraries(name, shape, dim):
         ("torchvision:resnet19", "torchvision has no classifier 'resnet19'"),
         ("timm:resnet19x", "timm has no model 'resnet19x'"),
         ("timm:resnet18.nosuch", r"resnet18\.nosuch .*Invalid pretrained tag .*list_pretrained\('resnet18\*'\)"),
-        ("keras:x", "Give torchvision:NAME or timm:NAME"),
+        ("keras:x", "Give one of .*torchvision:NAME, timm:NAME or clip:NAME"),
         ("torchvision:vit_b_16", "does not take images of 32x32"),
     ],
 )

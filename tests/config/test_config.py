@@ -76,8 +76,9 @@ def test_a_split_needs_no_method(file):
 
 def test_a_recipe_is_a_file_by_its_name():
     config = load("recipe:demo", ["seed=3"])
-    assert (config.seed, config.method) == (3, {"name": "sfd", "rf_dim": 1000})
-    assert config == Config(method={"name": "sfd", "rf_dim": 1000}, seed=3)
+    method = {"name": "sfd", "preset": "quick", "rf_dim": 1000}
+    assert (config.seed, config.method) == (3, method)
+    assert config == Config(method=method, seed=3)
     with refused("config.unknown-name", ConfigError, key="recipe", value="dem") as caught:
         load("recipe:dem")
     assert "recipe:demo" in str(caught.value)
