@@ -1,9 +1,11 @@
 """The KubeRay manifest in docs/deployment.md: the schema of its pods, versions, and exposed ports."""
 
+import copy
 import re
 from importlib.metadata import version
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from packaging.version import Version
@@ -12,6 +14,76 @@ from actors.cluster.doctor import FLOORS
 
 PAGE = Path(__file__).parents[1] / "docs/deployment.md"
 HEAD, WORKER = "head", "worker"
+
+# KubeRay v1.5, ray-operator/apis/ray/v1/raycluster_types.go: the fields of each type. The operator's own schema is no
+# package; Kubernetes drops a field that is not among these, without an error.
+STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+POD_TEMPLATE = {
+    "type": "object",
+    "properties": {"metadata": {"type": "object"}, "spec": {"type": "object"}},
+    "required": ["spec"],
+    "additionalProperties": False,
+}
+GROUP = {"labels": STRINGS, "resources": STRINGS, "rayStartParams": STRINGS, "template": POD_TEMPLATE}
+COUNT = {"type": "integer", "minimum": 0}
+HEAD_GROUP = {
+    "type": "object",
+    "properties": GROUP
+    | {
+        "serviceType": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+        "headService": {"type": "object"},
+        "enableIngress": {"type": "boolean"},
+    },
+    "required": ["template"],
+    "additionalProperties": False,
+}
+WORKER_GROUP = {
+    "type": "object",
+    "properties": GROUP
+    | {
+        "groupName": {"type": "string"},
+        "suspend": {"type": "boolean"},
+        "replicas": COUNT,
+        "minReplicas": COUNT,
+        "maxReplicas": COUNT,
+        "numOfHosts": COUNT,
+        "idleTimeoutSeconds": COUNT,
+        "scaleStrategy": {"type": "object"},
+    },
+    "required": ["groupName", "minReplicas", "maxReplicas", "template"],
+    "additionalProperties": False,
+}
+RAY_CLUSTER = {
+    "type": "object",
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayCluster"},
+        "metadata": {"type": "object"},
+        "spec": {
+            "type": "object",
+            "properties": {
+                "rayVersion": {"type": "string"},
+                "authOptions": {
+                    "type": "object",
+                    "properties": {"mode": {"enum": ["disabled", "token"]}},
+                    "additionalProperties": False,
+                },
+                "suspend": {"type": "boolean"},
+                "managedBy": {"type": "string"},
+                "enableInTreeAutoscaling": {"type": "boolean"},
+                "autoscalerOptions": {"type": "object"},
+                "gcsFaultToleranceOptions": {"type": "object"},
+                "headServiceAnnotations": STRINGS,
+                "headGroupSpec": HEAD_GROUP,
+                "workerGroupSpecs": {"type": "array", "items": WORKER_GROUP},
+            },
+            "required": ["headGroupSpec"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +107,20 @@ def test_kubernetes_accepts_the_pods(pods):
         misspelt = {**pod, "spec": {**spec, "volume": []}}
         with pytest.raises(schemas.ValidationError):
             schemas.validate(misspelt, schemas.latest_version(), strict=True)
+
+
+def test_the_operator_knows_all_fields_of_the_cluster(cluster):
+    jsonschema.validate(cluster, RAY_CLUSTER)
+
+
+@pytest.mark.parametrize("group", [HEAD, WORKER])
+def test_a_field_that_the_operator_would_drop_is_noticed(cluster, group):
+    wrong = copy.deepcopy(cluster)
+    spec = wrong["spec"]
+    groups = {HEAD: spec["headGroupSpec"], WORKER: spec["workerGroupSpecs"][0]}
+    groups[group]["rayStartParam"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="rayStartParam"):
+        jsonschema.validate(wrong, RAY_CLUSTER)
 
 
 def test_groups_have_labels_where_the_operator_accepts_them(cluster):
