@@ -21,8 +21,9 @@ endif
 # clusters and wait for them, so one by one
 PAIRED = -n 2 --dist loadfile
 FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
-COMPUTE = $(addprefix tests/,contract core data docs fuzz methods models ops own_code plots privacy recipes studies \
-	test_accelerator.py test_contract.py test_docs.py test_machine.py test_metrics.py test_mutants.py)
+COMPUTE = $(addprefix tests/,contract core data docs fuzz methods models ops own_code plots privacy recipes \
+	runs/export runs/folder runs/test_branch.py runs/test_shown.py studies tune/test_trial.py test_accelerator.py \
+	test_contract.py test_docs.py test_machine.py test_metrics.py test_mutants.py)
 
 .PHONY: install run test fast mutants bench fuzz docs
 

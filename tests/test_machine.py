@@ -72,6 +72,7 @@ def test_windows_is_refused_in_one_sentence_that_names_wsl():
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_on_windows_the_library_raises_the_same_error():
     script = WITHOUT_FCNTL + (
         "import raylt\nfrom raylt.errors import RayltError\n"

@@ -109,6 +109,7 @@ def lies(outcomes):
     return [pytest.param(part, lie, id=f"{part} {what}") for part, all in outcomes.items() for what, lie in all.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("part", "lie"), lies(REJECTED))
 def test_a_lie_that_no_samples_make_is_rejected(case_of, kind, part, lie):

@@ -94,6 +94,7 @@ FOLDERS = {  # files next to a plugin, the body of its method, and the result
 }
 
 
+@pytest.mark.slow
 def test_plugins_of_any_name_travel_as_source_with_the_files_that_they_import(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     values, expected = [], []
@@ -112,6 +113,7 @@ def test_plugins_of_any_name_travel_as_source_with_the_files_that_they_import(tm
     assert opened_elsewhere(values, tmp_path / "elsewhere") == expected
 
 
+@pytest.mark.slow
 def test_dataclasses_closures_over_tensors_and_locks_of_a_module_travel(tmp_path):
     text = (
         "import threading, dataclasses\n"

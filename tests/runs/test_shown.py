@@ -54,6 +54,7 @@ def test_plots_are_figures_that_a_notebook_shows(run, tmp_path, kind):
     assert (tmp_path / f"{kind}.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

@@ -147,6 +147,7 @@ def test_a_failed_trial_is_shown_and_run_again_on_resume(tmp_path, monkeypatch):
     assert not any(r.failed for r in again.trials)
 
 
+@pytest.mark.slow
 def test_a_search_on_two_splits_ranks_by_the_worse_and_fails_where_one_fails(tmp_path, monkeypatch):
     from raylt.methods.fedprox import FedProx
 
@@ -533,6 +534,7 @@ def test_a_search_over_one_s_own_data_is_resumed(tmp_path):
     assert ran == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
 
 
+@pytest.mark.slow
 def test_a_trial_that_cannot_be_opened_is_one_failed_trial(tmp_path):
     config = load(None, ["method=flea", "data.clients=3", "federation.rounds=1", "local.epochs=1"])
     ranges = {"model": "choice(small,resnet8)", "method.layer": "choice(stem,stage1)"}  # small has no layer stem

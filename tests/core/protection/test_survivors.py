@@ -19,6 +19,7 @@ def test_two_thirds_of_the_members_must_survive(members, needed):
     assert fewest_survivors(members) == needed
 
 
+@pytest.mark.slow
 def test_the_experiment_module_imports_no_cryptography():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

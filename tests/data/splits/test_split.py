@@ -74,6 +74,7 @@ def test_what_a_server_is_sent_of_a_client_is_its_indices_and_its_counts(config)
     assert (known.views == task.views).all()
 
 
+@pytest.mark.slow
 def test_a_task_keeps_no_objects_for_each_client(config):
     build_task(config)  # imports on the way must not count
     gc.collect()

@@ -17,6 +17,7 @@ print(hash_tensors({kind: draw_frequencies(24, 100, 0.01, kind, 7) for kind in (
 """
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same_bits_from_the_seed():  # T-SFD-9
     ours = hash_tensors({kind: draw_frequencies(24, 100, 0.01, kind, 7) for kind in ("orf", "iid")})
     theirs = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)

@@ -28,6 +28,13 @@ from raylt.runs.export.load import load_images
 from raylt.runs.verify import verify
 
 CASES = [(name, "classification") for name in METHODS] + [(name, "segmentation") for name in ("fedavg", "mupfl")]
+# one global model, one model a client, parts that only clients keep, and label maps; the others run with the slow tests
+QUICKLY = {
+    ("fedavg", "classification"),
+    ("ditto", "classification"),
+    ("fedper", "classification"),
+    ("mupfl", "segmentation"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +60,10 @@ def counts(run, model) -> torch.Tensor:
     return metrics.confusion(labels, truth, run.task.classes, 255 if truth.ndim == 3 else None)
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param(*case, marks=[] if case in QUICKLY else pytest.mark.slow, id="-".join(case)) for case in CASES],
+)
 def test_the_exported_file_gives_what_was_judged(folder, name, kind):
     run = make_tiny_run(folder, name, "federation.rounds=1", name=f"{name}-{kind}", maps=kind == "segmentation")
     file = raylt.export(run)

@@ -114,7 +114,7 @@ def refusal():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("to", ["file", "folder", "missing"])
+@pytest.mark.parametrize("to", ["file", *(pytest.param(to, marks=pytest.mark.slow) for to in ("folder", "missing"))])
 def test_a_link_is_never_followed(made, folder, victims, name, to):
     replaced(folder, name).symlink_to(victims / to)
     tried(folder, name, made[1])

@@ -31,6 +31,7 @@ def test_studies_page_has_the_figures_of_the_digits_study():
         assert " | ".join([cell, arm, seeds, mean, difference, optimism]) + " |" in text
 
 
+@pytest.mark.slow
 def test_the_page_of_recorded_runs_has_a_row_for_each_cell_with_runs():
     records = [record for file in RESULTS for record in Study.open(file).records]
     judged = verdicts(records, mix_versions=True)
@@ -40,6 +41,7 @@ def test_the_page_of_recorded_runs_has_a_row_for_each_cell_with_runs():
     )
 
 
+@pytest.mark.slow
 def test_recorded_runs_are_whole_and_say_what_made_them():
     for file in RESULTS:
         for record in Study.open(file).records:
