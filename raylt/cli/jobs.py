@@ -72,9 +72,10 @@ def stop(
 ) -> None:
     """End a run at its next checkpoint, so that raylt resume continues it without loss."""
     if address is None:
+        from raylt.runs.run import Run
         from raylt.runs.stopping import ask_to_stop
 
-        ask_to_stop(Path(run))
+        ask_to_stop(Run.open(run).folder)
         out.print(f"{run}: ends after its next checkpoint; follow it with raylt follow {quoted(run)}", soft_wrap=True)
         return
     claim()

@@ -120,7 +120,7 @@ def follow(
         raise ConfigError(
             f"{run_folder}: is not a run folder that can be read ({record.problem or 'no config.yaml'}). "
             "List the runs with raylt ls.",
-            code="study.not-a-study",
+            code="run.not-found",
             path=str(run_folder),
         )
     shown = 0

@@ -22,6 +22,7 @@ from raylt.data.splits.draw import draw, hold_out_validation, notes
 from raylt.data.splits.imported import open_split
 from raylt.data.splits.long_tail import shot_groups
 from raylt.data.splits.new_clients import draw_new_clients
+from raylt.data.splits.partitions import check_partition_exists
 from raylt.data.splits.split import IndexLists, PerClient, Split
 from raylt.errors import DataError
 from raylt.metrics import GROUPS
@@ -200,9 +201,10 @@ def build_task(config: DataConfig, split: Split | None = None, start: Path | Non
         start: the folder in which relative paths start; by default the working directory.
 
     Raises:
-        ConfigError: there is no such source.
+        ConfigError: there is no such source or partition.
         DataError: the data are missing or malformed, or cannot be split as asked.
     """
+    check_partition_exists(config.partition)  # before a large source is read
     source = _open(config, start)
     if config.doubles == "drop":
         source = without_doubles(source)

@@ -230,8 +230,12 @@ def test_follow_shows_a_run_until_it_ends(folder, capsys):
     assert "round 1/3  accuracy 10.00 %" in out
     assert "finish  accuracy 75.00 %" in out
     assert "stopped after step 4" in out
-    with refused("study.not-a-study", ConfigError, path="nowhere"):
-        printed(capsys, "follow", "nowhere")
+
+
+@pytest.mark.parametrize("command", ["follow", "stop"])
+def test_a_command_on_a_run_says_that_there_is_none(capsys, command):
+    with refused("run.not-found", path="nowhere"):
+        printed(capsys, command, "nowhere")
 
 
 def test_reproduce_plans_and_says_what_cannot_be_run(capsys, tmp_path, monkeypatch):

@@ -68,8 +68,10 @@ def test_what_cannot_work_is_refused(raylt, monkeypatch, arguments, code):
 
 
 def test_stopping_a_run_that_is_not_running_says_so(raylt, tmp_path):
-    (tmp_path / "run").mkdir()
-    ended = raylt("stop", tmp_path / "run")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("{method: {name: fedavg}}")
+    ended = raylt("stop", run)
     assert "[run.not-running]" in ended.err
 
 

@@ -36,6 +36,22 @@ BUILT_IN = (
 PARTITIONS: dict[str, Partition | str] = {name: name for name in BUILT_IN}  # with the user's own: see registry.py
 
 
+def check_partition_exists(name: str | None) -> None:
+    """Raise an error if a partition is named and there is none of this name.
+
+    Raises:
+        ConfigError: names the partitions that there are.
+    """
+    if name is not None and name not in PARTITIONS:
+        raise ConfigError(
+            f"data.partition: no such partition ({name!r}). {did_you_mean(name, BUILT_IN)}"
+            f"There are: {', '.join(PARTITIONS)}; {spoken('--plugin FILE', 'raylt.register')} adds your own.",
+            code="config.unknown-name",
+            key="data.partition",
+            value=name,
+        )
+
+
 def partition(
     labels: np.ndarray, config: DataConfig, ids: np.ndarray | None, unique_ids: np.ndarray | None = None
 ) -> list[np.ndarray]:
@@ -151,18 +167,10 @@ def _own_partition(name: str, labels: np.ndarray, config: DataConfig, rng: np.ra
     """Call a user's own partition function and return its checked result.
 
     Raises:
-        ConfigError: no partition has this name.
         DataError: the parts are not as many as clients, or do not hold rows at most once.
     """
-    deal = PARTITIONS.get(name)
-    if deal is None or isinstance(deal, str):
-        raise ConfigError(
-            f"data.partition: no such partition ({name!r}). {did_you_mean(name, BUILT_IN)}"
-            f"There are: {', '.join(PARTITIONS)}; {spoken('--plugin FILE', 'raylt.register')} adds your own.",
-            code="config.unknown-name",
-            key="data.partition",
-            value=name,
-        )
+    deal = PARTITIONS[name]
+    assert not isinstance(deal, str)
     assert config.clients is not None
     with own_function("data.partition", name):
         parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in deal(labels, config.clients, rng, config)]

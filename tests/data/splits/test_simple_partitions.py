@@ -104,8 +104,9 @@ def test_extended_dirichlet_depends_on_alpha_and_respects_the_smallest_size():
 
 
 def test_a_partition_that_does_not_exist_is_refused_with_the_nearest():
+    # before the source is read, which may take hours
     with refused("config.unknown-name", key="data.partition", value="dirichlett") as caught:
-        build_task(DataConfig(partition="dirichlett"))
+        build_task(DataConfig(partition="dirichlett", source="folder:there-is-none"))
     assert "Did you mean dirichlet?" in str(caught.value)
 
 
