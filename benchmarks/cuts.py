@@ -293,13 +293,13 @@ def digits() -> Measured:
 
 # fields that only decide how long a method computes
 SHORT: dict[str, dict[str, Any]] = {
-    "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 3, "epochs": 2},
-    "ccvr": {"virtual": 20, "epochs": 2},
-    "creff": {"per_class": 5, "matching_steps": 3, "epochs": 2},
-    "rucr": {"rounds": 1, "size": 5, "epochs": 2},
+    "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 3, "retrain_epochs": 2},
+    "ccvr": {"virtual": 20, "retrain_epochs": 2},
+    "creff": {"per_class": 5, "matching_steps": 3, "retrain_epochs": 2},
+    "rucr": {"retrain_rounds": 1, "size": 5, "retrain_epochs": 2},
     "mupfl": {"m": 5, "tau": 2, "matching_steps": 3},
     "bpfed": {},
-    "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2},
+    "fedsm": {"teacher": "none", "retrain_rounds": 1, "size": 5, "retrain_epochs": 2},
     "scaffold": {},
     "fedavg": {},
 }

@@ -62,20 +62,20 @@ EXAMPLE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 # values of fields that only decide how long a method computes
 QUICK: dict[str, dict[str, Any]] = {
-    "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 3, "epochs": 2},
-    "creff": {"per_class": 5, "matching_steps": 3, "epochs": 2},
-    "ccvr": {"virtual": 20, "epochs": 2},
-    "clip2fl": {"per_class": 5, "matching_steps": 3, "epochs": 2, "kd": 0, "contrast": 0},
-    "noisymeans": {"virtual": 20, "epochs": 2},
-    "oracle": {"virtual": 20, "epochs": 2},
-    "rucr": {"rounds": 1, "size": 5, "epochs": 2},
+    "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 3, "retrain_epochs": 2},
+    "creff": {"per_class": 5, "matching_steps": 3, "retrain_epochs": 2},
+    "ccvr": {"virtual": 20, "retrain_epochs": 2},
+    "clip2fl": {"per_class": 5, "matching_steps": 3, "retrain_epochs": 2, "kd": 0, "contrast": 0},
+    "noisymeans": {"virtual": 20, "retrain_epochs": 2},
+    "oracle": {"virtual": 20, "retrain_epochs": 2},
+    "rucr": {"retrain_rounds": 1, "size": 5, "retrain_epochs": 2},
     "fedloge": {"steps": 20},
     "fedetf": {"turns": 1, "turn_epochs": 1},
     "fedrela": {"after": 0.5, "share": 0.2},
     "fedrep": {"head_epochs": 1},
     "fedafa": {"steps": 2},
     "mupfl": {"m": 5, "tau": 2, "matching_steps": 3},
-    "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2},
+    "fedsm": {"teacher": "none", "retrain_rounds": 1, "size": 5, "retrain_epochs": 2},
 }
 
 TINY = ["federation.rounds=2", "local.epochs=1", "local.batch=8", "output.keep=20", "output.checkpoint_every=1"]

@@ -38,10 +38,10 @@ from raylt.runs.in_process import one_thread, open_in_process
 RULES = None, "median", "trimmed_mean", "norm_clipped_mean"
 HOSTILE = 0, 1, 2
 GROUPS = "many", "medium", "few"
-SMALL = {"virtual": 200, "epochs": 20}
+SMALL = {"virtual": 200, "retrain_epochs": 20}
 METHODS: dict[str, dict[str, Any]] = {
     "ccvr": SMALL,
-    "sfd": {"m_min": 160, "m_max": 300, "epochs": 20, "synthesis_steps": 20, "rf_dim": 512},
+    "sfd": {"m_min": 160, "m_max": 300, "retrain_epochs": 20, "synthesis_steps": 20, "rf_dim": 512},
     "fed3r": {},
     "fedncm": {},
     "bpfed": {},

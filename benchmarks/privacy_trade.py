@@ -32,9 +32,9 @@ METHODS = {
         "method.synthesis_steps=20",
         "method.m_min=200",
         "method.m_max=400",
-        "method.epochs=20",
+        "method.retrain_epochs=20",
     ],
-    "ccvr": ["method=ccvr", "method.virtual=200", "method.epochs=20"],
+    "ccvr": ["method=ccvr", "method.virtual=200", "method.retrain_epochs=20"],
     "fedncm": ["method=fedncm"],
 }
 EPSILONS = (None, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)

@@ -86,17 +86,17 @@ def main() -> None:
         z,
         y,
         epochs=1,
-        batch=method.batch,
-        lr=method.lr,
-        momentum=method.momentum,
-        weight_decay=method.weight_decay,
+        batch=method.retrain_batch,
+        lr=method.retrain_lr,
+        momentum=method.retrain_momentum,
+        weight_decay=method.retrain_weight_decay,
         seed=0,
     )
     print(
         f"C = {len(sizes)}, d = {arguments.dim}, D = {method.rf_dim}, M_c {min(sizes)}..{max(sizes)} "
         f"({sum(sizes)} in all), T = {method.synthesis_steps}: {wall:.0f} s ({cpu:.0f} CPU s); re-training "
-        f"{(time.process_time() - began) * method.epochs:.0f} CPU s for {method.epochs} epochs; peak memory "
-        f"{peak():.2f} GB, {base:.2f} with the statistics alone"
+        f"{(time.process_time() - began) * method.retrain_epochs:.0f} CPU s for {method.retrain_epochs} epochs; peak "
+        f"memory {peak():.2f} GB, {base:.2f} with the statistics alone"
     )
 
 

@@ -17,7 +17,7 @@ def network(classes, shape):
 
 
 # %% Three methods, the same clients and the same long tail
-METHODS = {"fedavg": {}, "la": {}, "ccvr": {"virtual": 200, "epochs": 10}}  # each with its own fields
+METHODS = {"fedavg": {}, "la": {}, "ccvr": {"virtual": 200, "retrain_epochs": 10}}  # each with its own fields
 SEEDS = (0, 1, 2)
 SHARED = {
     "data": "digits",

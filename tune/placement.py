@@ -17,7 +17,11 @@ from tune.space import Space, configure, probes
 
 Bundle = dict[str, float]
 PER_GPU = 8  # parallel trials on one GPU, unless `resources.gpus_per_client` decides
-SIZES = ("local.batch", "evaluation.batch", "method.batch")  # settings whose largest value takes the most memory
+SIZES = (
+    "local.batch",
+    "evaluation.batch",
+    "method.retrain_batch",
+)  # settings whose largest value takes the most memory
 
 
 def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:

@@ -27,7 +27,7 @@ EACH = 2  # images of each class at a client
 CLIENTS = 2
 LACKING = 2  # classes that a client lacks in `relative_cost`; distillation on one class alone would be left out
 # fields that set only how long the server or a client computes on features; calls do not depend on them
-SHORT: dict[str, Any] = {"epochs": 1, "synthesis_steps": 1, "matching_steps": 1}
+SHORT: dict[str, Any] = {"retrain_epochs": 1, "synthesis_steps": 1, "matching_steps": 1}
 UNTAUGHT: dict[str, dict[str, Any]] = {  # settings without a teacher, for methods that would have to download one
     "fedsm": {"teacher": "none"},
     "clip2fl": {"kd": 0, "contrast": 0},

@@ -43,7 +43,18 @@ class FedAFA(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2303.15168"
     personal: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "finish": ("cut", "c", "accept", "steps", "step", "epochs", "batch", "lr", "momentum", "weight_decay")
+        "finish": (
+            "cut",
+            "c",
+            "accept",
+            "steps",
+            "step",
+            "tune_epochs",
+            "tune_batch",
+            "tune_lr",
+            "tune_momentum",
+            "tune_weight_decay",
+        )
     }
 
     cut: str = hp("stage2", Choice("stage1", "stage2"), "the last layer of the encoder that is frozen; from the code")
@@ -57,11 +68,11 @@ class FedAFA(Method):
     )
     steps: int = hp(10, Choice(5, 10, 20), "descent steps that make a feature; from the code", ge=0)
     step: float = hp(0.5, LogUniform(0.05, 5.0), "length of a descent step; from the code", gt=0)
-    epochs: int = hp(1, Choice(1, 5, 10), "tuning epochs; from the code", ge=0)
-    batch: int = hp(64, Choice(32, 64, 128), "tuning batch size; from the code", ge=2)
-    lr: float = hp(0.005, LogUniform(1e-4, 0.1), "tuning learning rate; from the code", gt=0)
-    momentum: float = hp(0.9, Uniform(0, 0.99), "tuning momentum; from the code", ge=0, lt=1)
-    weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "tuning weight decay; from the code", ge=0)
+    tune_epochs: int = hp(1, Choice(1, 5, 10), "tuning epochs; from the code", ge=0)
+    tune_batch: int = hp(64, Choice(32, 64, 128), "tuning batch size; from the code", ge=2)
+    tune_lr: float = hp(0.005, LogUniform(1e-4, 0.1), "tuning learning rate; from the code", gt=0)
+    tune_momentum: float = hp(0.9, Uniform(0, 0.99), "tuning momentum; from the code", ge=0, lt=1)
+    tune_weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "tuning weight decay; from the code", ge=0)
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         layers = [name for name, _ in model.encoder.named_children()]
@@ -92,11 +103,11 @@ class FedAFA(Method):
         glob = copy.deepcopy(upper).requires_grad_(False).eval()
         client.model.eval()
         upper.train()  # [1]
-        optimiser = SGD(upper.parameters(), self.lr, self.momentum, self.weight_decay)  # [3]
+        optimiser = SGD(upper.parameters(), self.tune_lr, self.tune_momentum, self.tune_weight_decay)  # [3]
         total = 0.0
         replaced = 0
         seen = 0
-        for places in balanced(client, self.epochs, self.batch):
+        for places in balanced(client, self.tune_epochs, self.tune_batch):
             batch = client.batch(places)
             with torch.no_grad():
                 a = lower(batch.x)  # [B, C', H', W']

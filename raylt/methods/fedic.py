@@ -42,8 +42,8 @@ class FEDIC(Method):
     privileged: ClassVar[str | None] = "labelled images of every class at the server (data.auxiliary)"
 
     steps: int = hp(100, Choice(20, 50, 100), "steps of each of the three trainings; from the code", ge=1)
-    batch: int = hp(20, Choice(20, 64, 128), "images in a step; from the code", ge=2)
-    lr: float = hp(0.001, LogUniform(1e-4, 0.01), "learning rate of Adam; from the code", gt=0)
+    distil_batch: int = hp(20, Choice(20, 64, 128), "images in a step; from the code", ge=2)
+    distil_lr: float = hp(0.001, LogUniform(1e-4, 0.01), "learning rate of Adam; from the code", gt=0)
     weight: float = hp(
         0.5, Uniform(0.0, 1.0), "weight of the distillation relative to the labels; from the code", ge=0, le=1
     )
@@ -91,7 +91,7 @@ class FEDIC(Method):
         logits = torch.stack([of_client for _, of_client in answers])  # [K, N, C] [2]
 
         tuned = copy.deepcopy(student).train()
-        optimiser = Adam(tuned.parameters(), self.lr, 2e-4)
+        optimiser = Adam(tuned.parameters(), self.distil_lr, 2e-4)
         for rows in self.draws(len(images), generator, server.device):
             batch = images.batch(rows)
             optimiser.step(F.cross_entropy(tuned(batch.x), batch.y))
@@ -99,7 +99,7 @@ class FEDIC(Method):
 
         ensemble = Ensemble(student.dim, student.classes).to(server.device)
         load_entries(ensemble, server.state.get("ensemble", {}))  # [3]
-        optimiser = Adam(ensemble.parameters(), self.lr)
+        optimiser = Adam(ensemble.parameters(), self.distil_lr)
         for rows in self.draws(len(images), generator, server.device):
             optimiser.step(F.cross_entropy(ensemble(z[rows], logits[:, rows], own[rows]), images.y[rows]))
         server.state["ensemble"] = tree.snapshot(ensemble.state_dict())
@@ -107,7 +107,7 @@ class FEDIC(Method):
             teacher = ensemble(z, logits, own)  # [N, C]
 
         hard = soft = torch.zeros(())
-        optimiser = Adam(student.train().parameters(), self.lr, 2e-4)
+        optimiser = Adam(student.train().parameters(), self.distil_lr, 2e-4)
         for rows in self.draws(len(images), generator, server.device):
             batch = images.batch(rows)
             answer = student(batch.x)
@@ -121,7 +121,7 @@ class FEDIC(Method):
 
         A batch contains no row twice.
         """
-        size = min(self.batch, n)
+        size = min(self.distil_batch, n)
         return [torch.randperm(n, generator=generator)[:size].to(device) for _ in range(self.steps)]
 
 

@@ -8,8 +8,8 @@ Where the text is silent, the authors' code decides. Departures from both:
 [3] In the last rounds all clients are asked for prototypes, and training uses these too; the code trains with those of
     the round's clients.
 [4] A class that no asked client holds has no prototype: no feature is drawn to it and it gets no mixed features.
-[5] Classifiers are re-trained in the last `rounds` rounds; the code (liuyuxia211/RUCR at 73d965c) re-trains in one
-    round more than its number says.
+[5] Classifiers are re-trained in the last `retrain_rounds` rounds; the code (liuyuxia211/RUCR at 73d965c) re-trains
+    in one round more than its number says.
 [6] A client's features are drawn with replacement for mixtures; the code draws without.
 Re-trained classifiers are averaged and judged, and never fed back: without the loss on prototypes (`weight=0`) this is
 FedAvg to the bit.
@@ -47,21 +47,21 @@ class RUCR(Method):
     name: ClassVar[str] = "rucr"
     paper: ClassVar[str] = "Huang et al., IEEE TMC 2024"
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "retraining": ("rounds", "size", "lam_low", "lam_high", "epochs", "batch", "lr")
+        "retraining": ("retrain_rounds", "size", "lam_low", "lam_high", "retrain_epochs", "retrain_batch", "retrain_lr")
     }
 
     weight: float = hp(0.15, LogUniform(0.01, 1.0), "weight of the loss on prototypes", ge=0)
     tau: float = hp(0.9, LogUniform(0.1, 2.0), "temperature of cosines to prototypes", gt=0)
-    rounds: int = hp(20, Choice(10, 20, 50), "last rounds, in which classifiers are re-trained", ge=0)
+    retrain_rounds: int = hp(20, Choice(10, 20, 50), "last rounds, in which classifiers are re-trained", ge=0)
     size: int = hp(100, Choice(50, 100, 200), "mixed features per class", ge=1)
     lam_low: float = hp(0.35, Uniform(0.2, 0.8), "smallest share of the prototype in a mixed feature", ge=0, le=1)
     lam_high: float = hp(0.95, Uniform(0.8, 1.0), "largest share of the prototype in a mixed feature", ge=0, le=1)
-    epochs: int = hp(50, Choice(10, 50, 100), "re-training epochs", ge=0)
-    batch: int = hp(256, Choice(32, 64, 256), "re-training batch size", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate", gt=0)
+    retrain_epochs: int = hp(50, Choice(10, 50, 100), "re-training epochs", ge=0)
+    retrain_batch: int = hp(256, Choice(32, 64, 256), "re-training batch size", ge=1)
+    retrain_lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate", gt=0)
 
     def stages(self, rounds: int) -> dict[str, int]:
-        return super().stages(rounds) | {"retraining": max(0, rounds - self.rounds)}
+        return super().stages(rounds) | {"retraining": max(0, rounds - self.retrain_rounds)}
 
     # at a client
 
@@ -110,9 +110,9 @@ class RUCR(Method):
             parts["retrain_loss"] = fit_classifier(
                 classifier,
                 *self.mixed(z, message, client.order),
-                epochs=self.epochs,
-                batch=self.batch,
-                lr=self.lr,
+                epochs=self.retrain_epochs,
+                batch=self.retrain_batch,
+                lr=self.retrain_lr,
                 momentum=0.0,
                 weight_decay=0.0,
                 schedule="constant",
@@ -133,7 +133,7 @@ class RUCR(Method):
     # at the server
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        retrain = server.round > server.rounds - self.rounds
+        retrain = server.round > server.rounds - self.retrain_rounds
         cohort = self.sample(server, fleet)
         message = self.message(server) | {"retrain": int(retrain)}
         message |= self.global_prototypes(server, fleet, fleet.everyone if retrain else cohort)  # [3]

@@ -109,12 +109,12 @@ def test_rows_of_fedsm_that_share_a_first_stage_are_what_whole_runs_give(images,
         "local.lr=0.1",
         "method=fedsm",
         f"method.teacher=npz:{teacher}",
-        "method.rounds=2",
+        "method.retrain_rounds=2",
         "method.size=8",
-        "method.epochs=2",
+        "method.retrain_epochs=2",
     ]
     both = raylt.run(load(None, common), out=tmp_path, name="both", fleet="local", quiet=True)
-    for row in ("method.rounds=0", "method.partner=random", "method.softmax=0.05"):
+    for row in ("method.retrain_rounds=0", "method.partner=random", "method.softmax=0.05"):
         branched = raylt.branch(both, [row], tmp_path / f"branch {row}", fleet="local", quiet=True)
         whole = raylt.run(load(None, [*common, row]), out=tmp_path, name=row, fleet="local", quiet=True)
         for what in ("accuracy", "groups", "by_client", "figures"):

@@ -192,7 +192,7 @@ def test_dittos_personal_model_starts_from_the_final_model_and_is_held_near_it(t
 
 
 def test_fedafas_tune_as_everybody_did(tiny_task, tmp_path):
-    method = FedAFA(steps=2, accept=0.2, lr=0.05)
+    method = FedAFA(steps=2, accept=0.2, tune_lr=0.05)
     experiment = run(late(tiny_task, 0), tmp_path, method, rounds=1)
     client = joined(experiment, method, 0)
     other = open_client(tiny_task, method, 0, experiment.config)
@@ -203,7 +203,7 @@ def test_fedafas_tune_as_everybody_did(tiny_task, tmp_path):
 
 @pytest.mark.parametrize("fields", [{}, {"fa": False}, {"crt": False, "lws": False}], ids=str)
 def test_bpfeds_have_a_classifier_of_both_stages(tiny_task, tmp_path, fields):
-    method = BPFed(epochs=2, **fields)
+    method = BPFed(retrain_epochs=2, **fields)
     experiment = run(late(tiny_task, 0), tmp_path, method, rounds=1)
     client = joined(experiment, method, 0)
     own, w = client.model.state_dict(), experiment.server.model.state_dict()
@@ -241,7 +241,9 @@ def test_running_statistics_that_stay_at_clients_are_taken(tiny_task, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "method", [FedETF(turns=0), FedRep(head_epochs=0), FedAFA(cut="stage1", epochs=0)], ids=lambda method: method.name
+    "method",
+    [FedETF(turns=0), FedRep(head_epochs=0), FedAFA(cut="stage1", tune_epochs=0)],
+    ids=lambda method: method.name,
 )
 def test_they_are_taken_where_settling_trains_nothing(tiny_task, tmp_path, method):
     experiment = run(late(tiny_task, 0), tmp_path, method, rounds=1, federation={"batchnorm": "local"})

@@ -31,10 +31,13 @@ def documented(name: str) -> set[str]:
 @pytest.mark.parametrize(
     "method",
     [
-        SFD(rf_dim=60, m_min=80, m_max=120, synthesis_steps=2, epochs=2),
+        SFD(rf_dim=60, m_min=80, m_max=120, synthesis_steps=2, retrain_epochs=2),
         FedProx(),
         BPFed(),
-        *(FedSM(rounds=1, size=5, epochs=2, finetune=tuned, teacher="npz:-") for tuned in (False, True)),
+        *(
+            FedSM(retrain_rounds=1, size=5, retrain_epochs=2, finetune=tuned, teacher="npz:-")
+            for tuned in (False, True)
+        ),
         MuPFL(m=5, tau=2, matching_steps=3),
     ],
     ids=lambda method: method.name,

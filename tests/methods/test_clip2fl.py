@@ -14,7 +14,7 @@ from raylt.methods.creff.method import CReFF, new_classifier
 from raylt.models import build_model
 from raylt.models.split import linear
 
-QUICK = {"per_class": 4, "matching_steps": 3, "epochs": 2, "batch": 3}
+QUICK = {"per_class": 4, "matching_steps": 3, "retrain_epochs": 2, "retrain_batch": 3}
 
 
 @pytest.fixture(scope="module")

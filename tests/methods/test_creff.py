@@ -12,7 +12,7 @@ from raylt.methods.fedavg import FedAvg
 from raylt.models.split import linear
 from raylt.ops.matching import match_features
 
-QUICK = {"per_class": 5, "matching_steps": 3, "epochs": 2}
+QUICK = {"per_class": 5, "matching_steps": 3, "retrain_epochs": 2}
 
 
 def pooled_gradients(task, server, ids):
@@ -50,7 +50,7 @@ def test_judged_is_the_averaged_encoder_under_the_re_trained_classifier(tiny_tas
 
 def test_round_is_that_of_naive_code_on_pooled_gradients(tiny_task, tmp_path, monkeypatch):
     """Compare matching and re-training, from gradients that autograd computes on each client's samples."""
-    method, asked = CReFF(per_class=4, matching_steps=6, epochs=3, batch=3), [0, 1, 3]
+    method, asked = CReFF(per_class=4, matching_steps=6, retrain_epochs=3, retrain_batch=3), [0, 1, 3]
     ask_only(monkeypatch, method, asked)
     experiment = start(tiny_task, tmp_path, method)
     server = experiment.server
@@ -142,7 +142,7 @@ def test_server_never_holds_more_than_one_clients_gradients(tiny_task, tmp_path,
 def test_each_re_training_starts_from_new_weights(tiny_task, tmp_path):
     starts = []
     for rounds in (1, 2):
-        experiment = run(tiny_task, tmp_path, CReFF(**QUICK | {"epochs": 0}), rounds=rounds)
+        experiment = run(tiny_task, tmp_path, CReFF(**QUICK | {"retrain_epochs": 0}), rounds=rounds)
         starts.append(experiment.server.state["classifier"]["weight"])
     assert not torch.equal(*starts)
     assert not torch.equal(starts[0], start(tiny_task, tmp_path, CReFF()).server.state["classifier"]["weight"])
@@ -150,7 +150,14 @@ def test_each_re_training_starts_from_new_weights(tiny_task, tmp_path):
 
 @pytest.mark.parametrize(
     "field",
-    [{"matching_lr": 5.0}, {"matching_steps": 9}, {"per_class": 7}, {"epochs": 5}, {"batch": 2}, {"lr": 0.1}],
+    [
+        {"matching_lr": 5.0},
+        {"matching_steps": 9},
+        {"per_class": 7},
+        {"retrain_epochs": 5},
+        {"retrain_batch": 2},
+        {"retrain_lr": 0.1},
+    ],
     ids=str,
 )
 def test_every_field_changes_the_re_trained_classifier(tiny_task, tmp_path, field):

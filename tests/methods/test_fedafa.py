@@ -11,7 +11,7 @@ from raylt.errors import ConfigError
 from raylt.methods.fedafa import FedAFA, adversarial, halves
 from raylt.methods.fedavg import FedAvg
 
-QUICK = {"steps": 3, "epochs": 2, "batch": 8}
+QUICK = {"steps": 3, "tune_epochs": 2, "tune_batch": 8}
 
 
 def own(experiment) -> dict:
@@ -44,9 +44,9 @@ def naive_stage_2(task, w, id, fields, round):
     def upper(net, a):
         return net.classifier(a.mean((2, 3)))
 
-    for _ in range(fields["epochs"]):
+    for _ in range(fields["tune_epochs"]):
         drawn = torch.multinomial((1 / counts)[y], len(y), replacement=True, generator=order)
-        for rows in drawn.split(fields["batch"]):
+        for rows in drawn.split(fields["tune_batch"]):
             if len(rows) < 2:
                 continue
             labels = y[rows]
@@ -95,13 +95,13 @@ def naive_stage_2(task, w, id, fields, round):
                 upper(model, a), labels
             )
             for p, v, g in zip(params, velocity, torch.autograd.grad(loss, params), strict=True):
-                v.mul_(fields["momentum"]).add_(g + fields["weight_decay"] * p.detach())
-                p.data.sub_(fields["lr"] * v)
+                v.mul_(fields["tune_momentum"]).add_(g + fields["tune_weight_decay"] * p.detach())
+                p.data.sub_(fields["tune_lr"] * v)
     return naive.entries(model), made / max(seen, 1)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"accept": 0.3, "lr": 0.05}, {"accept": 0.0, "c": 0.9, "lr": 0.1, "step": 2.0}], ids=str
+    "fields", [{"accept": 0.3, "tune_lr": 0.05}, {"accept": 0.0, "c": 0.9, "tune_lr": 0.1, "step": 2.0}], ids=str
 )
 def test_stage_2_by_naive_code(tiny_task, tmp_path, fields):
     method = FedAFA(**QUICK | fields)
@@ -152,7 +152,7 @@ def test_the_head_class_is_never_stood_in_for_and_rarer_ones_are_the_more_often(
 
 
 def test_layers_below_the_cut_stay_and_those_above_are_each_clients_own(tiny_task, tmp_path):
-    experiment = run(tiny_task, tmp_path, FedAFA(**QUICK, cut="stage1", lr=0.05), rounds=1)
+    experiment = run(tiny_task, tmp_path, FedAFA(**QUICK, cut="stage1", tune_lr=0.05), rounds=1)
     states = own(experiment)
     assert states.keys() == set(naive.clients_of(tiny_task))
     w = dict(experiment.server.model.state_dict())
@@ -180,8 +180,8 @@ def test_nothing_of_it_is_uploaded(tiny_task, tmp_path):
 
 
 def test_client_of_one_class_is_tuned_on_its_samples_as_they_are(tiny_task, tmp_path):
-    experiment = run(tiny_task, tmp_path, FedAFA(**QUICK, lr=0.05, accept=0.2), rounds=1)
-    plain = run(tiny_task, tmp_path, FedAFA(**QUICK, lr=0.05, c=0.0), rounds=1)
+    experiment = run(tiny_task, tmp_path, FedAFA(**QUICK, tune_lr=0.05, accept=0.2), rounds=1)
+    plain = run(tiny_task, tmp_path, FedAFA(**QUICK, tune_lr=0.05, c=0.0), rounds=1)
     assert fingerprint(own(experiment)[2]) == fingerprint(own(plain)[2])
     assert fingerprint(own(experiment)[0]) != fingerprint(own(plain)[0])
 
@@ -193,17 +193,17 @@ def test_client_of_one_class_is_tuned_on_its_samples_as_they_are(tiny_task, tmp_
         {"accept": 0.99},
         {"steps": 6},
         {"step": 3.0},
-        {"epochs": 1},
-        {"batch": 4},
-        {"lr": 0.01},
-        {"momentum": 0.5},
-        {"weight_decay": 0.1},
+        {"tune_epochs": 1},
+        {"tune_batch": 4},
+        {"tune_lr": 0.01},
+        {"tune_momentum": 0.5},
+        {"tune_weight_decay": 0.1},
         {"cut": "stage1"},
     ],
     ids=str,
 )
 def test_every_field_changes_the_personal_models_and_not_the_global_one(tiny_task, tmp_path, fields):
-    base = QUICK | {"accept": 0.2, "lr": 0.05}
+    base = QUICK | {"accept": 0.2, "tune_lr": 0.05}
     ends = [run(tiny_task, tmp_path, FedAFA(**base | given), rounds=1) for given in ({}, fields)]
     assert torch.equal(*(flat(end) for end in ends))
     assert fingerprint(own(ends[0])[0]) != fingerprint(own(ends[1])[0])

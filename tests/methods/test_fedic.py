@@ -13,7 +13,7 @@ from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedic import FEDIC, Ensemble, divergence
 
-QUICK = {"steps": 3, "batch": 6}
+QUICK = {"steps": 3, "distil_batch": 6}
 
 
 def adam(params, loss_of, batches, lr, weight_decay=0.0):
@@ -120,7 +120,7 @@ def test_server_without_images_or_statistics_is_refused(tiny_task, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"steps": 2}, {"batch": 4}, {"lr": 0.01}, {"weight": 0.0}, {"temperature": 1.0}], ids=str
+    "fields", [{"steps": 2}, {"distil_batch": 4}, {"distil_lr": 0.01}, {"weight": 0.0}, {"temperature": 1.0}], ids=str
 )
 def test_every_field_changes_the_model(tiny_task, tmp_path, fields):
     plain, other = (

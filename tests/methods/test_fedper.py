@@ -81,7 +81,7 @@ def test_private_state_of_clients_that_are_not_sampled_stays(tiny_task, tmp_path
 
 @pytest.mark.parametrize(
     "method",
-    [FedPer(), BPFed(alpha=0, epochs=1), BPFed(alpha=0, epochs=1, argmax="owned")],
+    [FedPer(), BPFed(alpha=0, retrain_epochs=1), BPFed(alpha=0, retrain_epochs=1, argmax="owned")],
     ids=["fedper", "bpfed", "bpfed-owned"],
 )
 def test_clients_are_judged_as_if_each_had_encoded_the_test_set_itself(tiny_task, tmp_path, method, monkeypatch):

@@ -19,28 +19,35 @@ from raylt.methods import METHODS
 
 # other settings that a field needs to act on so few images
 WITH: dict[tuple[str, str], dict[str, Any]] = {
-    ("fedafa", "c"): {"accept": 0.0, "epochs": 5, "steps": 10},
-    ("fedafa", "batch"): {"epochs": 5},
-    ("fedafa", "momentum"): {"epochs": 5},
+    ("fedafa", "c"): {"accept": 0.0, "tune_epochs": 5, "steps": 10},
+    ("fedafa", "tune_batch"): {"tune_epochs": 5},
+    ("fedafa", "tune_momentum"): {"tune_epochs": 5},
     ("ratioloss", "clip"): {"rival": 1e-6},
     ("fedsm", "texts"): {"similarity": "l2"},
     ("mupfl", "dropout"): {"bavd": False},
-    ("bpfed", "argmax"): {"restart": True, "epochs": 0},
+    ("bpfed", "argmax"): {"restart": True, "retrain_epochs": 0},
 }
 # values outside of the searched range, for fields whose range hardly changes a run on so few images
 VALUES: dict[tuple[str, str], Any] = {
-    ("fedafa", "batch"): 3,
-    ("creff", "batch"): 4,
-    ("fedsm", "batch"): 4,
-    ("clip2fl", "batch"): 4,
-    ("rucr", "batch"): 4,
-    ("fedic", "batch"): 2,
+    ("fedafa", "tune_batch"): 3,
+    ("creff", "retrain_batch"): 4,
+    ("fedsm", "retrain_batch"): 4,
+    ("clip2fl", "retrain_batch"): 4,
+    ("rucr", "retrain_batch"): 4,
+    ("fedic", "distil_batch"): 2,
     ("fedrela", "after"): 0.0,
     ("ratioloss", "clip"): 1e-3,
     ("mupfl", "kappa_max"): 2,
 }
+# names of the clients' own settings: a method's second training has a prefix, as in retrain_epochs
+OF_LOCAL_TRAINING = {"rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "schedule"}
 # fields of FedSM that act only on a fine-tuned image tower
 FINE_TUNING = "squares", "target", "margin", "teacher_lr"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_field_has_the_name_of_a_setting_of_local_training(name):
+    assert OF_LOCAL_TRAINING.isdisjoint(METHODS[name].model_fields)
 
 
 @pytest.mark.slow

@@ -10,9 +10,12 @@ import raylt
 from raylt.methods import make_method
 
 WORK = {
-    "ccvr": ({"virtual": 50, "epochs": 3}, r"calibration .* on {50} features in 3 epochs"),
-    "bpfed": ({"epochs": 7}, r"stage 2 at every client in 7 epochs"),
-    "fedsm": ({"teacher": "none", "rounds": 2, "size": 10, "epochs": 3}, r"last 2 rounds, on up to {10} .* 3 epochs"),
+    "ccvr": ({"virtual": 50, "retrain_epochs": 3}, r"calibration .* on {50} features in 3 epochs"),
+    "bpfed": ({"retrain_epochs": 7}, r"stage 2 at every client in 7 epochs"),
+    "fedsm": (
+        {"teacher": "none", "retrain_rounds": 2, "size": 10, "retrain_epochs": 3},
+        r"last 2 rounds, on up to {10} .* 3 epochs",
+    ),
     "mupfl": ({"m": 5, "matching_steps": 4}, r"in every round: 4 steps on {5} features"),
 }
 
@@ -33,7 +36,7 @@ def test_the_work_is_described_with_its_time(tiny_task, name):
 
 def test_methods_without_a_long_phase_say_nothing(tiny_task):
     assert last_phase(tiny_task, name="fedavg") == ""
-    assert last_phase(tiny_task, name="fedsm", teacher="none", rounds=0) == ""
+    assert last_phase(tiny_task, name="fedsm", teacher="none", retrain_rounds=0) == ""
     assert last_phase(tiny_task, name="mupfl", pkcf=False) == ""
     assert last_phase(tiny_task, name="bpfed", crt=False, lws=False) == ""
 

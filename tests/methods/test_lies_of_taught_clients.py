@@ -15,10 +15,10 @@ from raylt.core.fleet.client_host import ClientHost
 from raylt.methods import METHODS
 
 FIELDS = {
-    "fedsm": {"rounds": 1, "size": 5, "epochs": 1},
-    "fedsm, trained encoders": {"rounds": 1, "size": 5, "epochs": 1, "encoders": "trained"},
-    "fedsm, afterwards": {"rounds": 1, "size": 5, "epochs": 1, "retrain": "after", "norm": "l2"},
-    "clip2fl": {"per_class": 5, "matching_steps": 3, "epochs": 1, "contrast": 0.5},
+    "fedsm": {"retrain_rounds": 1, "size": 5, "retrain_epochs": 1},
+    "fedsm, trained encoders": {"retrain_rounds": 1, "size": 5, "retrain_epochs": 1, "encoders": "trained"},
+    "fedsm, afterwards": {"retrain_rounds": 1, "size": 5, "retrain_epochs": 1, "retrain": "after", "norm": "l2"},
+    "clip2fl": {"per_class": 5, "matching_steps": 3, "retrain_epochs": 1, "contrast": 0.5},
 }
 
 

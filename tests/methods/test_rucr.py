@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.rucr import RUCR
 
-QUICK = {"size": 4, "epochs": 2, "batch": 8}
+QUICK = {"size": 4, "retrain_epochs": 2, "retrain_batch": 8}
 
 
 def prototypes(task, model, ids):
@@ -44,7 +44,7 @@ def objective(model, p, counts, own, weight, tau):
 def test_without_the_loss_on_prototypes_the_federated_model_is_fedavg_to_the_bit(tiny_task, tmp_path):
     parts = {"federation": {"participation": 0.5}}
     averaged, ours = (
-        run(tiny_task, tmp_path, method, **parts) for method in (FedAvg(), RUCR(weight=0, rounds=1, **QUICK))
+        run(tiny_task, tmp_path, method, **parts) for method in (FedAvg(), RUCR(weight=0, retrain_rounds=1, **QUICK))
     )
     assert fingerprint(ours.server.model.state_dict()) == fingerprint(averaged.server.model.state_dict())
     judged = ours.method.global_model(ours.server)
@@ -72,7 +72,7 @@ def test_objective_written_out(tiny_task, tmp_path):
 @pytest.mark.parametrize("last", [False, True])
 def test_round_is_that_of_naive_code(tiny_task, tmp_path, monkeypatch, last):
     """Compare prototypes, local training and, in a last round, classifiers re-trained on mixed features."""
-    method, asked = RUCR(rounds=int(last), **QUICK), [0, 1, 3]
+    method, asked = RUCR(retrain_rounds=int(last), **QUICK), [0, 1, 3]
     ask_only(monkeypatch, method, asked)
     server = run(tiny_task, tmp_path, method, rounds=1).server
     before = naive.new_model(tiny_task)
@@ -120,7 +120,7 @@ def test_mixed_features_are_of_classes_that_have_a_prototype_and_lie_between(tin
 
 
 def test_in_the_last_rounds_all_clients_are_asked_for_prototypes(tiny_task, tmp_path, monkeypatch):
-    method = RUCR(rounds=1, **QUICK)
+    method = RUCR(retrain_rounds=1, **QUICK)
     ask_only(monkeypatch, method, [0, 2])
     experiment = start(tiny_task, tmp_path, method, federation={"rounds": 2})
     method.round(experiment.server, experiment.fleet)
@@ -141,10 +141,10 @@ def test_in_the_last_rounds_all_clients_are_asked_for_prototypes(tiny_task, tmp_
         {"size": 6},
         {"lam_low": 0.7},
         {"lam_high": 0.8},
-        {"epochs": 4},
-        {"batch": 3},
-        {"lr": 0.1},
-        {"rounds": 0},
+        {"retrain_epochs": 4},
+        {"retrain_batch": 3},
+        {"retrain_lr": 0.1},
+        {"retrain_rounds": 0},
     ],
     ids=str,
 )

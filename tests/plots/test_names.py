@@ -18,7 +18,7 @@ SFD = (
     "method.m_min=80",
     "method.m_max=90",
     "method.synthesis_steps=2",
-    "method.epochs=2",
+    "method.retrain_epochs=2",
 )
 MUPFL = ("method=mupfl", "method.m=5", "method.tau=2", "method.matching_steps=2", "federation.rounds=3")
 MAPS = ("method=fedavg", "model=lraspp", "data.partition=iid")

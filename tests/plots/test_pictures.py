@@ -13,7 +13,7 @@ QUICK = (
     "method.m_min=80",
     "method.m_max=90",
     "method.synthesis_steps=2",
-    "method.epochs=2",
+    "method.retrain_epochs=2",
 )
 
 

@@ -21,16 +21,16 @@ SFD = (
     "method.m_min=160",
     "method.m_max=200",
     "method.synthesis_steps=2",
-    "method.epochs=2",
+    "method.retrain_epochs=2",
 )
-BPFED = ("method=bpfed", "method.epochs=1", "federation.rounds=2")
+BPFED = ("method=bpfed", "method.retrain_epochs=1", "federation.rounds=2")
 FEDSM = (
     "method=fedsm",
     "method.teacher=none",
     "method.kd=0",
-    "method.rounds=3",
+    "method.retrain_rounds=3",
     "method.size=4",
-    "method.epochs=1",
+    "method.retrain_epochs=1",
     "federation.rounds=5",
 )
 MUPFL = ("method=mupfl", "method.m=4", "method.tau=1", "method.matching_steps=1", "federation.rounds=2")
@@ -44,26 +44,30 @@ ALSO = pytest.mark.slow
     [
         (SFD, ["method.aligner=false"], "finish", 1),
         pytest.param(SFD, ["method.safs=false"], "finish", 1, marks=ALSO),
-        pytest.param(SFD, ["method.lr=0.1", "method.rf_dim=32"], "finish", 1, marks=ALSO),
+        pytest.param(SFD, ["method.retrain_lr=0.1", "method.rf_dim=32"], "finish", 1, marks=ALSO),
         pytest.param(BPFED, ["method.loss=ce", "method.fa=false"], "finish", 2, marks=ALSO),
         (BPFED, ["method.crt=false", "method.lws=false"], "finish", 2),
         (FEDSM, ["method.size=6", "method.partner=random"], "retraining", 2),
-        pytest.param(FEDSM, ["method.rounds=1"], "retraining", 2, marks=ALSO),
-        pytest.param(FEDSM, ["method.rounds=0"], "retraining", 2, marks=ALSO),
+        pytest.param(FEDSM, ["method.retrain_rounds=1"], "retraining", 2, marks=ALSO),
+        pytest.param(FEDSM, ["method.retrain_rounds=0"], "retraining", 2, marks=ALSO),
         (MUPFL, ["method.judged=global"], "judging", 2),
         pytest.param(MUPFL, ["method.last_update=true"], "finish", 2, marks=ALSO),
-        (("method=fedavg",), ["method=ccvr", "method.epochs=2"], "finish", 1),
+        (("method=fedavg",), ["method=ccvr", "method.retrain_epochs=2"], "finish", 1),
         pytest.param(("method=fedavg",), ["method=fed3r"], "finish", 1, marks=ALSO),
         (("method=fedavg",), ["method=posthoc"], "finish", 1),
-        pytest.param(("method=fedavg",), ["method=noisymeans", "method.epochs=2"], "finish", 1, marks=ALSO),
+        pytest.param(("method=fedavg",), ["method=noisymeans", "method.retrain_epochs=2"], "finish", 1, marks=ALSO),
         pytest.param(
-            ("method=fedavg",), ["method=oracle", "method.epochs=2", "method.batch=99"], "finish", 1, marks=ALSO
+            ("method=fedavg",),
+            ["method=oracle", "method.retrain_epochs=2", "method.retrain_batch=99"],
+            "finish",
+            1,
+            marks=ALSO,
         ),
         pytest.param(("method=fedavg",), ["method=fednpc"], "finish", 1, marks=ALSO),
         pytest.param(SFD, ["method.classifier=oracle"], "finish", 1, marks=ALSO),
         pytest.param(SFD, ["method.classifier=ridge"], "finish", 1, marks=ALSO),
-        pytest.param(("method=ccvr", "method.epochs=2"), ["method=fedncm"], "finish", 1, marks=ALSO),
-        pytest.param(("method=ccvr", "method.epochs=2"), ["method=fedavg"], "finish", 1, marks=ALSO),
+        pytest.param(("method=ccvr", "method.retrain_epochs=2"), ["method=fedncm"], "finish", 1, marks=ALSO),
+        pytest.param(("method=ccvr", "method.retrain_epochs=2"), ["method=fedavg"], "finish", 1, marks=ALSO),
     ],
     ids=str,
 )
@@ -121,9 +125,9 @@ def test_branch_can_be_resumed_and_branched_again(tmp_path):
         ("method.tau=0.2", r"method\.tau.*0\.07.*0\.2"),
         ("local.lr=0.2", r"local\.lr.*0\.05.*0\.2"),
         ("data.seed=3", r"data\.seed.*0.*3"),
-        ("method.lr=0.01", "later stage"),
+        ("method.retrain_lr=0.01", "later stage"),
         ("method=fedprox", "fedprox.*sfd|sfd.*fedprox"),
-        ("method.epochs=-1", r"method\.epochs.*-1"),
+        ("method.retrain_epochs=-1", r"method\.retrain_epochs.*-1"),
     ],
 )
 def test_what_acts_before_the_stage_is_refused_and_leaves_nothing(tmp_path, override, match):
@@ -137,12 +141,12 @@ def test_checkpoint_before_a_stage_stays_and_without_it_there_is_no_branch(tmp_p
     run = make_run(tmp_path, "run", *FEDSM, "output.keep=2")
     assert checkpoint.steps(run.folder / "checkpoints") == [2, 4, 5]
     with refused("checkpoint.not-kept", CheckpointError, step=1):
-        raylt.branch(run, ["method.rounds=4"], fleet="local", quiet=True)
+        raylt.branch(run, ["method.retrain_rounds=4"], fleet="local", quiet=True)
 
 
 def test_stage_that_begins_with_the_first_round_is_no_branch(tmp_path):
     run = make_run(tmp_path, "run", *FEDSM)
-    other = run.config.model_copy(update={"method": run.config.method | {"rounds": 5}})
+    other = run.config.model_copy(update={"method": run.config.method | {"retrain_rounds": 5}})
     with pytest.raises(ConfigError, match="first round"):
         fork(run.config, run.method, other, resolve(other).method)
 

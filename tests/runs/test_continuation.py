@@ -103,7 +103,7 @@ class Warming(raylt.Method):
     ("settings", "reason"),
     [
         (["method=bpfed"], "after the last round"),
-        (["method=fedsm", "method.teacher=none", "method.rounds=1"], "retraining"),
+        (["method=fedsm", "method.teacher=none", "method.retrain_rounds=1"], "retraining"),
         (["method=fedavg", "local.schedule=cosine"], "local.schedule"),
         (["method=warming"], "it reads"),
         (["method=indirect"], "it reads"),

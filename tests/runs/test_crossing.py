@@ -23,7 +23,12 @@ REFUSED = (
 def made(tmp_path_factory):
     """Do a run of two rounds, and record that a GPU made it."""
     run = make_run(
-        tmp_path_factory.mktemp("runs"), "one", "method=ccvr", "method.epochs=1", "federation.rounds=2", "output.keep=3"
+        tmp_path_factory.mktemp("runs"),
+        "one",
+        "method=ccvr",
+        "method.retrain_epochs=1",
+        "federation.rounds=2",
+        "output.keep=3",
     )
     as_if_on_a_gpu(run.folder)
     return run.folder

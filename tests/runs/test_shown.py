@@ -59,7 +59,10 @@ def test_plots_are_figures_that_a_notebook_shows(run, tmp_path, kind):
     ("kind", "settings"),
     [
         ("clusters", ("method=mupfl", "method.m=5", "method.tau=2", "method.matching_steps=2")),
-        ("features", ("method=sfd", "method.rf_dim=60", "method.m_min=80", "method.m_max=90", "method.epochs=2")),
+        (
+            "features",
+            ("method=sfd", "method.rf_dim=60", "method.m_min=80", "method.m_max=90", "method.retrain_epochs=2"),
+        ),
     ],
 )
 def test_pictures_of_one_method_are_figures_too(run, tmp_path, kind, settings):

@@ -175,7 +175,7 @@ def test_makespan_by_hand():
 
 @pytest.mark.slow
 def test_a_study_that_is_killed_twice_ends_with_the_same_tables(tmp_path):
-    sfd = {"name": "sfd", "rf_dim": 50, "epochs": 5, "synthesis_steps": 10}
+    sfd = {"name": "sfd", "rf_dim": 50, "retrain_epochs": 5, "synthesis_steps": 10}
     tree = TINY | {
         "arms": {"fedavg": "fedavg", "sfd": {"method": sfd}},
         "seeds": 3,

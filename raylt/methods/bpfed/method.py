@@ -67,11 +67,11 @@ class BPFed(Method):
             "crt",
             "lws",
             "restart",
-            "epochs",
-            "batch",
-            "lr",
-            "momentum",
-            "weight_decay",
+            "retrain_epochs",
+            "retrain_batch",
+            "retrain_lr",
+            "retrain_momentum",
+            "retrain_weight_decay",
             "argmax",
         )
     }
@@ -103,11 +103,11 @@ class BPFed(Method):
     crt: bool = hp(True, Choice(True, False), "re-training of classifiers, 3.2.2")
     lws: bool = hp(True, Choice(True, False), "learnable scale per class, 3.2.2")
     restart: bool = hp(False, Choice(True, False), "new weights at the start of re-training, not those of stage 1")
-    epochs: int = hp(5, Choice(5, 10, 20), "re-training epochs E, 4.1", ge=0)
-    batch: int = hp(32, Choice(32, 64, 128), "re-training batch size; not stated", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate, 4.1", gt=0)
-    momentum: float = hp(0.9, Uniform(0, 0.99), "re-training momentum, 4.1", ge=0, lt=1)
-    weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "re-training weight decay, 4.1", ge=0)
+    retrain_epochs: int = hp(5, Choice(5, 10, 20), "re-training epochs E, 4.1", ge=0)
+    retrain_batch: int = hp(32, Choice(32, 64, 128), "re-training batch size; not stated", ge=1)
+    retrain_lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate, 4.1", gt=0)
+    retrain_momentum: float = hp(0.9, Uniform(0, 0.99), "re-training momentum, 4.1", ge=0, lt=1)
+    retrain_weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "re-training weight decay, 4.1", ge=0)
     argmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that a personal model may predict")
 
     def shared(self, model: SplitModel) -> Params:
@@ -190,8 +190,8 @@ class BPFed(Method):
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
         if not self.finishes:
             return ""
-        duration = fit_time(model.dim, spec.classes, 1000, self.epochs, self.batch)
-        return f"stage 2 at every client in {self.epochs} epochs, {duration} for 1,000 balanced features"
+        duration = fit_time(model.dim, spec.classes, 1000, self.retrain_epochs, self.retrain_batch)
+        return f"stage 2 at every client in {self.retrain_epochs} epochs, {duration} for 1,000 balanced features"
 
     def covariance(self, client: Client, message: Message) -> Reply:
         """Report the client's feature scatter, packed as float32 [d (d + 1) / 2], and the weight of this scatter [2].
@@ -231,11 +231,11 @@ class BPFed(Method):
                 head,
                 z,
                 labels[y],
-                epochs=self.epochs,
-                batch=self.batch,
-                lr=self.lr,
-                momentum=self.momentum,
-                weight_decay=self.weight_decay,
+                epochs=self.retrain_epochs,
+                batch=self.retrain_batch,
+                lr=self.retrain_lr,
+                momentum=self.retrain_momentum,
+                weight_decay=self.retrain_weight_decay,
                 schedule="constant",  # [8]
                 seed=seed_for(client.config.seed, "retrain", client.round, client.id),
                 loss=lambda logits, q: F.cross_entropy(logits[:, classes], q[:, classes]),

@@ -60,15 +60,22 @@ class Calibrated(AfterTraining):
     """
 
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "finish": ("virtual", "epochs", "batch", "lr", "momentum", "weight_decay")
+        "finish": (
+            "virtual",
+            "retrain_epochs",
+            "retrain_batch",
+            "retrain_lr",
+            "retrain_momentum",
+            "retrain_weight_decay",
+        )
     }
 
     virtual: int = hp(2000, Choice(100, 500, 1000, 2000), "M_c, features per class", ge=1)
-    epochs: int = hp(100, Choice(10, 50, 100), "calibration epochs; as SFD's", ge=0)
-    batch: int = hp(64, Choice(32, 64, 128), "calibration batch size; as SFD's", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "calibration learning rate; SFD, appendix C.2", gt=0)
-    momentum: float = hp(0.9, Uniform(0, 0.99), "calibration momentum; SFD, appendix C.2", ge=0, lt=1)
-    weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "calibration weight decay; as SFD's", ge=0)
+    retrain_epochs: int = hp(100, Choice(10, 50, 100), "calibration epochs; as SFD's", ge=0)
+    retrain_batch: int = hp(64, Choice(32, 64, 128), "calibration batch size; as SFD's", ge=1)
+    retrain_lr: float = hp(0.01, LogUniform(1e-3, 0.1), "calibration learning rate; SFD, appendix C.2", gt=0)
+    retrain_momentum: float = hp(0.9, Uniform(0, 0.99), "calibration momentum; SFD, appendix C.2", ge=0, lt=1)
+    retrain_weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "calibration weight decay; as SFD's", ge=0)
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
         """Return M_c features, float32 [M_c, d], for each class c that any client has."""
@@ -100,10 +107,12 @@ class Calibrated(AfterTraining):
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
         features = self.virtual * spec.classes
         duration = about(self.last_phase_seconds(spec, model))
-        return f"calibration of the classifier on {features} features in {self.epochs} epochs, {duration}"
+        return f"calibration of the classifier on {features} features in {self.retrain_epochs} epochs, {duration}"
 
     def last_phase_seconds(self, spec: TaskSpec, model: SplitModel) -> float:
-        return fit_seconds(model.dim, spec.classes, self.virtual * spec.classes, self.epochs, self.batch)
+        return fit_seconds(
+            model.dim, spec.classes, self.virtual * spec.classes, self.retrain_epochs, self.retrain_batch
+        )
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         drawn = self.draw(server, fleet, torch.Generator().manual_seed(server.seed("virtual")))
@@ -116,11 +125,11 @@ class Calibrated(AfterTraining):
                 classifier,
                 z,
                 y,
-                epochs=self.epochs,
-                batch=self.batch,
-                lr=self.lr,
-                momentum=self.momentum,
-                weight_decay=self.weight_decay,
+                epochs=self.retrain_epochs,
+                batch=self.retrain_batch,
+                lr=self.retrain_lr,
+                momentum=self.retrain_momentum,
+                weight_decay=self.retrain_weight_decay,
                 schedule="epoch",
                 seed=server.seed("calibrate"),
                 progress=progress,

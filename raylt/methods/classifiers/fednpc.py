@@ -27,17 +27,17 @@ class FedNPC(AfterTraining):
 
     name: ClassVar[str] = "fednpc"
     paper: ClassVar[str] = "Gao et al., CVPR Findings 2026"
-    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("samples", "steps", "lr", "momentum")}
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("samples", "steps", "retrain_lr", "retrain_momentum")}
 
     samples: int = hp(10000, Choice(1000, 10000), "M, samples drawn for each step; from the code", ge=1)
     steps: int = hp(27, Choice(10, 27, 50), "full-batch steps; E = 28 of the code counts from 1", ge=0)
-    lr: float = hp(0.1, LogUniform(0.01, 1.0), "learning rate on noise; from the code", gt=0)
-    momentum: float = hp(0.9, Uniform(0, 0.99), "momentum on noise; from the code", ge=0, lt=1)
+    retrain_lr: float = hp(0.1, LogUniform(0.01, 1.0), "learning rate on noise; from the code", gt=0)
+    retrain_momentum: float = hp(0.9, Uniform(0, 0.99), "momentum on noise; from the code", ge=0, lt=1)
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         own = server.model.classifier.state_dict()
         classifier = linear(own["weight"].clone(), own["bias"].clone())
-        optimiser = SGD(classifier.parameters(), self.lr, self.momentum)
+        optimiser = SGD(classifier.parameters(), self.retrain_lr, self.retrain_momentum)
         generator, model = torch.Generator().manual_seed(server.seed("noise")), server.model
         for _ in range(self.steps):
             z = torch.randn(self.samples, model.dim, generator=generator).to(server.device)

@@ -43,9 +43,9 @@ class CReFF(Method):
     per_class: int = hp(100, Choice(50, 100, 200), "federated features per class; from the code", ge=1)
     matching_steps: int = hp(100, Choice(50, 100, 300), "SGD steps on the features; from the code", ge=0)
     matching_lr: float = hp(0.1, LogUniform(0.01, 100), "learning rate of SGD on the features; from the code", gt=0)
-    epochs: int = hp(300, Choice(50, 100, 300), "re-training epochs; from the code", ge=0)
-    batch: int = hp(32, Choice(32, 64, 128), "re-training batch size; from the code", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate; from the code", gt=0)
+    retrain_epochs: int = hp(300, Choice(50, 100, 300), "re-training epochs; from the code", ge=0)
+    retrain_batch: int = hp(32, Choice(32, 64, 128), "re-training batch size; from the code", ge=1)
+    retrain_lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate; from the code", gt=0)
 
     @property
     def uploads_more(self) -> bool:
@@ -124,9 +124,9 @@ class CReFF(Method):
             classifier,
             z[is_set].flatten(0, 1).to(server.device),
             y.to(server.device),
-            epochs=self.epochs,
-            lr=self.lr,
-            batch=self.batch,
+            epochs=self.retrain_epochs,
+            lr=self.retrain_lr,
+            batch=self.retrain_batch,
             momentum=0,
             weight_decay=0,
             seed=server.seed("retrain"),

@@ -75,9 +75,9 @@ OFFICIAL: dict[str, Any] = {
     "unit": "sample",
     "lam_low": 0.35,
     "lam_high": 0.95,
-    "rounds": 91,
-    "epochs": 60,
-    "batch": 256,
+    "retrain_rounds": 91,
+    "retrain_epochs": 60,
+    "retrain_batch": 256,
 }
 
 
@@ -86,8 +86,8 @@ class FedSM(Method):
 
     Table III: `partner=deterministic`, `partner=random`. Table IV: `finetune=true`. Table V: `lam_low=lam_high=0.8`,
     or, by the code, `lam_low=0.8 lam_high=0.95`.
-    Without mixup: `rounds=0`; without distillation: `kd=0`; without a teacher: `teacher=none`. Sources: equation, table
-    and figure numbers are the journal's.
+    Without mixup: `retrain_rounds=0`; without distillation: `kd=0`; without a teacher: `teacher=none`. Sources:
+    equation, table and figure numbers are the journal's.
     """
 
     name: ClassVar[str] = "fedsm"
@@ -105,10 +105,10 @@ class FedSM(Method):
             "norm",
             "retrain",
             "encoders",
-            "rounds",
-            "epochs",
-            "batch",
-            "lr",
+            "retrain_rounds",
+            "retrain_epochs",
+            "retrain_batch",
+            "retrain_lr",
         )
     }
 
@@ -160,10 +160,12 @@ class FedSM(Method):
         "encoders behind the prototypes of Eq. 3: the global one, over all clients, or those that the round's "
         "clients have trained",
     )
-    rounds: int = hp(50, Choice(20, 50, 90), "last rounds, in which classifiers are re-trained, Algorithm 1", ge=0)
-    epochs: int = hp(50, Choice(10, 50, 100), "re-training epochs, Fig. 5", ge=0)
-    batch: int = hp(32, Choice(32, 64, 256), "re-training batch size, IV-A", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate, IV-A", gt=0)
+    retrain_rounds: int = hp(
+        50, Choice(20, 50, 90), "last rounds, in which classifiers are re-trained, Algorithm 1", ge=0
+    )
+    retrain_epochs: int = hp(50, Choice(10, 50, 100), "re-training epochs, Fig. 5", ge=0)
+    retrain_batch: int = hp(32, Choice(32, 64, 256), "re-training batch size, IV-A", ge=1)
+    retrain_lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate, IV-A", gt=0)
     finetune: bool = hp(
         False, Choice(True, False), "fine-tuning of the teacher's projection, whose features are matched, Table IV"
     )
@@ -183,7 +185,7 @@ class FedSM(Method):
         return name if name == "none" else open_teacher(name).name
 
     def stages(self, rounds: int) -> dict[str, int]:
-        return super().stages(rounds) | {"retraining": max(0, rounds - self.rounds)}
+        return super().stages(rounds) | {"retraining": max(0, rounds - self.retrain_rounds)}
 
     @property
     def distils(self) -> bool:
@@ -197,7 +199,9 @@ class FedSM(Method):
     @property
     def wordings(self) -> set[Wording]:
         """Return the prompt wordings in which the teacher encodes the class names."""
-        return {"phrase", self.wording} if self.distils or (self.teacher != "none" and self.rounds > 0) else set()
+        return (
+            {"phrase", self.wording} if self.distils or (self.teacher != "none" and self.retrain_rounds > 0) else set()
+        )
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         if self.lam_low > self.lam_high:
@@ -207,7 +211,7 @@ class FedSM(Method):
                 key="method.lam_low",
                 value=self.lam_low,
             )
-        related = self.partner in ("ranked", "deterministic", "inverted") and self.rounds > 0
+        related = self.partner in ("ranked", "deterministic", "inverted") and self.retrain_rounds > 0
         if self.teacher == "none" and (self.finetune or related):
             field = "method.finetune=true" if self.finetune else f"method.partner={self.partner}"
             raise ConfigError(
@@ -353,9 +357,9 @@ class FedSM(Method):
         return fit_classifier(
             classifier,
             *self.pseudo_features(client, message),
-            epochs=self.epochs,
-            batch=self.batch,
-            lr=self.lr,
+            epochs=self.retrain_epochs,
+            batch=self.retrain_batch,
+            lr=self.retrain_lr,
             momentum=0.0,
             weight_decay=0.0,
             schedule="constant",
@@ -363,13 +367,13 @@ class FedSM(Method):
         )
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
-        if not self.rounds:
+        if not self.retrain_rounds:
             return ""
         features = self.size * spec.classes
-        duration = fit_time(model.dim, spec.classes, features, self.epochs, self.batch)
+        duration = fit_time(model.dim, spec.classes, features, self.retrain_epochs, self.retrain_batch)
         return (
-            f"re-training at the clients in the last {self.rounds} rounds, on up to {features} pseudo-features in "
-            f"{self.epochs} epochs, {duration} for each client and round"
+            f"re-training at the clients in the last {self.retrain_rounds} rounds, on up to {features} pseudo-features "
+            f"in {self.retrain_epochs} epochs, {duration} for each client and round"
         )
 
     def pseudo_features(self, client: Client, message: Message) -> tuple[Tensor, Tensor]:
@@ -419,7 +423,7 @@ class FedSM(Method):
             relevance=0.0 if text is None else total_variation(self.alpha(text)),
             **{name: server.state[name] for name in ("teacher", "teacher_accuracy") if name in server.state},
         )
-        retrain = self.retrain if server.round > server.rounds - self.rounds else None
+        retrain = self.retrain if server.round > server.rounds - self.retrain_rounds else None
         cohort = self.sample(server, fleet)
         message = self.message(server)
         model = mean.like(message["model"])

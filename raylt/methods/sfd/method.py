@@ -75,7 +75,7 @@ OFFICIAL: dict[str, Any] = {
     "rf_dim": 3000,
     "weighting": "batches",
     "bias": "random",
-    "schedule": "iteration",
+    "retrain_schedule": "iteration",
     "statistics_area": 0.93,
 }
 
@@ -116,12 +116,12 @@ class SFD(Method):
             "synthesis_per",
             "synthesis_momentum",
             "bank_start",
-            "epochs",
-            "batch",
-            "lr",
-            "momentum",
-            "weight_decay",
-            "schedule",
+            "retrain_epochs",
+            "retrain_batch",
+            "retrain_lr",
+            "retrain_momentum",
+            "retrain_weight_decay",
+            "retrain_schedule",
             "bias",
             "safs",
             "aligner",
@@ -183,12 +183,12 @@ class SFD(Method):
         Choice("noise", "scaled", "mean"),
         "distribution of the initial bank: N(0, I); with the class's mean variance; and around its mean; not stated",
     )
-    epochs: int = hp(100, Choice(10, 50, 100), "re-training epochs; from the code", ge=0)
-    batch: int = hp(64, Choice(32, 64, 128), "re-training batch size; from the code", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate, appendix C.2", gt=0)
-    momentum: float = hp(0.9, Uniform(0, 0.99), "re-training momentum, appendix C.2", ge=0, lt=1)
-    weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "re-training weight decay; from the code", ge=0)
-    schedule: Literal["epoch", "iteration"] = hp(
+    retrain_epochs: int = hp(100, Choice(10, 50, 100), "re-training epochs; from the code", ge=0)
+    retrain_batch: int = hp(64, Choice(32, 64, 128), "re-training batch size; from the code", ge=1)
+    retrain_lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate, appendix C.2", gt=0)
+    retrain_momentum: float = hp(0.9, Uniform(0, 0.99), "re-training momentum, appendix C.2", ge=0, lt=1)
+    retrain_weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "re-training weight decay; from the code", ge=0)
+    retrain_schedule: Literal["epoch", "iteration"] = hp(
         "epoch",
         Choice("epoch", "iteration"),
         "learning-rate schedule of re-training: cosine over the epochs, or with period 2 * epochs steps",
@@ -500,13 +500,13 @@ class SFD(Method):
             classifier,
             z,
             y,
-            epochs=self.epochs,
-            batch=self.batch,
-            lr=self.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
+            epochs=self.retrain_epochs,
+            batch=self.retrain_batch,
+            lr=self.retrain_lr,
+            momentum=self.retrain_momentum,
+            weight_decay=self.retrain_weight_decay,
             seed=server.seed("retrain"),
-            schedule=self.schedule,
+            schedule=self.retrain_schedule,
             progress=progress,
         )
         server.state["classifier"] = tree.snapshot(classifier.state_dict())

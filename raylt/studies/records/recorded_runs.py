@@ -28,6 +28,7 @@ from raylt.runs.folder import provenance
 from raylt.runs.folder.reader import Files
 from raylt.runs.folder.summary import check_figures
 from raylt.studies.definition import Definition, Planned
+from raylt.studies.records.former_names import current_settings
 from raylt.studies.records.record import RunRecord
 from raylt.studies.records.seal import (
     FileSeal,
@@ -131,9 +132,31 @@ def read_results(path: Path) -> tuple[Definition, list[RunRecord], Holdings, Out
         if record.state == "done":
             _check_form(record, where)
     sealed = [False] * len(records) if seal is None else check_seal(seal, {"tuned": {}, **content}, records, where)
-    records = [replace(record, sealed=each) for record, each in zip(records, sealed, strict=True)]
+    methods = {record.arm: record.config["method"]["name"] for record in records if record.config}
+    records = [
+        replace(record, sealed=each, config=current_settings(record.config, methods.get(record.arm, "")))
+        for record, each in zip(records, sealed, strict=True)
+    ]
     definition = check(Definition, content["definition"])
-    return definition, records, content["holdings"], content.get("tuned", {})
+    arms = {arm: current_settings(changes, methods.get(arm, "")) for arm, changes in definition.arms.items()}
+    tuned = _with_current_names(content.get("tuned", {}), methods)
+    return definition.model_copy(update={"arms": arms}), records, content["holdings"], tuned
+
+
+def _with_current_names(tuned: Outcomes, methods: Mapping[str, str]) -> Outcomes:
+    """Return tuning outcomes whose values have the present names of the fields.
+
+    Args:
+        tuned: Outcomes by cell and arm.
+        methods: Name of each arm's method.
+    """
+    return {
+        cell: {
+            arm: {**outcome, "values": current_settings(outcome["values"], methods.get(arm, ""))}
+            for arm, outcome in arms.items()
+        }
+        for cell, arms in tuned.items()
+    }
 
 
 def seal_results(path: Path) -> list[str]:
@@ -438,7 +461,11 @@ def _search_hashes(definition: Definition, cell: str, arm: str, versions: Iterab
     assert definition.tune is not None
     base = definition.base_of(cell, arm)
     reference = definition.base_of(cell, definition.compared_to)
-    return {search_hash(definition.tune, arm, base, reference, version) for version in (None, *versions)}
+    return {
+        search_hash(definition.tune, arm, base, reference, version, former)
+        for version in (None, *versions)
+        for former in (False, True)
+    }
 
 
 def _differences(record: RunRecord, plan: Planned) -> str:

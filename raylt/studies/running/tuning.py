@@ -26,6 +26,7 @@ from raylt.core.method import Method
 from raylt.errors import CheckpointError, ConfigError, RayltError
 from raylt.registry import plugin_files, resolve
 from raylt.runs.callbacks.base import Callback
+from raylt.studies.records.former_names import former_name, former_settings
 from raylt.studies.running.worker_slots import WorkerSlot, worker_slots
 from raylt.studies.settings import portable, slug
 from raylt.typed_json import as_json, closed, hash_json
@@ -171,7 +172,12 @@ def search_arms(
 
 
 def search_hash(
-    tuning: Tuning, arm: str, base: Config, reference: Config, version: Collection[str] | None = None
+    tuning: Tuning,
+    arm: str,
+    base: Config,
+    reference: Config,
+    version: Collection[str] | None = None,
+    former_names: bool = False,
 ) -> str:
     """Return a hash of everything that an arm's search depends on, except the location of files.
 
@@ -181,12 +187,19 @@ def search_hash(
     Args:
         version: Dotted settings of the version that made the search. Other settings do not count at their defaults,
             which are what that version did. None: All settings count.
+        former_names: Whether that version had the former names of methods' fields.
     """
     method = resolve(base).method
     newer = {} if version is None else {key: field.default for key, field in settings() if key not in version}
+    ranges = applying(tuning.ranges, type(method))
+    fields = tuning.fields.get(arm)
+    if former_names:
+        ranges = former_settings(ranges, method.name)
+        fields = None if fields is None else [former_name(method.name, field) for field in fields]
 
     def counted(config: Config) -> dict[str, Any]:
-        return {key: value for key, value in portable(config).items() if key not in newer or value != newer[key]}
+        count = {key: value for key, value in portable(config).items() if key not in newer or value != newer[key]}
+        return former_settings(count, config.method["name"]) if former_names else count
 
     return hash_json(
         {
@@ -195,8 +208,8 @@ def search_hash(
             **({} if tuning.splits == 1 else {"splits": tuning.splits}),
             "metric": tuning.metric,
             "searcher": tuning.searcher,
-            "fields": tuning.fields.get(arm),
-            "ranges": applying(tuning.ranges, type(method)),
+            "fields": fields,
+            "ranges": ranges,
             "base": counted(base),
             "reference": counted(reference),
         }

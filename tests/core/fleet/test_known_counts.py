@@ -152,7 +152,7 @@ def moved(parts):
     return parts | {"b": b}
 
 
-QUICK = {"virtual": 20, "epochs": 1}
+QUICK = {"virtual": 20, "retrain_epochs": 1}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_lie_about_samples_costs_the_liar_alone(tiny_task, tmp_path, method, c
 
 @pytest.mark.parametrize(
     "method",
-    [FedProto(), FedNH(), RUCR(), FedSM(teacher="none", epochs=1)],
+    [FedProto(), FedNH(), RUCR(), FedSM(teacher="none", retrain_epochs=1)],
     ids=lambda method: method.name,
 )
 def test_sums_of_negative_features_behind_a_relu_are_refused(tiny_task, tmp_path, method):

@@ -21,12 +21,12 @@ from raylt.methods.mupfl.method import MuPFL
 
 RULES = "median", "trimmed_mean", "norm_clipped_mean"
 QUICK = {
-    "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 1, "epochs": 1},
+    "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 1, "retrain_epochs": 1},
     "ccvr": {"virtual": 20},
-    "creff": {"per_class": 5, "matching_steps": 1, "epochs": 1},
+    "creff": {"per_class": 5, "matching_steps": 1, "retrain_epochs": 1},
     "mupfl": {"m": 5, "tau": 2, "matching_steps": 1},
-    "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 1},
-    "clip2fl": {"per_class": 5, "matching_steps": 1, "epochs": 1, "kd": 0, "contrast": 0},
+    "fedsm": {"teacher": "none", "retrain_rounds": 1, "size": 5, "retrain_epochs": 1},
+    "clip2fl": {"per_class": 5, "matching_steps": 1, "retrain_epochs": 1, "kd": 0, "contrast": 0},
 }
 
 

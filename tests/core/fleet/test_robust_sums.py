@@ -91,7 +91,9 @@ class Enlarged(FedNCM):
         )
 
 
-@pytest.mark.parametrize("method", [CCVR(virtual=20, epochs=1), Fed3R(), Enlarged()], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method", [CCVR(virtual=20, retrain_epochs=1), Fed3R(), Enlarged()], ids=lambda method: method.name
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_methods_finish_with_robust_sums(tiny_task, tmp_path, method, rule):
     config = configure(federation={"rounds": 1, "robust": rule})

@@ -30,8 +30,13 @@ from raylt.models.split import clipped
 from raylt.ops.moments import class_sums, nearest_moments, pack, sample_lengths, unpack
 from raylt.runs.export.artefact import read
 
-SMALL_SFD = {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 1, "epochs": 1}
-METHODS = [CCVR(virtual=20, epochs=1), FedNCM(), Fed3R(), pytest.param(SFD(**SMALL_SFD), marks=pytest.mark.slow)]
+SMALL_SFD = {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 1, "retrain_epochs": 1}
+METHODS = [
+    CCVR(virtual=20, retrain_epochs=1),
+    FedNCM(),
+    Fed3R(),
+    pytest.param(SFD(**SMALL_SFD), marks=pytest.mark.slow),
+]
 BUDGET = {"epsilon": 2.0, "delta": 1e-4, "clip": 3.0}
 
 

@@ -187,7 +187,7 @@ def test_a_wrong_share_is_left_out_and_noted(tiny_task, tmp_path, monkeypatch):
 
 
 def test_statistics_of_classes_without_samples_stay_away(tmp_path):
-    case = Case(CCVR(virtual=20, epochs=1), "classification", tmp_path)
+    case = Case(CCVR(virtual=20, retrain_epochs=1), "classification", tmp_path)
     plain, secure = case.run(), case.run(case.config(federation=SECURE))
     assert secure.reports[-1].figures["virtual"] == plain.reports[-1].figures["virtual"]
     assert not any(report.rejected for report in secure.reports)

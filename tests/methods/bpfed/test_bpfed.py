@@ -151,7 +151,7 @@ def test_client_with_one_class_and_a_softmax_over_it_keeps_its_classifier(tiny_t
         {"softmax": "owned"},
         {"argmax": "owned"},
         {"delta": 0, "gamma": 0},
-        {"epochs": 0},
+        {"retrain_epochs": 0},
         {"alpha": 0.2},
     ],
     ids=str,
@@ -177,7 +177,7 @@ def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
 
 def test_only_what_is_switched_on_is_trained(tiny_task, tmp_path):
     ends = {}
-    for name, fields in [("start", {"epochs": 0}), ("lws", {"crt": False}), ("crt", {"lws": False})]:
+    for name, fields in [("start", {"retrain_epochs": 0}), ("lws", {"crt": False}), ("crt", {"lws": False})]:
         experiment, _ = run(tiny_task, tmp_path, BPFed(**fields))
         ends[name] = private_states(experiment)[0]["model"]["classifier.weight"]
     ratio = ends["lws"] / ends["start"]  # a scale per class does not change the direction of its weights

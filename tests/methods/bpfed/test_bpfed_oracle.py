@@ -15,7 +15,7 @@ from raylt.seeds import seed_for, seeded
 
 ROUNDS = 2
 # re-training that moves a classifier, with a smaller last batch
-QUICK = {"epochs": 3, "batch": 7, "lr": 0.1, "weight_decay": 0.02}
+QUICK = {"retrain_epochs": 3, "retrain_batch": 7, "retrain_lr": 0.1, "retrain_weight_decay": 0.02}
 STAGE_2 = [
     {},
     {"fa": False},
@@ -28,7 +28,7 @@ STAGE_2 = [
     {"crt": False},
     {"lws": False},
     {"restart": True},
-    {"fa": False, "momentum": 0.0, "weight_decay": 0.0},
+    {"fa": False, "retrain_momentum": 0.0, "retrain_weight_decay": 0.0},
 ]
 
 
@@ -157,16 +157,16 @@ def retrained(
     rows = [
         rows
         for generator in [naive.generator("retrain", round, id)]
-        for _ in range(method.epochs)
-        for rows in torch.randperm(len(z), generator=generator).split(method.batch)
+        for _ in range(method.retrain_epochs)
+        for rows in torch.randperm(len(z), generator=generator).split(method.retrain_batch)
     ]
     if sum(n > 0 for n in counts) > 1 or method.softmax == "all" or method.loss == "ls_all":
         naive.descend(
             params,
             ((lambda r=r: smoothed_loss(method, scale * (z[r] @ weight.T + bias), y[r], counts)) for r in rows),
-            method.lr,
-            method.momentum,
-            method.weight_decay,
+            method.retrain_lr,
+            method.retrain_momentum,
+            method.retrain_weight_decay,
         )
     return {"weight": (scale[:, None] * weight).detach(), "bias": (scale * bias).detach()}
 

@@ -46,7 +46,7 @@ def test_finish_that_broke_off_between_its_halves_is_repeated_to_the_same_bits(f
 
 @pytest.mark.slow
 def test_killed_during_retraining_and_resumed_it_ends_with_the_same_classifiers(tmp_path):
-    settings = ["method=bpfed", "federation.rounds=2", "local.epochs=1", "data.clients=4", "method.epochs=300"]
+    settings = ["method=bpfed", "federation.rounds=2", "local.epochs=1", "data.clients=4", "method.retrain_epochs=300"]
 
     def classifiers(folder: Path) -> dict[int, str]:
         saved, _ = checkpoint.latest(folder / "checkpoints")

@@ -20,7 +20,7 @@ from raylt.models.split import linear
 from raylt.ops.bootstrap import bootstrap_of_clients, class_bootstrap
 from raylt.ops.moments import NEVER, class_sums, isotropic_deviation, moments_from_sums
 
-QUICK = {"virtual": 40, "epochs": 2}
+QUICK = {"virtual": 40, "retrain_epochs": 2}
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_rounds_are_fedavg_and_the_encoder_stays(tiny_task, tmp_path, method):
 
 
 def test_noisymeans_are_pooled_means_with_the_pooled_deviation_in_every_direction(tiny_task, tmp_path, calibrations):
-    experiment = run(tiny_task, tmp_path, NoisyMeans(virtual=4000, epochs=1))
+    experiment = run(tiny_task, tmp_path, NoisyMeans(virtual=4000, retrain_epochs=1))
     z, y = (part.numpy() for part in pooled(tiny_task, experiment))
     means = np.stack([z[y == c].mean(0) for c in range(4)])
     deviation = np.sqrt(((z - means[y]) ** 2).mean())
@@ -103,7 +103,7 @@ def test_class_bootstrap_draws_every_feature_alike():
 
 
 def test_oracle_is_calibrated_on_real_features_of_all_clients_balanced(tiny_task, tmp_path, calibrations):
-    experiment = run(tiny_task, tmp_path, Oracle(virtual=300, epochs=2))
+    experiment = run(tiny_task, tmp_path, Oracle(virtual=300, retrain_epochs=2))
     z, y = pooled(tiny_task, experiment)
     ((start, drawn, labels, given),) = calibrations
     assert start == fingerprint(experiment.server.model.classifier.state_dict())
@@ -180,17 +180,17 @@ def test_fednpc_shrinks_what_tells_noise_apart(tiny_task, tmp_path):
     [
         (FedNPC, {"samples": 50}),
         (FedNPC, {"steps": 3}),
-        (FedNPC, {"lr": 0.2}),
-        (FedNPC, {"momentum": 0.5}),
+        (FedNPC, {"retrain_lr": 0.2}),
+        (FedNPC, {"retrain_momentum": 0.5}),
         (NoisyMeans, {"noise": 2.0}),
         (NoisyMeans, {"virtual": 20}),
-        (NoisyMeans, {"epochs": 4}),
+        (NoisyMeans, {"retrain_epochs": 4}),
         (Oracle, {"virtual": 20}),
-        (Oracle, {"epochs": 4}),
-        (Oracle, {"batch": 32}),
-        (Oracle, {"lr": 0.05}),
-        (Oracle, {"momentum": 0.0}),
-        (Oracle, {"weight_decay": 1e-3}),
+        (Oracle, {"retrain_epochs": 4}),
+        (Oracle, {"retrain_batch": 32}),
+        (Oracle, {"retrain_lr": 0.05}),
+        (Oracle, {"retrain_momentum": 0.0}),
+        (Oracle, {"retrain_weight_decay": 1e-3}),
         (PostHoc, {"tau": 0.5}),
     ],
     ids=str,
@@ -205,7 +205,7 @@ def test_every_field_changes_the_classifier(tiny_task, tmp_path, kind, fields):
 
 def test_balanced_re_training_on_real_features_lifts_the_few(tiny_task, tmp_path):
     """Cross-entropy on the rare class's features falls below that of the averaged classifier."""
-    experiment = run(tiny_task, tmp_path, Oracle(virtual=200, epochs=20))
+    experiment = run(tiny_task, tmp_path, Oracle(virtual=200, retrain_epochs=20))
     client = open_client(tiny_task, FedAvg())
     client.receive(experiment.server.model.state_dict())
     z, y = features(client)

@@ -19,7 +19,7 @@ from raylt.ops.closed_form import ridge_regression
 from raylt.ops.moments import NEVER, class_sums, moments_from_sums
 from raylt.tree import RunningSum
 
-QUICK = {"virtual": 30, "epochs": 2}
+QUICK = {"virtual": 30, "retrain_epochs": 2}
 METHODS = [FedNCM(), Fed3R(), CCVR(**QUICK)]
 
 
@@ -176,11 +176,11 @@ def test_class_that_no_client_holds_is_never_predicted(tmp_path, method):
         (Fed3R, {"ridge": 10.0}),
         (Fed3R, {"normalise": False}),
         (CCVR, {"virtual": 20}),
-        (CCVR, {"epochs": 4}),
-        (CCVR, {"batch": 32}),
-        (CCVR, {"lr": 0.05}),
-        (CCVR, {"momentum": 0.0}),
-        (CCVR, {"weight_decay": 1e-3}),
+        (CCVR, {"retrain_epochs": 4}),
+        (CCVR, {"retrain_batch": 32}),
+        (CCVR, {"retrain_lr": 0.05}),
+        (CCVR, {"retrain_momentum": 0.0}),
+        (CCVR, {"retrain_weight_decay": 1e-3}),
     ],
     ids=str,
 )

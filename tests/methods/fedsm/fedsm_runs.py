@@ -7,7 +7,7 @@ from tiny import Recorder, configure, fingerprint, make_experiment, make_setup, 
 
 from raylt.core.client import Client
 
-QUICK = {"rounds": 1, "size": 5, "epochs": 2}
+QUICK = {"retrain_rounds": 1, "size": 5, "retrain_epochs": 2}
 
 
 def run(task, folder, method, until=None, host=Recorder, fleet=None, **parts):

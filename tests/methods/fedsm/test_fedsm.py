@@ -23,7 +23,7 @@ from raylt.methods.fedsm.mixup import relevance
 
 
 def test_without_distillation_and_retraining_it_is_fedavg_bit_for_bit(tiny_task, tmp_path):  # T-FSM-1
-    ours, reports = run(tiny_task, tmp_path, FedSM(kd=0, rounds=0))  # no teacher is loaded
+    ours, reports = run(tiny_task, tmp_path, FedSM(kd=0, retrain_rounds=0))  # no teacher is loaded
     plain, _ = run(tiny_task, tmp_path, make_method({"name": "fedavg"}))
     assert fingerprint(ours.server.model.state_dict()) == fingerprint(plain.server.model.state_dict())
     assert {name for report in reports for name in report.traffic} == {"join", "train"}
@@ -37,10 +37,10 @@ def test_distillation_changes_the_model_and_retraining_starts_in_the_last_rounds
         {"train"},
         {"prototypes", "train_and_retrain"},
     ]
-    distilled, _ = run(tiny_task, tmp_path, FedSM(teacher=npz, rounds=0), until=2)
+    distilled, _ = run(tiny_task, tmp_path, FedSM(teacher=npz, retrain_rounds=0), until=2)
     mixed, _ = run(tiny_task, tmp_path, method, until=2, federation={"rounds": 3})
     assert fingerprint(distilled.server.model.state_dict()) == fingerprint(mixed.server.model.state_dict())
-    plain, _ = run(tiny_task, tmp_path, FedSM(kd=0, rounds=0))
+    plain, _ = run(tiny_task, tmp_path, FedSM(kd=0, retrain_rounds=0))
     assert fingerprint(distilled.server.model.state_dict()) != fingerprint(plain.server.model.state_dict())
     always = {"teacher", "relevance", "teacher_accuracy", "loss", "shares"}
     assert [set(report.figures) for report in reports] == [always, always, always | {"drift", "retrain_loss"}]
@@ -65,17 +65,17 @@ def test_loss_is_that_of_equation_1_written_out(tiny_task, npz):
 
 
 def test_official_preset_takes_the_codes_choices_and_fields_beside_it_win():
-    method = make_method({"name": "fedsm", "preset": "official", "epochs": 7})
-    assert method.model_dump() == FedSM().model_dump() | OFFICIAL | {"preset": "official", "epochs": 7}
+    method = make_method({"name": "fedsm", "preset": "official", "retrain_epochs": 7})
+    assert method.model_dump() == FedSM().model_dump() | OFFICIAL | {"preset": "official", "retrain_epochs": 7}
 
 
 def test_official_classifiers_are_judged_and_never_fed_back(tiny_task, tmp_path):
     path = teachers.save_features(
         tmp_path / "f.npz", tiny_task, text_label=teachers.feature_arrays(tiny_task)["text"][::-1]
     )
-    method = FedSM(preset="official", teacher=path, rounds=1, size=5, epochs=2)
+    method = FedSM(preset="official", teacher=path, retrain_rounds=1, size=5, retrain_epochs=2)
     experiment, reports = run(tiny_task, tmp_path, method)
-    distilled, _ = run(tiny_task, tmp_path, FedSM(teacher=path, rounds=0))
+    distilled, _ = run(tiny_task, tmp_path, FedSM(teacher=path, retrain_rounds=0))
     assert fingerprint(experiment.server.model.state_dict()) == fingerprint(distilled.server.model.state_dict())
     assert set(reports[-1].traffic) == {"train", "prototypes", "refit"}
     replies = {id: reply for name, _, id, reply in experiment.fleet._host.replies if name == "refit"}
@@ -153,8 +153,8 @@ def test_killed_during_a_retraining_round_and_resumed_it_ends_with_the_same_mode
         "federation.rounds=3",
         "local.epochs=1",
         "data.clients=4",
-        "method.rounds=2",
-        "method.epochs=100",
+        "method.retrain_rounds=2",
+        "method.retrain_epochs=100",
     ]
     # local training takes milliseconds and re-training seconds, so the kill hits re-training
     run_and_kill(tmp_path, settings, 0.5)

@@ -14,7 +14,7 @@ from raylt.methods.fedsm.method import FedSM
 from raylt.seeds import seeded
 
 ROUNDS = 2
-QUICK = {"name": "fedsm", "rounds": 1, "size": 12, "epochs": 3, "batch": 10, "lr": 0.1}
+QUICK = {"name": "fedsm", "retrain_rounds": 1, "size": 12, "retrain_epochs": 3, "retrain_batch": 10, "retrain_lr": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -127,19 +127,21 @@ def refitted(method: FedSM, start: naive.Entries, r: Tensor, t: int, id: int) ->
     weight, bias = (entry.requires_grad_() for entry in naive.copies(start))
     y, order = torch.arange(4).repeat_interleave(method.size), naive.generator("retrain", t, id)
     batches = [
-        rows for _ in range(method.epochs) for rows in torch.randperm(len(y), generator=order).split(method.batch)
+        rows
+        for _ in range(method.retrain_epochs)
+        for rows in torch.randperm(len(y), generator=order).split(method.retrain_batch)
     ]
     naive.descend(
         [weight, bias],
         ((lambda rows=rows: F.cross_entropy(r[rows] @ weight.T + bias, y[rows])) for rows in batches),
-        method.lr,
+        method.retrain_lr,
     )
     return {"weight": weight.detach(), "bias": bias.detach()}
 
 
 def after_round(method: FedSM, model, task, features: Tensor, texts, t: int) -> tuple[naive.Entries, naive.Entries]:
     """Return the global model and the classifier that is judged."""
-    start, last = naive.entries(model), t > ROUNDS - method.rounds
+    start, last = naive.entries(model), t > ROUNDS - method.retrain_rounds
     data = {id: naive.client_data(task, id) for id in naive.clients_of(task)}
     x, y = ({id: pair[i] for id, pair in data.items()} for i in (0, 1))
     sizes, ends, classifiers = [len(y[id]) for id in data], [], []
@@ -218,7 +220,7 @@ def after_trained(
         {"norm": "l2"},
         {"lam_low": 0.2, "lam_high": 0.4},
         {"retrain": "after"},
-        {"preset": "official", "rounds": 1, "epochs": 3, "batch": 10},
+        {"preset": "official", "retrain_rounds": 1, "retrain_epochs": 3, "retrain_batch": 10},
     ],
     ids=str,
 )

@@ -87,7 +87,7 @@ def test_prototypes_are_those_of_the_global_encoder_over_all_clients(tiny_task, 
 
 
 def test_retraining_is_that_of_equation_7_and_touches_the_classifier_alone(tiny_task, npz):  # T-FSM-7
-    method = FedSM(teacher=npz, size=9, epochs=3, batch=8)
+    method = FedSM(teacher=npz, size=9, retrain_epochs=3, retrain_batch=8)
     client, twin = (open_client(tiny_task, method, id=1, state=states_of(tiny_task)) for _ in range(2))
     message = message_of(client)
     before = hash_tensors(client.model.entries("encoder."))

@@ -12,7 +12,7 @@ from raylt.core.fleet.reductions import total
 from raylt.data.task import Task
 from raylt.methods.sfd.method import encoder, sums_like
 
-QUICK = {"name": "sfd", "rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 4, "epochs": 3}
+QUICK = {"name": "sfd", "rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 4, "retrain_epochs": 3}
 
 
 def configure(data=None, **fields) -> Config:

@@ -185,7 +185,7 @@ def test_killed_during_synthesis_and_resumed_it_ends_with_the_same_model(tmp_pat
         "data.clients=4",
         "method.rf_dim=2000",
         "method.synthesis_steps=20",
-        "method.epochs=5",
+        "method.retrain_epochs=5",
     ]
     # statistics take a few milliseconds and synthesis seconds, so the kill hits synthesis
     run_and_kill(tmp_path, settings, 0.3)

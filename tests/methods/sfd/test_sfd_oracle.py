@@ -23,10 +23,10 @@ QUICK = {
     "m_max": 90,
     "synthesis_steps": 3,
     "synthesis_lr": 300.0,
-    "epochs": 3,
-    "batch": 100,
-    "lr": 0.1,
-    "weight_decay": 0.05,
+    "retrain_epochs": 3,
+    "retrain_batch": 100,
+    "retrain_lr": 0.1,
+    "retrain_weight_decay": 0.05,
     "beta1": 1.0,
     "gamma": 0.5,
     "gamma_rbf": 0.5,
@@ -176,14 +176,14 @@ def after_finish(method: SFD, model, task) -> tuple[dict[str, Tensor], Tensor, T
     bias = torch.empty(4).uniform_(-bound, bound, generator=naive.generator("server", "bias", ROUNDS + 1))
     bias.requires_grad_()
     order, velocity, step = naive.generator("server", "retrain", ROUNDS + 1), [0.0, 0.0], 0
-    for epoch in range(method.epochs):
-        for rows in torch.randperm(len(z), generator=order).split(method.batch):
-            passed = epoch if method.schedule == "epoch" else step
-            rate = method.lr * 0.5 * (1 + math.cos(math.pi * passed / method.epochs))
+    for epoch in range(method.retrain_epochs):
+        for rows in torch.randperm(len(z), generator=order).split(method.retrain_batch):
+            passed = epoch if method.retrain_schedule == "epoch" else step
+            rate = method.retrain_lr * 0.5 * (1 + math.cos(math.pi * passed / method.retrain_epochs))
             gradients = torch.autograd.grad(F.cross_entropy(z[rows] @ weight.T + bias, y[rows]), [weight, bias])
             with torch.no_grad():
                 for i, p in enumerate((weight, bias)):
-                    velocity[i] = method.momentum * velocity[i] + gradients[i] + method.weight_decay * p
+                    velocity[i] = method.retrain_momentum * velocity[i] + gradients[i] + method.retrain_weight_decay * p
                     p -= rate * velocity[i]
             step += 1
     return made, weight.detach(), bias.detach()
@@ -227,8 +227,8 @@ def test_rounds_are_those_of_equations_5_to_8_written_out(tiny_task, tmp_path, f
         {"arr": False},
         {"rf_type": "iid", "gamma_rbf": 0.8},
         {"bias": "random"},
-        {"schedule": "iteration"},
-        {"momentum": 0.0, "weight_decay": 0.0},
+        {"retrain_schedule": "iteration"},
+        {"retrain_momentum": 0.0, "retrain_weight_decay": 0.0},
         {"synthesis_momentum": 0.0},
         {"synthesis_per": "sample", "synthesis_lr": 3.0},
         {"preset": "official", "statistics_area": 0.5},

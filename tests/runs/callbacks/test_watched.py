@@ -248,7 +248,13 @@ def test_a_callback_receives_the_steps_inside_the_servers_items(tmp_path):
         def on_last_phase(self, seconds):
             seen.append(seconds)
 
-    fields = ("method.rf_dim=60", "method.m_min=80", "method.m_max=90", "method.synthesis_steps=2", "method.epochs=2")
+    fields = (
+        "method.rf_dim=60",
+        "method.m_min=80",
+        "method.m_max=90",
+        "method.synthesis_steps=2",
+        "method.retrain_epochs=2",
+    )
     config = make_tiny_run(tmp_path, "sfd", *fields, "federation.rounds=1", name="first").config
     raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[Recorded()])
     seconds, *steps = seen

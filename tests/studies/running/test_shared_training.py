@@ -25,8 +25,8 @@ SHARED = {
     "arms": {
         "fedavg": "fedavg",
         "prox": "fedprox",
-        "ccvr": {"method": {"name": "ccvr", "epochs": 2}},
-        "more": {"method": {"name": "ccvr", "epochs": 3}},
+        "ccvr": {"method": {"name": "ccvr", "retrain_epochs": 2}},
+        "more": {"method": {"name": "ccvr", "retrain_epochs": 3}},
     },
 }
 
@@ -42,7 +42,7 @@ def test_runs_that_part_late_share_the_first_of_them_within_a_cell_and_a_seed():
     assert shared == {
         each.folder: (each.folder.replace(each.arm, "fedavg"), 1) for each in planned if each.arm in ("ccvr", "more")
     }
-    local = {"more": {"method": {"name": "ccvr", "epochs": 3}, "local.lr": 0.3}}
+    local = {"more": {"method": {"name": "ccvr", "retrain_epochs": 3}, "local.lr": 0.3}}
     assert not any("more" in folder for folder in stems(define(SHARED | {"arms": SHARED["arms"] | local}).runs()))
 
 
@@ -53,9 +53,9 @@ def test_run_that_keeps_the_checkpoint_where_the_others_part_is_the_stem(tmp_pat
         "base": {"data": {"clients": 3}, "federation": {"rounds": 3}, "local": {"epochs": 1}},
         "seeds": 1,
         "arms": {
-            "never": {"method": fedsm | {"rounds": 0}},
-            "late": {"method": fedsm | {"rounds": 1}},
-            "later": {"method": fedsm | {"rounds": 1, "epochs": 2}},
+            "never": {"method": fedsm | {"retrain_rounds": 0}},
+            "late": {"method": fedsm | {"retrain_rounds": 1}},
+            "later": {"method": fedsm | {"retrain_rounds": 1, "retrain_epochs": 2}},
         },
     }
     by_arm = {each.arm: each for each in define(study).runs()}
