@@ -94,7 +94,7 @@ def test_a_claim_may_say_how_far_a_paper_has_it():
             "study.duplicate-name",
             {"folder": "alpha-1"},
         ),
-        ({"cells": [{"local.epochs": 2}, {"method.retrain_epochs": 2}]}, "study.duplicate-name", {"name": "epochs 2"}),
+        ({"cells": [{"local.steps": 2}, {"method.steps": 2}]}, "study.duplicate-name", {"name": "steps 2"}),
         ({"cells": {"data.imbalance": [10, 10.0]}}, "study.duplicate-name", {"name": "IF 10"}),
         ({"cells": {"..": {"local.epochs": 2}}}, "study.bad-name", {"name": ".."}),
         ({"cells": {".": {"local.epochs": 2}}}, "study.bad-name", {"name": "."}),
