@@ -9,6 +9,7 @@ Preprocessing and activation always follow from the weights. open_clip itself on
 another GELU. open_clip takes seconds to import, so only the functions that need it import it.
 """
 
+import copy
 import os
 import re
 import tempfile
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from raylt import store
 from raylt.data.samples import Samples
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError
-from raylt.models.teacher import FeatureFile, Teacher, Wording, describe, shorten, teacher_error
+from raylt.models.teacher import FeatureFile, Teacher, TrainedPart, Wording, describe, shorten, teacher_error
 from raylt.seeds import seeded
 from raylt.store import Folder
 
@@ -93,12 +94,12 @@ class OpenClip(Teacher):
     def dim(self) -> int:
         return self._config()["embed_dim"]
 
-    def _check(self, task: Task, wordings: Set[Wording], trainable: bool) -> None:
+    def _check(self, task: Task, wordings: Set[Wording], trained: TrainedPart | None) -> None:
         vision = self._config().get("vision_cfg", {})
-        if trainable and ("timm_model_name" in vision or not isinstance(vision.get("layers", 12), int)):
+        if trained == "projection" and ("timm_model_name" in vision or not isinstance(vision.get("layers", 12), int)):
             raise self._error(
                 "the image tower has no projection matrix that could be trained",
-                "Give a vision transformer of open_clip's own, as ViT-B-32/openai, or set method.finetune=false.",
+                "Give a vision transformer of open_clip's own, as ViT-B-32/openai, or method.teacher_trains=encoder.",
                 code="model.teacher-mismatch",
             )
         describe(task.class_names, "phrase", self.setting)
@@ -113,15 +114,28 @@ class OpenClip(Teacher):
             return torch.cat([model.encode_text(part.to(device)).cpu() for part in tokens.split(BATCH)])
 
     def images(self, samples: Samples) -> Tensor:
-        encode, _, preprocess = _tower(self.name, samples.x.device)
-        features = []
-        for part in samples.x.split(BATCH):
-            batch = torch.stack([preprocess(image) for image in part.cpu().numpy()])
-            features.append(encode(batch))
-        return torch.cat(features)
+        encode = _tower(self.name, samples.x.device).encode
+        return torch.cat([encode(self.preprocessed(part)) for part in samples.x.split(BATCH)])
 
     def projection(self, device: torch.device) -> Tensor | None:
-        return _tower(self.name, device)[1]
+        return _tower(self.name, device).projection
+
+    def preprocessed(self, images: Tensor) -> Tensor:
+        """Return images as the image tower takes them, float32 [B, 3, S, S], on their device.
+
+        Args:
+            images: uint8 [B, H, W, channels].
+        """
+        preprocess = _tower(self.name, images.device).preprocess
+        return torch.stack([preprocess(image) for image in images.cpu().numpy()]).to(images.device)
+
+    def image_encoder(self, device: torch.device) -> nn.Module:
+        """Return a copy of the image tower with its projection, in evaluation mode; its parameters can be trained."""
+        tower = _tower(self.name, device)
+        encoder: Any = copy.deepcopy(tower.visual)
+        if tower.projection is not None:
+            encoder.proj = nn.Parameter(tower.projection.clone())
+        return encoder.requires_grad_()
 
     def _config(self) -> dict[str, Any]:
         import open_clip
@@ -245,11 +259,24 @@ class OpenClip(Teacher):
         return teacher_error(self.name, problem, remedy, code=code, setting=self.setting)
 
 
+class _Tower(NamedTuple):
+    """An image tower that all clients of a process share.
+
+    Attributes:
+        encode: images [B, 3, S, S] to features before the projection, [B, w].
+        projection: float32 [w, d]; None where `encode` applies it.
+        preprocess: one image, uint8 [H, W, channels], to float32 [3, S, S].
+        visual: the module behind `encode`, without its projection.
+    """
+
+    encode: Callable[[Tensor], Tensor]
+    projection: Tensor | None
+    preprocess: Callable[[np.ndarray], Tensor]
+    visual: nn.Module
+
+
 @lru_cache(maxsize=1)
-def _tower(
-    name: str, device: torch.device
-) -> tuple[Callable[[Tensor], Tensor], Tensor | None, Callable[[np.ndarray], Tensor]]:
-    """Return the encoder, projection and preprocessing of an image tower, shared by all clients of a process."""
+def _tower(name: str, device: torch.device) -> _Tower:
     from open_clip.transform import PreprocessCfg, image_transform_v2
     from PIL import Image
 
@@ -269,7 +296,8 @@ def _tower(
     def preprocess(image: np.ndarray) -> Tensor:
         return transform(Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image))
 
-    return encode, matrix.detach() if isinstance(matrix, nn.Parameter) else None, preprocess
+    projection = matrix.detach() if isinstance(matrix, nn.Parameter) else None
+    return _Tower(encode, projection, preprocess, visual)
 
 
 @contextmanager

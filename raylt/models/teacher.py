@@ -18,6 +18,7 @@ from raylt.data.task import Task
 from raylt.errors import ConfigError, DataError, on_one_line
 
 Wording = Literal["phrase", "label"]
+TrainedPart = Literal["projection", "encoder"]  # of an image tower: its last linear layer, or all of it
 TEXTS: dict[Wording, str] = {"phrase": "text", "label": "text_label"}
 # kinds of type and number of dimensions by array
 _LAYOUT = {
@@ -54,18 +55,25 @@ class Teacher(ABC):
     def dim(self) -> int:
         """Return d, the dimension of the joint image-text space."""
 
-    def check(self, task: Task, wordings: Set[Wording], student: int | None = None) -> None:
+    def check(
+        self,
+        task: Task,
+        wordings: Set[Wording],
+        student: int | None = None,
+        trained: TrainedPart = "projection",
+    ) -> None:
         """Download missing files and raise an error for every problem that would otherwise stop a run later.
 
         Args:
             wordings: wordings of the texts that the run needs.
             student: length of the student's features, if the run compares them with the teacher's and trains the
-                teacher's projection; otherwise None.
+                teacher; otherwise None.
+            trained: the part of the teacher's image tower that the run then trains.
 
         Raises:
             ConfigError: a file is missing or does not fit; the message names its expected path and the alternatives.
         """
-        self._check(task, wordings, student is not None)
+        self._check(task, wordings, None if student is None else trained)
         if student not in (None, self.dim):
             raise ConfigError(
                 f"model: its features have d = {student}, the features of method.teacher = {self.name} have "
@@ -78,11 +86,11 @@ class Teacher(ABC):
             )
 
     @abstractmethod
-    def _check(self, task: Task, wordings: Set[Wording], trainable: bool) -> None:
+    def _check(self, task: Task, wordings: Set[Wording], trained: TrainedPart | None) -> None:
         """Run the checks that are specific to this kind of teacher. Part of `check`.
 
         Args:
-            trainable: the run trains the teacher's projection.
+            trained: the part of the image tower that the run trains; None for nothing.
         """
 
     @abstractmethod
@@ -125,7 +133,12 @@ class FeatureFile(Teacher):
         entries = self._read(optional=("about",))
         return f"{on_one_line(str(entries['about']))} ({self.name})" if entries else self.name
 
-    def _check(self, task: Task, wordings: Set[Wording], trainable: bool) -> None:
+    def _check(self, task: Task, wordings: Set[Wording], trained: TrainedPart | None) -> None:
+        if trained == "encoder":
+            raise self._mismatch(
+                "a file of features has no image encoder that could be trained",
+                "Give a model of open_clip, as ViT-B-32/openai, or set method.teacher_trains=projection.",
+            )
         texts = [TEXTS[wording] for wording in sorted(wordings)]
         arrays = self._read("image", "y", "class_names", *texts)
         if arrays["class_names"].tolist() != list(task.class_names):

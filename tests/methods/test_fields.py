@@ -42,7 +42,7 @@ VALUES: dict[tuple[str, str], Any] = {
 # names of the clients' own settings: a method's second training has a prefix, as in retrain_epochs
 OF_LOCAL_TRAINING = {"rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "schedule"}
 # fields of FedSM that act only on a fine-tuned image tower
-FINE_TUNING = "squares", "target", "margin", "teacher_lr"
+FINE_TUNING = "squares", "target", "margin", "teacher_lr", "teacher_trains"
 
 
 @pytest.mark.parametrize("name", METHODS)

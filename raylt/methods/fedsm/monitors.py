@@ -44,11 +44,15 @@ def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str
     }
 
 
+def first_rows(client: Client) -> Tensor:
+    """Return the positions int64 [B] of one batch of a client's samples, its first ones."""
+    return torch.arange(min(len(client), client.config.local.batch), device=client.device)
+
+
 @torch.no_grad()
 def some_features(client: Client) -> tuple[Tensor, Tensor]:
     """Return the features [B, d] and labels [B] of one batch, the client's first images without augmentation."""
-    rows = torch.arange(min(len(client), client.config.local.batch), device=client.device)
-    batch = client.samples.batch(rows)
+    batch = client.samples.batch(first_rows(client))
     with autocast(client):
         return client.model.encoder.eval()(batch.x).float(), batch.y
 
@@ -58,7 +62,7 @@ def towards(client: Client, teacher: Tensor) -> float:
 
     Args:
         client: The client.
-        teacher: Features of all of the client's images, [n, d].
+        teacher: Features of the client's images, [n, d], or of its first ones, [B, d].
     """
     z, _ = some_features(client)
     return F.cosine_similarity(z, teacher[: len(z)], dim=1).mean().item()

@@ -62,7 +62,7 @@ _ROWS: dict[str, dict[str, Any]] = {  # rows that are a method of raylt with oth
     "FedSM deterministic SR": {"partner": "deterministic"},
     "FedSM w/o SR": {"partner": "random"},
     "FedSM w/o CLIP fine-tuning": {},
-    "FedSM w/ CLIP fine-tuning": {"finetune": True},
+    "FedSM w/ CLIP fine-tuning": {"finetune": True, "teacher_trains": "encoder"},
     "MuPFL[BAVD]": {"acmu": False, "pkcf": False},
     "MuPFL[ACMU]": {"bavd": False, "pkcf": False},
     "MuPFL[PKCF]": {"bavd": False, "acmu": False},

@@ -2,6 +2,7 @@ import pytest
 import teachers
 import torch
 from fedsm_runs import QUICK, bits, open_client, prepare, run, states_of
+from refusals import refused
 from tiny import configure, make_experiment, private_states
 from torch.nn import functional as F
 
@@ -14,8 +15,12 @@ from raylt.core.training.features import features
 from raylt.core.training.sgd import sgd
 from raylt.errors import ClientError, ConfigError, TooFewReplies
 from raylt.methods.fedsm.method import FedSM
+from raylt.methods.fedsm.tower import ImageTower
 from raylt.models.clip import open_teacher
 from raylt.runs.folder.summary import summarise
+
+ENCODER = {"finetune": True, "teacher_trains": "encoder"}
+
 
 # the teacher at the clients
 
@@ -33,13 +38,21 @@ def test_features_are_encoded_once_per_client_and_are_no_part_of_a_checkpoint(ti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("finetune", [False, True])
-@pytest.mark.parametrize("kind", ["npz", "clip"])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("npz", {}),
+        ("npz", {"finetune": True}),
+        ("clip", {}),
+        ("clip", {"finetune": True}),
+        ("clip", ENCODER),
+    ],
+)
 def test_bits_do_not_depend_on_where_and_how_often_features_are_encoded(
-    tiny_task, tmp_path, npz, clip_folder, kind, finetune
+    tiny_task, tmp_path, npz, clip_folder, kind, fields
 ):
     name = npz if kind == "npz" else f"local-dir:{clip_folder}"
-    method = FedSM(teacher=name, finetune=finetune, **QUICK)
+    method = FedSM(teacher=name, **fields, **QUICK)
     straight = bits(run(tiny_task, tmp_path, method)[0])
     # loading a model takes time, so the clip teacher is tested with new hosts only
     for host in [NewHosts] if kind == "clip" else [OwnHosts, NewHosts, FailsFirst]:
@@ -114,6 +127,82 @@ def test_fine_tuning_steps_are_those_of_margin_softmax_adamw_and_squared_errors(
         optimiser.step()
     assert torch.allclose(client.state["projection"], matrix, atol=1e-5)
     assert not torch.allclose(client.state["projection"], torch.eye(64), atol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["unit", "raw"])
+def test_fine_tuning_of_the_encoder_trains_the_whole_image_tower(tiny_task, clip_folder, target):
+    name = f"local-dir:{clip_folder}"
+    method = FedSM(teacher=name, teacher_lr=1e-3, squares=0.7, target=target, **ENCODER)
+    client = open_client(tiny_task, method, state=states_of(tiny_task))
+    objective = method.objective(client, {})
+    teacher = open_teacher(name)
+    encoder = teacher.load().visual.requires_grad_()
+    text = states_of(tiny_task)["phrase"]
+    optimiser = torch.optim.AdamW(encoder.parameters(), 1e-3, weight_decay=0.1)
+    client.model.eval()
+    for rows in torch.arange(24).split(8):
+        batch = client.samples.batch(rows)
+        raw = encoder(teacher.preprocessed(client.samples.x[rows]))
+        u = raw / raw.norm(dim=1, keepdim=True)
+        away = client.model.encoder(batch.x) - (u if target == "unit" else raw)
+        expected = F.cross_entropy(client.model(batch.x), batch.y) + 0.7 * sum(a @ a / 2 for a in away) / len(away)
+        assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)
+        logits = 100 * (u - 0.3 * text[batch.y]) @ text.T
+        optimiser.zero_grad()
+        F.cross_entropy(logits, batch.y).backward()
+        optimiser.step()
+    start = dict(teacher.load().visual.named_parameters())
+    trained = client.state["tower"]
+    assert trained.keys() == start.keys()
+    for entry, value in encoder.named_parameters():
+        assert torch.allclose(trained[entry], value, atol=1e-5), entry
+    assert not torch.equal(trained["conv1.weight"], start["conv1.weight"])
+    assert not torch.equal(trained["proj"], start["proj"])
+
+
+def test_client_continues_with_the_encoder_that_it_has_trained(tiny_task, clip_folder):
+    name = f"local-dir:{clip_folder}"
+    client = open_client(tiny_task, FedSM(teacher=name, **ENCODER), state=states_of(tiny_task))
+    rows = torch.arange(8)
+    first = ImageTower(client, name, 1e-2, unit=False)
+    before = first.step(rows, client.samples.y[rows], states_of(tiny_task)["phrase"], 0.3, 100.0)
+    with torch.no_grad():
+        after = first.features(rows)
+        again = ImageTower(client, name, 1e-2, unit=False).features(rows)
+    assert torch.equal(again, after)
+    assert not torch.allclose(before, after, atol=1e-3)
+    other = open_client(tiny_task, FedSM(teacher=name, **ENCODER), state=states_of(tiny_task))
+    with torch.no_grad():  # the towers of clients are their own
+        untrained = ImageTower(other, name, 1e-2, unit=False).features(rows)
+    assert torch.allclose(untrained, before, atol=1e-5)
+
+
+def test_cosine_is_to_the_encoder_as_the_client_has_trained_it(tiny_task, clip_folder):
+    name = f"local-dir:{clip_folder}"
+    method = FedSM(teacher=name, teacher_lr=1e-2, **ENCODER)
+    client = open_client(tiny_task, method, state=states_of(tiny_task))
+    parts = method.learn(client, {})
+    rows = torch.arange(8)
+    with torch.no_grad():
+        z = client.model.eval().encoder(client.samples.batch(rows).x)
+        trained = ImageTower(client, name, 1e-2, unit=False).features(rows)
+        untrained = open_teacher(name).images(client.samples)[:8]
+    cosine = F.cosine_similarity(z, trained, dim=1).mean().item()
+    assert parts["cosine"] == pytest.approx(cosine, abs=1e-5)
+    assert cosine != pytest.approx(F.cosine_similarity(z, untrained, dim=1).mean().item(), abs=1e-3)
+
+
+def test_run_with_encoders_that_clients_train_has_their_cosine_and_their_accuracy(tiny_task, tmp_path, clip_folder):
+    method = FedSM(teacher=f"local-dir:{clip_folder}", **ENCODER, **QUICK)
+    experiment, reports = run(tiny_task, tmp_path, method, until=1)
+    assert any("tower" in state["state"] for state in private_states(experiment).values())
+    assert -1 <= reports[0].figures["cosine"] <= 1
+    assert "all" in reports[0].figures["teacher_accuracy"]
+
+
+def test_file_of_features_has_no_encoder_to_train(tiny_task, npz):
+    with refused("model.teacher-mismatch", ConfigError, value=npz):
+        prepare(FedSM(teacher=npz, **ENCODER), tiny_task)
 
 
 def test_student_that_is_fine_tuned_comes_to_point_where_its_teacher_does(tiny_task, npz):
