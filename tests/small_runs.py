@@ -9,7 +9,9 @@ from PIL import Image
 
 import raylt
 from raylt.config import load
-from raylt.contract.case import make_scenes, pixels
+from raylt.contract.case import WithPrompts, make_scenes, pixels
+from raylt.methods import METHODS
+from raylt.models import MODELS, SplitModel
 
 # small values for fields that only decide how long a method computes
 QUICK: dict[str, dict[str, Any]] = {
@@ -54,6 +56,8 @@ def make_tiny_run(folder: Path, method: str, *settings: str, name: str | None = 
     """
     fields = [f"method.{field}={value}" for field, value in QUICK.get(method, {}).items()]
     fields += ["data.auxiliary=2"] if method in ("ratioloss", "fedic") else []  # these methods need auxiliary data
+    if needs := needs_of(method):
+        fields += [*(f"{key}={value}" for key, value in needs.items()), f"data.root={folder}"]
     file, kind = (
         (_scenes, ["model=tiny_pixels", "data.imbalance=1", "data.partition=classes", "data.beta=2"])
         if maps
@@ -76,6 +80,19 @@ def make_tiny_run(folder: Path, method: str, *settings: str, name: str | None = 
         ],
     )
     return raylt.run(config, out=folder, name=name or method, fleet="local", quiet=True)
+
+
+def needs_of(method: str) -> dict[str, str]:
+    """Return the settings of a small model that the method takes, where it does not take every model."""
+    if method not in METHODS or not METHODS[method].learns_prompts:
+        return {}
+    raylt.register(with_texts, "with_texts", kind="model")
+    return {"model": "with_texts", "trainable": "classifier"}
+
+
+def with_texts(classes: int, shape: tuple[int, int, int]) -> SplitModel:
+    """Return the small model with a text tower."""
+    return WithPrompts(MODELS["small"])(classes, shape)
 
 
 def _pictures(folder: Path) -> Path:

@@ -4,15 +4,16 @@ The problems are small enough to train on in a moment. Their clients are of ever
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from raylt.config import Config
 from raylt.contract.hosts import Recorder, noting
@@ -29,7 +30,8 @@ from raylt.data.sources.sources import ProblemKind
 from raylt.data.splits.split import Split, hash_labels
 from raylt.data.task import Shard, Task
 from raylt.models import MODELS
-from raylt.models.split import PixelModel
+from raylt.models.prompts import WORDS, Prompts
+from raylt.models.split import PixelModel, SplitModel, linear
 
 # samples per class, by client: all classes; without class 3; class 1 only (9 samples: a batch of 8 and one more);
 # one sample; none; all classes
@@ -120,6 +122,54 @@ def _paint(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
     return x.astype(np.uint8), maps
 
 
+class TinyPrompts(Prompts):
+    """A text tower of two random matrices, which reads the mean of the context vectors.
+
+    Args:
+        dim: width of a feature, d.
+        class_names: names of the C classes.
+        context: number of context vectors; this tower takes any.
+    """
+
+    def __init__(self, dim: int, class_names: Sequence[str], context: int):
+        generator = torch.Generator().manual_seed(0)
+        names, words, projection = (
+            torch.randn(n, WIDTH, generator=generator) for n in (len(class_names), len(WORDS.split()), dim)
+        )
+        super().__init__(linear(projection, None), words)
+        self.names = nn.Buffer(names)
+
+    def forward(self, context: Tensor) -> Tensor:
+        return F.normalize(self.body(torch.tanh(10 * context.mean(-2) + self.names)), dim=1)
+
+
+@dataclass(frozen=True)
+class WithPrompts:
+    """A model factory whose models have a text tower.
+
+    Attributes:
+        factory: makes models without one.
+    """
+
+    factory: ModelFactory
+
+    def __call__(self, classes: int, shape: tuple[int, int, int]) -> SplitModel:
+        model = self.factory(classes, shape)
+        model.prompts = partial(TinyPrompts, model.dim)
+        return model
+
+
+def fitting(factory: ModelFactory, method: Method) -> ModelFactory:
+    """Return a factory whose models have what the method needs beyond an encoder and a classifier."""
+    return WithPrompts(factory) if method.learns_prompts else factory
+
+
+def learning_part(method: Method, trainable: str = "all") -> str:
+    """Return the part of the model that learns: `trainable`, or the only part that the method takes."""
+    return "classifier" if method.learns_prompts else trainable
+
+
+WIDTH = 512  # of a token's vector, as in CLIP's ViT-B-32
 CPU = torch.device("cpu")
 FACTORIES: dict[ProblemKind, ModelFactory] = {"classification": MODELS["small"], "segmentation": pixels}
 # ceil(0.3 * 6) = 2 clients in each of 2 rounds: at least one of the 5 clients with samples never trains
@@ -157,7 +207,7 @@ class Case:
         tree = {
             "method": {"name": self.method.name, **self.method.model_dump()},
             "model": "small",
-            "trainable": self.trainable,
+            "trainable": learning_part(self.method, self.trainable),
             "data": {"clients": 6},
             "federation": federation,
             "local": {"batch": 8},
@@ -165,7 +215,8 @@ class Case:
         return Config.model_validate(tree)
 
     def setup(self, config: Config, method: Method | None = None) -> Setup:
-        return Setup(config, method or self.method, FACTORIES[self.kind], None)
+        method = method or self.method
+        return Setup(config, method, fitting(FACTORIES[self.kind], method), None)
 
     def experiment(
         self,

@@ -178,6 +178,8 @@ def keeps_private_entries(case: Case) -> None:
 
 def local_running_statistics(case: Case) -> None:
     """The method runs with federation.batchnorm = local, and clients are evaluated with their own statistics."""
+    if case.config().trainable == "classifier":
+        return  # the statistics of a frozen encoder do not change
     trace, judged = (
         case.run(case.config(federation={"batchnorm": "local"}, evaluation={"personal": personal}))
         for personal in (0, 1)

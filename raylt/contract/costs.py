@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raylt.config import Config
+from raylt.contract.case import fitting, learning_part
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.method import Method
@@ -87,12 +88,13 @@ def measure(
     config = Config.model_validate(
         {
             "method": {"name": method.name, **method.model_dump()},
+            "trainable": learning_part(method),
             "local": {"batch": EACH * classes, "epochs": epochs},
             "federation": {"rounds": 1},
             "data": {"clients": CLIENTS},
         }
     )
-    setup = Setup(config, method, factory, None)
+    setup = Setup(config, method, fitting(factory, method), None)
     with _counted_passes() as passes:
         fleet = _Fleet(config, task, _Host(passes, setup, task.spec, task.test, CPU))
         server = Server(

@@ -236,6 +236,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "Compute its features before: method.teacher=npz:FILE, or set trainable to norm, last:N or lora:R",
     ),
     Exclusion(
+        "trainable",
+        "method",
+        lambda run: run.method.learns_prompts and run.config.trainable != "classifier",
+        lambda run: f"{run.method.name} learns prompts and leaves the encoder as it is",
+        "Set trainable=classifier",
+    ),
+    Exclusion(
         "federation.rounds",
         "method",
         lambda run: run.config.federation.rounds == 0 and not (run.method.sums_samples and run.method.finishes),

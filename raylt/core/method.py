@@ -52,6 +52,8 @@ class Method(BaseModel):
         privileged: What it needs that a federation does not have, in words; None for most methods.
         sums_samples: True if clients upload, after the last round, sums to which each sample adds no more than a
             declared length (`Reduction.bounded`), so that noise can hide it.
+        learns_prompts: True if it learns the words before class names and nothing else. The model must then be an
+            image-text model, whose encoder is frozen (trainable = classifier).
         other_models: Names of further models of a client, judged after the last step next to `client_model`, where a
             paper does not say whose accuracy it reports.
     """
@@ -68,6 +70,7 @@ class Method(BaseModel):
     group: ClassVar[Group | None] = None
     privileged: ClassVar[str | None] = None
     sums_samples: ClassVar[bool] = False
+    learns_prompts: ClassVar[bool] = False
     other_models: ClassVar[tuple[str, ...]] = ()
 
     @field_validator("*", mode="before", check_fields=False)

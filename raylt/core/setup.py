@@ -10,6 +10,7 @@ from raylt.core.method import Method
 from raylt.core.training.schedules import Schedule
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
+from raylt.errors import ConfigError
 from raylt.models import ModelFactory
 from raylt.models.image_text import start_from_texts
 from raylt.models.split import Params, SplitModel, running_statistics
@@ -49,6 +50,15 @@ class Setup:
 
     def _base(self, spec: TaskSpec) -> SplitModel:
         model = limit(self.model(spec.classes, spec.shape), self.config.trainable)
+        if self.method.learns_prompts and model.prompts is None:
+            raise ConfigError(
+                f"model: {self.method.name} learns prompts for a text tower, and this model has none "
+                f"({self.config.model}). Set model=clip:NAME, or choose another method.",
+                code="config.conflict",
+                key="model",
+                value=self.config.model,
+                method=self.method.name,
+            )
         if self.config.classifier == "text":
             start_from_texts(model, self.config.model, spec.class_names)
         return model

@@ -51,6 +51,7 @@ from raylt.methods.local import Local
 from raylt.methods.moon import MOON
 from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.pfedme import PFedMe
+from raylt.methods.promptfl import PromptFL
 from raylt.methods.qfedavg import QFedAvg
 from raylt.methods.ratioloss import RatioLoss
 from raylt.methods.rucr import RUCR
@@ -106,6 +107,7 @@ METHODS: dict[str, type[Method]] = {
     FedALA.name: FedALA,
     FedNH.name: FedNH,
     FEDIC.name: FEDIC,
+    PromptFL.name: PromptFL,
     SFD.name: SFD,
     BPFed.name: BPFed,
     MuPFL.name: MuPFL,

@@ -106,12 +106,16 @@ class OpenClip(Teacher):
         self._weights()
 
     def text(self, names: Sequence[str], wording: Wording, device: torch.device) -> Tensor:
-        from open_clip import get_tokenizer
-
         model = self.load().to(device)
-        tokens = get_tokenizer(self.model)(describe(names, wording, self.setting))
+        tokens = self.tokenizer()(describe(names, wording, self.setting))
         with torch.no_grad():
             return torch.cat([model.encode_text(part.to(device)).cpu() for part in tokens.split(BATCH)])
+
+    def tokenizer(self) -> Any:
+        """Return the function from texts to tokens, int64 [n, L]."""
+        from open_clip import get_tokenizer
+
+        return get_tokenizer(self.model)
 
     def images(self, samples: Samples) -> Tensor:
         encode = _tower(self.name, samples.x.device).encode

@@ -11,7 +11,7 @@ linear layer.
 
 import copy
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from raylt.errors import ConfigError
 from raylt.models.clip import OpenClip, open_clip_named
+from raylt.models.prompts import Prompts, open_clip_prompts
 from raylt.models.split import SplitModel
+from raylt.models.teacher import describe
 
 PREFIX = "clip:"
 
@@ -111,7 +113,9 @@ def image_text_model(
             value=name,
         )
     encoder = ImageTower(body, body.preprocess_cfg, _length(network))
-    return SplitModel(encoder.train(), dim, classes)
+    model = SplitModel(encoder.train(), dim, classes)
+    model.prompts = partial(open_prompts, PREFIX + tower.name)
+    return model
 
 
 def start_from_texts(model: SplitModel, name: str, class_names: Sequence[str]) -> None:
@@ -136,6 +140,21 @@ def start_from_texts(model: SplitModel, name: str, class_names: Sequence[str]) -
     with torch.no_grad():
         model.classifier.weight.copy_(_texts(open_tower(name).name, tuple(class_names)))
         model.classifier.bias.zero_()
+
+
+def open_prompts(name: str, class_names: Sequence[str], context: int) -> Prompts:
+    """Return the text tower of an image-text model for prompts of learned vectors and a class name.
+
+    Args:
+        name: of the model, as in `open_tower`.
+        context: number of vectors, M.
+
+    Raises:
+        ConfigError: the tower reads texts in another way or takes fewer vectors, or the class names are not readable.
+    """
+    tower = open_tower(name)
+    labels = describe(class_names, "label", "model")
+    return open_clip_prompts(_loaded(tower.name), tower.tokenizer(), labels, context, name)
 
 
 def open_tower(name: str) -> OpenClip:

@@ -1,6 +1,7 @@
 """Base class of models: an encoder and a classifier, which methods train and exchange separately."""
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -12,6 +13,9 @@ from raylt.recordability import recordable
 
 #: Parameters and buffers of a model by name.
 Params = dict[str, Tensor]
+
+#: Makes an image-text model's text tower (`raylt.models.prompts.Prompts`) for class names and M context vectors.
+PromptMaker = Callable[[Sequence[str], int], nn.Module]
 
 
 @recordable
@@ -34,6 +38,7 @@ class SplitModel(nn.Module):
         self.dim = dim
         self.classes = classes
         self.local_buffers: frozenset[str] = frozenset()  # entries that never leave a client, whatever the method
+        self.prompts: PromptMaker | None = None  # of an image-text model
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.encoder(x))

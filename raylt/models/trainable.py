@@ -15,7 +15,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -151,14 +151,11 @@ class Hidden:
             state.pop(prefix + name, None)
 
 
-@recordable
-class FrozenEncoder(nn.Module):
-    """An encoder that is never trained and stays in evaluation mode.
+class Frozen(nn.Module):
+    """A module that is never trained, stays in evaluation mode and is no part of a model's state.
 
-    It maps images [B, channels, H, W] to features [B, d], and returns features [B, d] that were computed before.
-
-    The body has hundreds of layers that nothing changes, while a client with a few images trains for milliseconds. So
-    `modules`, `parameters` and `state_dict` of a model leave the body out, and copies of a model share it.
+    The body may have hundreds of layers that nothing changes, while a client with a few images trains for milliseconds.
+    So `modules`, `parameters` and `state_dict` of a model leave the body out, and copies of a model share it.
     """
 
     def __init__(self, body: nn.Module):
@@ -166,7 +163,7 @@ class FrozenEncoder(nn.Module):
         self.body = body.eval()
         self.training = False
 
-    def train(self, mode: bool = True) -> "FrozenEncoder":
+    def train(self, mode: bool = True) -> Self:
         return self
 
     def named_modules(
@@ -180,8 +177,16 @@ class FrozenEncoder(nn.Module):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         return OrderedDict() if destination is None else destination
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenEncoder":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return copy.copy(self)
+
+
+@recordable
+class FrozenEncoder(Frozen):
+    """An encoder that is never trained.
+
+    It maps images [B, channels, H, W] to features [B, d], and returns features [B, d] that were computed before.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim == 2:
@@ -324,7 +329,7 @@ def frozen_entries(model: nn.Module) -> Params:
     entries: Params = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(module, FrozenEncoder):
+        if isinstance(module, Frozen):
             body = module.body.state_dict()
             entries |= {f"{prefix}body.{name}": body[name] for name in sorted(body)}
         values = dict(module.named_parameters()) | dict(module.named_buffers())

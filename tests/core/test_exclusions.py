@@ -5,6 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 from refusals import refused
+from small_runs import needs_of
 from tiny import configure, make_experiment
 
 from raylt.core.exclusions import EXCLUSIONS
@@ -112,7 +113,8 @@ def test_a_method_says_whether_clients_upload_more_than_a_model(tiny_task, tmp_p
     if method.uploads_more:
         return
     torch.manual_seed(0)
-    experiment = make_experiment(configure(federation={"rounds": 1}), tiny_task, tmp_path, method)
+    config = configure(federation={"rounds": 1}, **needs_of(name))
+    experiment = make_experiment(config, tiny_task, tmp_path, method)
     uploaded = set()
     ask = experiment.fleet.ask
 
