@@ -186,7 +186,9 @@ def test_cosine_is_to_the_encoder_as_the_client_has_trained_it(tiny_task, clip_f
     with torch.no_grad():
         z = client.model.eval().encoder(client.samples.batch(rows).x)
         trained = ImageTower(client, name, 1e-2, unit=False).features(rows)
-        untrained = open_teacher(name).images(client.samples)[:8]
+        untrained = open_teacher(name).image_encoder(client.device)(
+            open_teacher(name).preprocessed(client.samples.x[rows])
+        )
     cosine = F.cosine_similarity(z, trained, dim=1).mean().item()
     assert parts["cosine"] == pytest.approx(cosine, abs=1e-5)
     assert cosine != pytest.approx(F.cosine_similarity(z, untrained, dim=1).mean().item(), abs=1e-3)
