@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a list of runs shows figures and must not wait for torch
     from torch import Tensor
 
 GROUPS = ("many", "medium", "few")
-KINDS = ("owned", "matched", "global", "miou")  # of a figure of one client
+KINDS = ("owned", "matched", "long_tailed", "global", "miou")  # of a figure of one client
 LOCAL = "local"  # the further kind where clients have test images
 FEW_SAMPLES = 100  # a figure over fewer samples is shown with its interval
 AT_ONCE = 2**18  # counts that are processed together: 2 MiB
@@ -108,6 +108,16 @@ def matched_accuracy(matrix: Tensor, client_counts: Tensor) -> Tensor:
     It is the sum of n_c / n times the accuracy of class c. Arguments are as for `owned_accuracy`.
     """
     return _mean(class_accuracy(matrix), client_counts.double())
+
+
+def long_tailed_accuracy(matrix: Tensor, counts: Tensor) -> Tensor:
+    """Return the accuracy on a test set with the class mix of all clients' samples together, float64 [...].
+
+    Args:
+        matrix: As for `owned_accuracy`.
+        counts: Training samples of each class, int64 [C].
+    """
+    return _mean(class_accuracy(matrix), counts.double())
 
 
 def class_iou(matrix: Tensor) -> Tensor:
@@ -231,8 +241,9 @@ def by_client(
 ) -> dict[str, list[float | None]]:
     """Return lists of accuracies and IoU by kind, with one value per client (None for a client without evaluation).
 
-    The kinds are owned, matched and global accuracy and the mean IoU of owned classes. Where clients have test images,
-    "local" is the accuracy on them. A client is not judged if it has no model, or no sample of any tested class.
+    The kinds are owned, matched, long_tailed and global accuracy and the mean IoU of owned classes. Where clients have
+    test images, "local" is the accuracy on them. A client is not judged if it has no model, or no sample of any tested
+    class.
 
     Args:
         matrices: Counts by client id, as `seen_by_each` returns them.
@@ -242,7 +253,7 @@ def by_client(
     import torch
 
     figures: dict[str, list[float | None]] = {kind: [None] * len(client_counts) for kind in KINDS}
-    everyone, classes = list(matrices), client_counts.shape[1]
+    everyone, classes, all_counts = list(matrices), client_counts.shape[1], client_counts.sum(0)
     shared = all(matrix is matrices[everyone[0]] for matrix in matrices.values())
     at_once = max(1, AT_ONCE // (classes if shared else classes**2))
     for ids in (everyone[start : start + at_once] for start in range(0, len(everyone), at_once)):
@@ -252,6 +263,7 @@ def by_client(
         computed = {
             "owned": owned_accuracy(matrix, counts),
             "matched": matched_accuracy(matrix, counts),
+            "long_tailed": long_tailed_accuracy(matrix, all_counts).expand(len(ids)),
             "global": (_hits(matrix).sum(dim=-1) / matrix.sum(dim=(-2, -1))).expand(len(ids)),
             "miou": owned_iou(matrix, counts),
         }

@@ -100,6 +100,15 @@ def test_classes_without_test_samples_are_left_out():
     assert mean_iou(BY_HAND) == pytest.approx((4 / 6 + 1 / 3) / 2)
 
 
+def test_accuracy_on_the_long_tailed_mix_weighs_classes_by_the_samples_of_all_clients():
+    # clients' own models: the second one is right on all images
+    matrices = {0: BY_HAND, 1: tensor([[5, 0, 0], [0, 2, 0], [0, 0, 0]])}
+    counts = tensor([[8, 0, 0], [1, 1, 2]])
+    each = by_client(matrices, counts)
+    assert each["long_tailed"] == [pytest.approx((9 * 0.8 + 1 * 0.5) / 10), pytest.approx(1.0)]
+    assert each["matched"] == [pytest.approx(0.8), pytest.approx(1.0)]
+
+
 def test_confusion_leaves_out_ignored_pixels():
     truth = tensor([[0, 1, 255], [1, 255, 2]])
     predicted = tensor([[0, 2, 1], [1, 0, 2]])
@@ -126,6 +135,8 @@ def test_client_figures_of_one_shared_model():
         figures = client_figures(each)
     assert each["owned"] == [pytest.approx(0.8), pytest.approx(0.65), None, None]
     assert each["matched"] == [pytest.approx(0.8), pytest.approx(0.575), None, None]
+    # all clients together have samples 3, 3 and 5; class 2 is not tested
+    assert each["long_tailed"] == [pytest.approx(0.65), pytest.approx(0.65), None, None]
     assert each["global"] == [pytest.approx(5 / 7), pytest.approx(5 / 7), None, None]
     assert figures["owned"] == {"mean": pytest.approx(0.725), "worst_decile": pytest.approx(0.65)}
     assert figures["matched"] == {"mean": pytest.approx((0.8 + 0.575) / 2), "worst_decile": pytest.approx(0.575)}

@@ -85,10 +85,11 @@ def clients(
         list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of finished runs over the same split.")
     ],
     metric: Annotated[
-        Literal["local", "owned", "matched", "global", "miou"] | None,
+        Literal["local", "owned", "matched", "long_tailed", "global", "miou"] | None,
         typer.Option(
-            help="Accuracy on own test images (local), over owned classes, over the own class mix (matched) or over "
-            "all classes (global); or mean IoU. By default the first that the run has."
+            help="Accuracy on own test images (local), over owned classes, over the own class mix (matched), over the "
+            "class mix of all clients (long_tailed) or over all classes (global); or mean IoU. By default the first "
+            "that the run has."
         ),
     ] = None,
     picture: Picture = None,

@@ -114,7 +114,9 @@ class RoundReport(BaseModel):
     ] = None
     clients: Annotated[
         dict[str, Spread] | None,
-        Figure("per-client figures by kind (owned, matched, global, miou, local), over the clients", "clients"),
+        Figure(
+            "per-client figures by kind (owned, matched, long_tailed, global, miou, local), over the clients", "clients"
+        ),
     ] = None
     traffic: Annotated[
         dict[str, TrafficRecord], Figure("bytes and replies by client function", "traffic", unit="bytes")

@@ -18,11 +18,12 @@ from raylt.runs.run import Run
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Metric = Literal["local", "owned", "matched", "global", "miou"]
+Metric = Literal["local", "owned", "matched", "long_tailed", "global", "miou"]
 TITLES = {
     "local": "Accuracy of each client on its own test images",
     "owned": "Accuracy of each client over the classes it owns",
     "matched": "Accuracy of each client over its own class mix",
+    "long_tailed": "Accuracy of each client over the class mix of all clients together",
     "global": "Accuracy of each client over all classes",
     "miou": "Mean IoU of each client over the classes it owns",
 }

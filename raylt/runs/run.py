@@ -204,13 +204,14 @@ class Run:
         judged in it. By metric, the groups are
 
         - accuracy: all, many, medium, few; global_accuracy, macro, miou, global_macro, global_miou: all. In [0, 1]
-        - owned, matched, global, client_miou, and local where clients have test images: mean and worst_decile over
-          the clients
+        - owned, matched, long_tailed, global, client_miou, and local where clients have test images: mean and
+          worst_decile over the clients
         - bytes_up, bytes_down: the client function of the messages and replies
         - seconds: training, evaluation; stage_seconds: the stage
         - participants, lost, retried, rejected: all. A number of clients
         - each number that the method reports: method; for several numbers with names, the names ("shares", "mmd")
-        - new_clients: count, and owned, matched, global, miou and worst_decile of those that join after training
+        - new_clients: count, and owned, matched, long_tailed, global, miou and worst_decile of those that join after
+          training
         - validation: accuracy, many, medium, few, owned, matched and miou on the validation part, where there is one
         """
         from pandas import DataFrame

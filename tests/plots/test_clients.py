@@ -34,7 +34,7 @@ def test_figures_of_every_client_are_kept_at_the_end_and_average_to_the_mean(run
             assert sum(values) / 4 == pytest.approx(reports[-1]["clients"][kind]["mean"])
 
 
-@pytest.mark.parametrize("metric", ["owned", "matched", "global"])
+@pytest.mark.parametrize("metric", ["owned", "matched", "long_tailed", "global"])
 def test_runs_over_the_same_split_stand_side_by_side(runs, metric):
     comparison = compare_clients([runs["fedper"], runs["bpfed"]], metric)
     assert list(comparison.runs) == ["fedper", "bpfed"]

@@ -113,7 +113,7 @@ def test_clients_are_one_value_a_row(plain):
     frame = plain.clients
     assert list(frame.columns) == ["step", "phase", "metric", "client", "value"]
     assert frame.step.unique().tolist() == [3]
-    assert set(frame.metric) == {"owned", "matched", "global", "miou"}
+    assert set(frame.metric) == {"owned", "matched", "long_tailed", "global", "miou"}
     matched = frame[frame.metric == "matched"]
     assert matched.client.tolist() == [0, 1, 2, 3]
     assert matched.value.mean() == pytest.approx(plain.summary["clients"]["mean"])

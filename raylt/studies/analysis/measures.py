@@ -52,6 +52,7 @@ _OF_MODELS: dict[str, tuple[str, ...]] = {
     **{group: ("groups", group) for group in ("many", "medium", "few")},
     "owned": ("clients", "owned", "mean"),
     "matched": ("clients", "matched", "mean"),
+    "long_tailed": ("clients", "long_tailed", "mean"),
     "clients": ("clients", "global", "mean"),
     "local": ("clients", "local", "mean"),
     "client_miou": ("clients", "miou", "mean"),
@@ -66,6 +67,9 @@ MEASURES: dict[str, Measure] = {
     **{name: Measure(FIGURES[name].title, _at(name)) for name in (*POOLED, *SHARED) if name != "accuracy"},
     "owned": Measure("mean over clients, classes that they own", _at("clients", "by", "owned", "mean"), curve="owned"),
     "matched": Measure("mean over clients, own class mix", _at("clients", "by", "matched", "mean"), curve="matched"),
+    "long_tailed": Measure(
+        "mean over clients, class mix of all clients together", _at("clients", "by", "long_tailed", "mean")
+    ),
     "clients": Measure("mean over clients, all classes", _at("clients", "by", "global", "mean"), curve="clients"),
     "client_miou": Measure("mean IoU over clients, own classes", _at("clients", "by", "miou", "mean")),
     "worst_decile": Measure(
