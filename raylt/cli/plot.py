@@ -87,9 +87,9 @@ def clients(
     metric: Annotated[
         Literal["local", "owned", "matched", "long_tailed", "global", "miou"] | None,
         typer.Option(
-            help="Accuracy on own test images (local), over owned classes, over the own class mix (matched), over the "
-            "class mix of all clients (long_tailed) or over all classes (global); or mean IoU. By default the first "
-            "that the run has."
+            help="Accuracy on own test images (local), over owned classes, over the own class mix (matched) or over "
+            "all classes (global); or mean IoU. long_tailed is over the class mix of all clients. By default the "
+            "first that the run has."
         ),
     ] = None,
     picture: Picture = None,
