@@ -65,7 +65,7 @@ def compare(
         typer.Option(
             min=0,
             max=1,
-            help="Also print the rounds, bytes and seconds until the accuracy first reaches this, as in 0.8.",
+            help="Also print the rounds, bytes and seconds until the first measure reaches this, as in 0.8.",
         ),
     ] = None,
     claims: Annotated[bool, typer.Option("--claims", help="Print only the claims, also of several studies.")] = False,
@@ -100,8 +100,9 @@ def compare(
     table = measures_table(comparisons, spread) if len(comparisons) > 1 else comparison_table(comparisons[0], spread)
     reaching = None
     if target is not None:
-        reaching = reached(opened.records, target)
-        table = with_target(table, reaching, target)
+        first = comparisons[0].measure
+        reaching = reached(opened.records, target, first)
+        table = with_target(table, reaching, target, first)
     if format != "json":
         _print(table, format)
         return

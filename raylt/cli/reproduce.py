@@ -15,6 +15,8 @@ from raylt.disk import is_file
 from raylt.errors import CheckpointError, ConfigError, quoted
 
 if TYPE_CHECKING:
+    from raylt.studies.definition import Definition
+    from raylt.studies.papers.figures import Figure
     from raylt.studies.papers.verdicts import Verdict
 
 Format = Annotated[Literal["table", "json"], typer.Option(help="Format of the verdicts.")]
@@ -23,7 +25,11 @@ Format = Annotated[Literal["table", "json"], typer.Option(help="Format of the ve
 def reproduce(
     paper: Annotated[str, typer.Argument(metavar="PAPER", help="sfd, fedsm, mupfl or bpfed.")],
     table: Annotated[
-        str | None, typer.Argument(metavar="[TABLE]", help="Number in print, such as 2 or III; by default all.")
+        str | None,
+        typer.Argument(
+            metavar="[TABLE]",
+            help="Number in print, such as 2 or III; by default all tables. fig6 is FedSM's or MuPFL's figure.",
+        ),
     ] = None,
     cells: Annotated[
         str | None, typer.Option(help="Run only matching cells, as in dataset=cifar10,IF=100,alpha=0.5.")
@@ -44,12 +50,19 @@ def reproduce(
     format: Format = "table",
 ) -> None:
     """Run the cells of a paper's table and print a verdict for each; print the reason for cells that cannot be run."""
+    from raylt.studies.papers.figures import figure_of, plan_figure
     from raylt.studies.papers.reproduce import name_of, plan, select
     from raylt.studies.papers.verdicts import verdicts as judge_all
     from raylt.studies.study import Study
 
     where = parse_cells(cells)
-    selected = select(paper, table, where, [arm.strip() for arm in arms.split(",")] if arms else None)
+    rows = [arm.strip() for arm in arms.split(",")] if arms else None
+    if table is not None and table.lower().startswith("fig"):
+        figure = figure_of(paper, table.lower().removeprefix("fig").strip(". "))
+        definition = plan_figure(figure, name or name_of(paper, table, where, scale), seeds, scale, where, rows)
+        _run_figure(figure, definition, folder, dry_run, parallel, fleet, address, mix_versions, format)
+        return
+    selected = select(paper, table, where, rows)
     definition = plan(selected, name or name_of(paper, table, where, scale), seeds, scale)
     if dry_run:
         planned = Study.preview(definition, folder)
@@ -62,6 +75,45 @@ def reproduce(
         failed = study.run(progress, parallel, fleet, address, mix_versions)
     show(judge_all(study.records, selected, mix_versions), format)
     err.print(f"{study.folder}; draw it with raylt report {quoted(study.folder)}", soft_wrap=True)
+    raise_if_failed(study, failed)
+
+
+def _run_figure(
+    figure: "Figure",
+    definition: "Definition",
+    folder: Path,
+    dry_run: bool,
+    parallel: int | None,
+    fleet: Literal["local", "ray"],
+    address: str | None,
+    mix_versions: bool,
+    format: str,
+) -> None:
+    """Run the study of a figure, and print its table with the rounds until each cell's target."""
+    from raylt.studies.analysis.time_to_accuracy import reached, with_target
+    from raylt.studies.report.comparison_tables import comparison_table
+    from raylt.studies.study import Study
+
+    if dry_run:
+        show_plan(Study.preview(definition, folder), parallel, fleet)
+        return
+    study = Study.create(definition, folder)
+    with StudyProgress() as progress:
+        failed = study.run(progress, parallel, fleet, address, mix_versions)
+    comparison = study.compare(mix_versions=mix_versions)
+    table = comparison_table(comparison)
+    reaching = {}
+    for cell, target in figure.targets.items():
+        of_cell = [record for record in study.records if record.cell == cell]
+        if of_cell:
+            reaching[cell] = reached(of_cell, target, figure.measure)
+            table = with_target(table, reaching[cell], target, figure.measure)
+    if format == "json":
+        targets = {cell: [each.to_json() for each in rows] for cell, rows in reaching.items()}
+        sys.stdout.write(json.dumps({**comparison.to_json(), "targets": targets}) + "\n")
+    else:
+        out.print(table.screen())
+    err.print(f"{study.folder}; draw it with raylt plot curves {quoted(study.folder)}", soft_wrap=True)
     raise_if_failed(study, failed)
 
 

@@ -1,10 +1,12 @@
-"""Time to accuracy: the rounds, bytes and seconds until a run first reaches an accuracy."""
+"""Time to accuracy: the rounds, bytes and seconds until a run first reaches a value of a measure."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
+from raylt.errors import ConfigError
+from raylt.studies.analysis.measures import measure_of
 from raylt.studies.records.record import RunRecord
 from raylt.studies.report.text_table import TextTable
 
@@ -32,29 +34,48 @@ class Reached:
         return asdict(self)
 
 
-def reached(records: Sequence[RunRecord], target: float) -> list[Reached]:
-    """Return the rounds, bytes and seconds until finished runs reached the target accuracy, by arm and cell."""
+def reached(records: Sequence[RunRecord], target: float, measure: str = "accuracy") -> list[Reached]:
+    """Return the rounds, bytes and seconds until finished runs reached the target, by arm and cell.
+
+    Args:
+        records: runs in any state.
+        target: value of the measure, in [0, 1].
+        measure: figure that has a value for each round.
+
+    Raises:
+        ConfigError: the measure has no values by round.
+    """
+    definition = measure_of(measure)
+    curve = definition.curve or definition.every_round
+    if curve is None:
+        raise ConfigError(
+            f"target: {measure} has no value for each round ({target:g}). Give a measure such as accuracy or matched.",
+            code="config.conflict",
+            key="target",
+            value=target,
+            measure=measure,
+        )
     groups: dict[tuple[str, str], list[RunRecord]] = {}
     for record in records:
         if record.state == "done":
             groups.setdefault((record.cell, record.arm), []).append(record)
-    return [_reached(cell, arm, runs, target) for (cell, arm), runs in groups.items()]
+    return [_reached(cell, arm, runs, target, curve) for (cell, arm), runs in groups.items()]
 
 
-def with_target(table: TextTable, reaching: Sequence[Reached], target: float) -> TextTable:
-    """Append a table of the times to the target accuracy to a comparison's table; return the result."""
+def with_target(table: TextTable, reaching: Sequence[Reached], target: float, measure: str = "accuracy") -> TextTable:
+    """Append a table of the times to the target to a comparison's table; return the result."""
     rows = []
     for each in reaching:
         mebibytes = None if each.bytes is None else each.bytes / 2**20
         figures = ["-" if value is None else f"{value:.1f}" for value in (each.rounds, mebibytes, each.seconds)]
         rows.append([each.cell, each.arm, f"{each.reached} of {each.runs}", *figures])
-    title = f"until accuracy {100 * target:g} %: medians of the runs that got there"
+    title = f"until {measure} {100 * target:g} %: medians of the runs that got there"
     head = ["cell", "arm", "reached by", "rounds", "MiB up and down", "seconds"]
     return replace(table, further=[*table.further, (title, head, rows)])
 
 
-def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float) -> Reached:
-    first_steps = [(run, index) for run in runs if (index := _first(run, target)) is not None]
+def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float, curve: str) -> Reached:
+    first_steps = [(run, index) for run in runs if (index := _first(run, target, curve)) is not None]
 
     def median_of(*keys: str) -> float | None:
         if not first_steps:
@@ -73,7 +94,7 @@ def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float) -> R
     )
 
 
-def _first(record: RunRecord, target: float) -> int | None:
-    """Return the index of the first step of a run that reaches the target accuracy."""
-    accuracies = record.curve["accuracy"]
-    return next((index for index, value in enumerate(accuracies) if value is not None and value >= target), None)
+def _first(record: RunRecord, target: float, curve: str) -> int | None:
+    """Return the index of the first step of a run that reaches the target."""
+    values = record.curve.get(curve, [])
+    return next((index for index, value in enumerate(values) if value is not None and value >= target), None)

@@ -27,18 +27,20 @@ def select(
     """
     cells = [cell for cell in expectations() if cell.paper.lower() == paper.lower()]
     if not cells:
-        raise _unknown("paper", "no such paper", paper, f"Choose from {', '.join(name.lower() for name in PAPERS)}.")
+        raise unknown_name(
+            "paper", "no such paper", paper, f"Choose from {', '.join(name.lower() for name in PAPERS)}."
+        )
     if table is not None:
         tables = list(dict.fromkeys(cell.table for cell in cells))
         cells = [cell for cell in cells if table.upper() in cell.table.upper().replace("=", " ").split()]
         if not cells:
-            raise _unknown("table", f"{paper} has no such table", table, f"Choose from {', '.join(tables)}.")
+            raise unknown_name("table", f"{paper} has no such table", table, f"Choose from {', '.join(tables)}.")
     for key, value in (where or {}).items():
         values = list(dict.fromkeys(cell.setting[key] for cell in cells if key in cell.setting))
-        cells = [cell for cell in cells if _same(cell.setting.get(key), value)]
+        cells = [cell for cell in cells if same_value(cell.setting.get(key), value)]
         if not cells:
             choices = f"{key} has {', '.join(values)}" if values else f"The keys are {', '.join(KEYS)}"
-            raise _unknown("--cells", "no cell matches", f"{key}={value}", f"{choices}.")
+            raise unknown_name("--cells", "no cell matches", f"{key}={value}", f"{choices}.")
     if not arms:
         return cells
     labels = list(dict.fromkeys(cell.arm for cell in cells))
@@ -46,7 +48,7 @@ def select(
     for arm in arms:
         if arm.lower() not in lower:
             hint = did_you_mean(arm, labels)
-            raise _unknown("--arms", "no such row", arm, f"{hint}Choose from {', '.join(labels)}.")
+            raise unknown_name("--arms", "no such row", arm, f"{hint}Choose from {', '.join(labels)}.")
     return [cell for cell in cells if cell.arm.lower() in {arm.lower() for arm in arms}]
 
 
@@ -128,7 +130,8 @@ def command(cell: Expectation) -> str:
     return " ".join([f"raylt run recipe:{cell.recipe}", *words])
 
 
-def _unknown(key: str, problem: str, value: str, remedy: str) -> ConfigError:
+def unknown_name(key: str, problem: str, value: str, remedy: str) -> ConfigError:
+    """Return the error for a name that a command's option or argument does not have."""
     return ConfigError(f"{key}: {problem} ({value}). {remedy}", code="config.unknown-name", key=key, name=value)
 
 
@@ -145,7 +148,8 @@ def _arm_name(each: Expectation, arms: Mapping[str, dict[str, Any]]) -> str:
     return name if arms.get(name, each.changes) == each.changes else f"{name} ({each.setting['dataset']})"
 
 
-def _same(value: str | None, wanted: str) -> bool:
+def same_value(value: str | None, wanted: str) -> bool:
+    """Return whether two texts are the same number or the same word."""
     try:
         return value is not None and float(value) == float(wanted)
     except ValueError:

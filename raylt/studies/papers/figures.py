@@ -1,0 +1,155 @@
+"""Studies that reproduce figures of the papers, whose values are not printed, so there are no verdicts.
+
+MuPFL's Fig. 6(b-d) counts the rounds until clients' models reach 90, 70 and 35 % on three data sets. FedSM's Fig. 6
+varies the number of active clients; the numbers on its axis cannot be read from the text, so the grid is ours.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raylt.config import Config, check
+from raylt.errors import did_you_mean
+from raylt.studies.analysis.measures import At
+from raylt.studies.definition import Definition, define
+from raylt.studies.papers.reproduce import same_value, unknown_name
+from raylt.studies.settings import read_recipe
+
+CLIENTS = 20  # of FedSM's recipes
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a paper as arms over recipes.
+
+    Attributes:
+        title: description for the study.
+        arms: settings of each arm, by its label.
+        recipes: recipe of each cell, by its label, as in "cifar10, IF 10, alpha 1.0".
+        base: settings of all runs, laid over the recipe's.
+        measure: figure of the runs.
+        at: rounds of that figure.
+        targets: by cell, the value of the measure whose first round is counted.
+    """
+
+    title: str
+    arms: dict[str, dict[str, Any]]
+    recipes: dict[str, str]
+    base: dict[str, Any] = field(default_factory=dict)
+    measure: str = "accuracy"
+    at: At = "last"
+    targets: dict[str, float] = field(default_factory=dict)
+
+
+FIGURES: dict[tuple[str, str], Figure] = {
+    ("fedsm", "6"): Figure(
+        "Fig. 6 of FedSM: accuracy by the number of active clients",
+        {f"{active} active": {"federation.participation": active / CLIENTS} for active in (4, 8, 12, 16, 20)},
+        {
+            f"{source}, IF {ratio}, alpha 0.5": f"fedsm/{source}_if{ratio}_alpha0.5_k20"
+            for source in ("cifar10", "cifar100")
+            for ratio in (100, 50, 10)
+        },
+        at="best",  # as in the paper's tables
+    ),
+    ("mupfl", "6"): Figure(
+        "Fig. 6(b-d) of MuPFL: rounds until clients' models reach an accuracy",
+        {
+            "MuPFL": {},
+            "FedAvg": {"method": "fedavg"},
+            "FedProx": {"method": {"name": "fedprox", "mu": 0.01}},
+            "FedNova": {"method": "fednova"},
+            "Ditto": {"method": "ditto"},
+            "FedRep": {"method": "fedrep"},
+            "CReFF": {"method": "creff"},
+        },
+        {
+            "fashion_mnist, IF 10, alpha 1.0": "mupfl/fashion_mnist_if10_alpha1.0_k50",
+            "cifar10, IF 10, alpha 1.0": "mupfl/cifar10_if10_alpha1.0_k50",
+            "cifar100, IF 10, alpha 1.0": "mupfl/cifar100_if10_alpha1.0_k19",
+        },
+        {"evaluation.every": 1, "evaluation.personal": 1},
+        "matched",
+        targets={
+            "fashion_mnist, IF 10, alpha 1.0": 0.9,
+            "cifar10, IF 10, alpha 1.0": 0.7,
+            "cifar100, IF 10, alpha 1.0": 0.35,
+        },
+    ),
+}
+
+
+def figure_of(paper: str, number: str) -> Figure:
+    """Return a figure of a paper.
+
+    Args:
+        paper: fedsm or mupfl.
+        number: number of the figure in print.
+
+    Raises:
+        ConfigError: raylt has no such figure; the error names those that it has.
+    """
+    figure = FIGURES.get((paper.lower(), number))
+    if figure is None:
+        names = [f"{paper} fig{number}" for paper, number in FIGURES]
+        raise unknown_name("table", "no such figure", f"{paper} fig{number}", f"Choose from {', '.join(names)}.")
+    return figure
+
+
+def plan_figure(
+    figure: Figure,
+    name: str,
+    seeds: int,
+    scale: float,
+    where: Mapping[str, str] | None = None,
+    arms: Sequence[str] | None = None,
+) -> Definition:
+    """Return the study that reproduces a figure.
+
+    Args:
+        figure: from `figure_of`.
+        name: of the study.
+        seeds: runs of each arm in each cell.
+        scale: share of the recipe's rounds; at least one round is run.
+        where: letters and values of the cells, as in {"dataset": "cifar10", "IF": "10"}; by default all cells.
+        arms: labels of the arms, in upper or lower case; by default all.
+
+    Raises:
+        ConfigError: no cell or arm matches; the error names the choices.
+    """
+    chosen = {cell: recipe for cell, recipe in figure.recipes.items() if _matches(cell, where or {})}
+    if not chosen:
+        given = ",".join(f"{key}={value}" for key, value in (where or {}).items())
+        raise unknown_name("--cells", "no cell matches", given, f"The cells are {'; '.join(figure.recipes)}.")
+    labels = {label.lower(): label for label in figure.arms}
+    for arm in arms or ():
+        if arm.lower() not in labels:
+            hint = did_you_mean(arm, figure.arms)
+            raise unknown_name("--arms", "no such arm", arm, f"{hint}Choose from {', '.join(figure.arms)}.")
+    wanted = [labels[arm.lower()] for arm in arms] if arms else list(figure.arms)
+    return define(
+        {
+            "name": name,
+            "about": f"{figure.title}, {scale:g} of the rounds",
+            "base": figure.base,
+            "arms": {label: figure.arms[label] for label in wanted},
+            "cells": {
+                cell: {"recipe": recipe, "federation.rounds": max(1, round(_rounds(recipe) * scale))}
+                for cell, recipe in chosen.items()
+            },
+            "seeds": seeds,
+            "measure": figure.measure,
+            "at": figure.at,
+        }
+    )
+
+
+def _rounds(recipe: str) -> int:
+    config: Config = check(Config, read_recipe(recipe))
+    return config.federation.rounds
+
+
+def _matches(cell: str, where: Mapping[str, str]) -> bool:
+    source, *words = cell.split(", ")
+    values = {"dataset": source} | dict(word.split(" ") for word in words)
+    return all(key in values and same_value(values[key], value) for key, value in where.items())
