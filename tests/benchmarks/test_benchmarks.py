@@ -15,6 +15,7 @@ import accelerator  # noqa: F401 - torch must know of the pretend device before 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import raylt
 from raylt.config import load
@@ -273,18 +274,33 @@ def test_time_and_memory_of_a_command_are_those_of_all_its_processes(tmp_path):
     assert memory > 50
 
 
-def test_the_map_into_the_text_space_is_the_ridge_solution():
+def test_the_stand_in_learns_directions_of_texts_that_it_was_not_fitted_to():
     standin = load_module("standin_pretrained")
     generator = torch.Generator().manual_seed(0)
-    z = torch.randn(200, 6, generator=generator) + 3
-    true = torch.randn(6, 4, generator=generator)
-    weight, offset = standin.fit_map(z, z @ true + 2, 1e-9)
-    assert torch.allclose(weight, true, atol=1e-4)
-    assert torch.allclose(offset, torch.full((4,), 2.0), atol=1e-3)
-    shrunk, _ = standin.fit_map(z, z @ true + 2, 10.0)
-    assert shrunk.norm() < 0.2 * true.norm()
+    text = F.normalize(torch.randn(30, 8, generator=generator) + 1, dim=1)
+    y = torch.arange(3000) % 30
+    mixing = torch.randn(8, 12, generator=generator)
+    z = text[y] @ mixing + 0.05 * torch.randn(3000, 12, generator=generator) + 3
+    known = y < 24
+    head, r = standin.fit_and_scale(z[known], y[known], text[:24])
+    assert r in standin.LENGTHS
+    new = ~known
+    logits = standin.teacher_logits(head, z[new], text[24:], r)
+    assert (logits.argmax(1) == y[new] - 24).float().mean() > 0.8
+    images = standin.image_vectors(head, z[new], text[24:], r)
+    # what all images share is equally close to all texts
+    shared = images @ text[24:].T - r * head(z[new]) @ text[24:].T
+    assert torch.allclose(shared, shared[0, 0].expand(600, 6), atol=1e-5)
+    assert torch.allclose(logits, 100 * F.normalize(images, dim=1) @ text[24:].T, atol=1e-3)
+
+
+def test_the_stand_in_takes_some_images_of_each_class_and_halves_them():
+    standin = load_module("standin_pretrained")
     y = np.array([0, 0, 0, 1, 2, 2])
     assert np.bincount(y[standin.some_of_each(y, 2)]).tolist() == [2, 1, 2]
+    image = np.arange(16, dtype=np.uint8).reshape(1, 4, 4, 1).repeat(3, axis=3)
+    # means of 0, 1, 4, 5 and so on: 2.5, 4.5, 10.5, 12.5, rounded to even
+    assert standin.shrink(image, 2)[0, :, :, 0].tolist() == [[2, 4], [10, 12]]
 
 
 def test_cuts_names_cases_and_measures_the_same_bits_twice():

@@ -10,9 +10,12 @@ import torch
 from commands import refused
 from PIL import Image
 from small_runs import make_tiny_run
+from tiny import tiny_pretrained
 
+import raylt as raylt_package
 from raylt import Run, load_model
 from raylt.data.images.cache import load
+from raylt.metrics import confusion
 from raylt.runs.export.evaluate import evaluate
 from raylt.runs.export.trained_model import Prediction
 
@@ -45,6 +48,21 @@ def test_what_is_exported_predicts_image_files_as_the_run_does(raylt, personal, 
     table = raylt("predict", "wien.safetensors", *images).out
     assert images[2] in table
     assert f"{100 * max(answers[2]['shares'].values()):.1f} %" in table
+
+
+def test_an_adapted_encoder_predicts_image_files_as_it_was_judged(raylt, tmp_path):
+    raylt_package.register(tiny_pretrained, "tiny_pretrained", kind="model")
+    settings = ("model=tiny_pretrained", "trainable=lora:2", "local.lr=0.5")
+    run = make_tiny_run(tmp_path, "fedavg", *settings)
+    assert raylt("export", run.folder, "--out", "adapted.safetensors").code == 0
+    pixels = load(run.task.test.x)[..., 0]
+    files = [f"{number}.png" for number in range(len(pixels))]
+    for file, image in zip(files, pixels, strict=True):
+        Image.fromarray(image).save(file)
+    answers = json.loads(raylt("predict", "adapted.safetensors", *files, "--format", "json").out)
+    labels = torch.tensor([run.task.class_names.index(answer["class"]) for answer in answers])
+    counts = confusion(labels, torch.as_tensor(run.task.test.y), run.task.classes, None)
+    assert torch.equal(counts, run.matrices().shared)
 
 
 def test_all_clients_stand_in_one_file(raylt, personal, images):
