@@ -7,6 +7,7 @@ Accuracies are in [0, 1]. A class without test samples has accuracy NaN and is l
 from __future__ import annotations
 
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -289,6 +290,23 @@ def _mean(values: Tensor, weights: Tensor) -> Tensor:
     """
     weights = weights.where(~values.isnan(), 0.0)
     return (weights * values.nan_to_num()).cumsum(-1)[..., -1] / weights.cumsum(-1)[..., -1]
+
+
+def packed(right: Tensor) -> str:
+    """Return truth values, bool [n], as base64 of bits; the first value is the highest bit of the first byte."""
+    return b64encode(np.packbits(right.numpy()).tobytes()).decode()
+
+
+def unpacked(text: str, n: int) -> np.ndarray:
+    """Return the n truth values, bool [n], that `packed` wrote.
+
+    Raises:
+        ValueError: the text does not hold n of them.
+    """
+    octets = np.frombuffer(b64decode(text, validate=True), np.uint8)
+    if len(octets) != -(-n // 8):
+        raise ValueError(f"{len(octets)} bytes do not hold {n} truth values")
+    return np.unpackbits(octets, count=n).astype(bool)
 
 
 def quality(probabilities: Tensor, truth: Tensor, bins: int = 15) -> dict[str, float | None] | None:

@@ -177,6 +177,13 @@ class RoundReport(BaseModel):
             {"auc": "quality/AUC", "calibration_error": "quality/calibration error"},
         ),
     ] = None
+    answers: Annotated[
+        str | None,
+        Figure(
+            "after the last round of a classification, the test images that the global model classifies correctly: "
+            "bits in the order of the test set, as `raylt.metrics.packed` writes them"
+        ),
+    ] = None
     confusion: Annotated[
         Sha256 | None, Figure("SHA-256 of the counts of this evaluation, which confusions/STEP.npz keeps")
     ] = None

@@ -258,7 +258,7 @@ def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run,
     shared_due = step % every.every == 0
     own_models = method.personal or config.federation.batchnorm == "local"
     clients_due = every.personal > 0 and step % every.personal == 0 if own_models else shared_due
-    dropped = ["quality", "others"]
+    dropped = ["quality", "answers", "others"]
     if not own_models or not clients_due:
         dropped.append("by_client")
     if not shared_due:

@@ -35,6 +35,7 @@ KEYS = [
     "global_miou",
     "others",
     "quality",
+    "answers",
     "confusion",
     "shown",
 ]

@@ -61,14 +61,15 @@ class Evaluator:
             judged. Figures on validation images and of new clients are added to the server's figures.
         """
         own_models = has_own_models(self.method, self.server)
-        shared, quality = self._judge_global(last) if self._global_is_due(step, last) else (None, None)
+        due = self._global_is_due(step, last)
+        shared, of_each_image = self._judge_global(last) if due else (None, {})
         clients = self._judge_clients(self.fleet.everyone) if own_models and self._clients_are_due(step, last) else None
         deployed = clients if own_models else _as_deployed(shared)
 
         judged: dict[str, Any] = {}
         if shared is not None:
             judged |= {name: read(shared.all) for name, read in SHARED.items()}
-            judged["quality"] = quality
+            judged |= of_each_image
         if deployed:
             judged |= self._figures(deployed, self.fleet.ids)
             judged["by_client"] = judged["by_client"] if own_models or last else None
@@ -106,13 +107,15 @@ class Evaluator:
     def _clients_are_due(self, step: int, last: bool) -> bool:
         return last or (self._config.personal > 0 and step % self._config.personal == 0)
 
-    def _judge_global(self, last: bool) -> tuple[Counts, dict[str, float | None] | None]:
-        """Return the counts of the global model, and after the last round also the quality of its probabilities."""
+    def _judge_global(self, last: bool) -> tuple[Counts, dict[str, Any]]:
+        """Return the counts of the global model, and after the last round also `quality` and `answers`."""
         model = self.method.global_model(self.server).eval()
         probabilities: list[Tensor] = []
+        predicted: list[Tensor] = []
 
         def keep(logits: Tensor) -> None:
             probabilities.append(logits.softmax(1).cpu())
+            predicted.append(logits.argmax(1).where(~logits.isnan().any(1), -1).cpu())
 
         with all_threads():
             counts = counts_of(
@@ -125,8 +128,12 @@ class Evaluator:
             )
         self._say_not_numbers(int(counts.not_numbers), "the global model")
         if not probabilities:
-            return counts, None
-        return counts, metrics.quality(torch.cat(probabilities), self._test.y.cpu())
+            return counts, {}
+        truth = self._test.y.cpu()
+        return counts, {
+            "quality": metrics.quality(torch.cat(probabilities), truth),
+            "answers": metrics.packed(torch.cat(predicted) == truth),
+        }
 
     def _say_not_numbers(self, count: int, models: str) -> None:
         """Add a warning to the step's figures if some predictions are NaN."""

@@ -46,7 +46,12 @@ MODEL = "model.safetensors"
 SHOWN = {"accuracy": "balanced test set", "local": "own test images", "matched": "own class mix"}
 NAMED = 5  # clients that a row of the table names
 SHORT_GROUPS = {"many": "many", "medium": "med.", "few": "few", "-": "-"}  # in columns of four letters
-ADDED = (*SHARES, "tests", "shown")  # figures that earlier versions did not write, in the order of their addition
+ADDED = (
+    *SHARES,
+    "tests",
+    "shown",
+    "answers",
+)  # figures that earlier versions did not write, in the order of their addition
 TROUBLES = ("lost", "retried", "rejected")
 SERVER_DEATHS = "server_deaths"
 MetricsLine = dict[str, Any]
@@ -126,6 +131,9 @@ class _SummaryFields(BaseModel):
     clients: _Clients
     others: Annotated[dict[str, dict[str, Any]], Field(description="Figures of a client's other models, by name.")]
     quality: Annotated[dict[str, Share] | None, Field(description="Of the global model's probabilities.")] = None
+    answers: Annotated[
+        str | None, Field(description="Test images that the global model classifies correctly, as base64 of bits.")
+    ] = None
     tests: Annotated[
         JudgedImages | None, Field(description="Test images behind the figures, and thresholds of the groups.")
     ] = None
@@ -195,6 +203,7 @@ def summarise(
         "groups_before_finish": before_finish.get("groups"),
         **{name: final[name] for name in SHARED},
         "quality": final["quality"],
+        "answers": final["answers"],
         "tests": tests,
         "groups": final["groups"],
         "clients": final["clients"]["matched"]

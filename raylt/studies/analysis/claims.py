@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raylt.errors import ConfigError, did_you_mean
+from raylt.studies.analysis.answers import Flips
 from raylt.studies.analysis.measures import At, measure_of
 from raylt.studies.analysis.statistics import Paired, holm, paired
 
@@ -54,6 +55,7 @@ class Judged:
             would hold or be refuted, but the arm that would be the better one failed with a seed that the other
             finished.
         planned: number of seeds of the cell.
+        flips: the answers that differ between the arms; None where the runs did not keep them.
     """
 
     claim: Claim
@@ -63,6 +65,7 @@ class Judged:
     p: float | None
     verdict: str
     planned: int
+    flips: Flips | None = None
 
 
 def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | None = None) -> Claim:
@@ -117,6 +120,7 @@ class ClaimFigures:
     Attributes:
         failed: seeds of failed runs by arm and cell.
         planned: number of seeds by cell.
+        flips: the answers that differ between the arms, by cell, for a claim on the accuracy after the last round.
     """
 
     claim: Claim
@@ -125,6 +129,7 @@ class ClaimFigures:
     worse: Values
     failed: Mapping[tuple[str, str], Collection[int]]
     planned: Mapping[str, int]
+    flips: Mapping[str, Flips] = field(default_factory=dict)
 
     def difference(self, cell: str, level: float) -> Paired | None:
         """Return the paired difference of the two arms in a cell, or None if they have no common seed."""
@@ -197,6 +202,7 @@ def judge(claims: Sequence[ClaimFigures], cells: Sequence[str], level: float) ->
             adjusted.get(index),
             figures.verdict(cell, pair, adjusted.get(index)),
             figures.planned[cell],
+            figures.flips.get(cell),
         )
         for index, (figures, cell, pair) in enumerate(pairs)
     ]

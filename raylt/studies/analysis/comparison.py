@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raylt.config import completed
 from raylt.errors import CheckpointError, ConfigError, count_of, did_you_mean, spoken
 from raylt.notebook import later
+from raylt.studies.analysis.answers import by_cell
 from raylt.studies.analysis.claims import Claim, ClaimFigures, Judged, Values, difference, judge
 from raylt.studies.analysis.measures import At, measure_of, value_of
 from raylt.studies.analysis.statistics import Interval, Paired, improvement, mean_interval, over_cells
@@ -218,13 +219,15 @@ def compare(
 
 def judged_on(done: Sequence[RunRecord]) -> str:
     """Describe the numbers of test images on which a cell's runs were evaluated; "" if they are not recorded."""
-    tests = next((tests for run in done if run.summary and (tests := run.summary.get("tests"))), None)
-    if tests is None:
+    summaries = [run.summary for run in done if run.summary and run.summary.get("tests")]
+    if not summaries:
         return ""
+    tests = summaries[0]["tests"]
     low, high = tests["thresholds"]
     groups = ", ".join(f"{group} {n}" for group, n in tests["groups"].items())
+    one = "" if summaries[0]["task"] == "segmentation" else f", one image is {100 / tests['images']:.2g} points"
     text = (
-        f"n = {tests['images']} test images ({groups}); many-shot classes have more than {high} training samples, "
+        f"n = {tests['images']} test images{one} ({groups}); many-shot classes have more than {high} training samples, "
         f"few-shot classes fewer than {low}"
     )
     if tests["own"] is not None:
@@ -448,7 +451,9 @@ def _claim_figures(records: Sequence[RunRecord], claim: Claim, at: At) -> ClaimF
         if record.state == "failed":
             failed.setdefault((record.arm, record.cell), set()).add(record.seed)
     planned = {cell: _seeds_of(records, cell) for cell in _in_order(record.cell for record in records)}
-    return ClaimFigures(claim, common, better, worse, failed, planned)
+    on_all_images = claim.measures == ("accuracy", "accuracy") and common == "last"
+    flips = by_cell(records, claim.better, claim.worse) if on_all_images else {}
+    return ClaimFigures(claim, common, better, worse, failed, planned, flips)
 
 
 def _lost(records: Sequence[RunRecord], rows: Sequence[Row]) -> list[tuple[str, str, int]]:

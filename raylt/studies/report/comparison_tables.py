@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from raylt.errors import ConfigError
+from raylt.studies.analysis.answers import Flips
 from raylt.studies.analysis.claims import Judged
 from raylt.studies.analysis.comparison import Comparison, Row
 from raylt.studies.analysis.measures import At, measure_of
 from raylt.studies.analysis.statistics import Interval
 from raylt.studies.report.text_table import Places, TextTable
 
+ANSWERS = "answers to the same test images"
 UNSEALED = "unsealed: no hash binds these figures to their runs"
 HEADINGS = {
     "last": "last round",
@@ -119,9 +121,16 @@ def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
             studies=list(studies),
         )
     (title, head, rows), *further = tables
-    left_out = [f"{name}: {line}" for name, each in studies.items() for line in each.left_out]
-    unsealed = [f"{name}: {line}" for name, each in studies.items() for line in each.unsealed]
-    notes = {UNSEALED: unsealed, "left out": left_out}
+
+    def lines(of: Callable[[Comparison], list[str]]) -> list[str]:
+        return [f"{name}: {line}" for name, each in studies.items() for line in of(each)]
+
+    notes = {
+        "judged on": lines(lambda each: each.tests),
+        ANSWERS: lines(_answers),
+        UNSEALED: lines(lambda each: each.unsealed),
+        "left out": lines(lambda each: each.left_out),
+    }
     return TextTable(title, head, rows, "l" * len(head), grouped=False, further=further, notes=notes)
 
 
@@ -272,12 +281,33 @@ def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Map
 def _notes(comparison: Comparison, left_out: list[str]) -> dict[str, list[str]]:
     return {
         "judged on": comparison.tests,
+        ANSWERS: _answers(comparison),
         "arms with settings of their own": comparison.apart,
         "tuned on validation samples": comparison.tuned,
         "versions of the code": comparison.versions,
         UNSEALED: comparison.unsealed,
         "left out": one_line_per_failure(left_out),
     }
+
+
+def _answers(comparison: Comparison) -> list[str]:
+    """Return one line for each claim without a clear verdict, on the answers that differ between its arms."""
+    unclear = ("no difference", "no spread", "open")
+    return [
+        f"{f'{each.cell}, ' if each.cell else ''}{each.claim.better} and {each.claim.worse}: {answers_text(each.flips)}"
+        for each in comparison.claims
+        if each.flips is not None and each.verdict in unclear
+    ]
+
+
+def answers_text(flips: Flips) -> str:
+    """Return as text how many answers differ between two arms, and what this says."""
+    if not flips.better_alone + flips.worse_alone:
+        return f"none of {flips.answers:,} answers differs, so up to {100 * flips.largest:.2f} points stay open"
+    return (
+        f"of {flips.answers:,} answers {flips.better_alone:,} are right with the first alone and "
+        f"{flips.worse_alone:,} with the second alone; exact McNemar p = {flips.p:.3f}"
+    )
 
 
 def one_line_per_failure(lines: Sequence[str]) -> list[str]:

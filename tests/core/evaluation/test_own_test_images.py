@@ -271,3 +271,11 @@ def test_quality_is_of_the_global_models_probabilities(made):
     assert run.summary["quality"] == pytest.approx(expected)
     assert [report["quality"] is None for report in run.reports] == [True, False]
     json.dumps(run.summary["quality"], allow_nan=False)
+
+
+def test_the_global_models_answers_to_each_test_image_are_kept(made):
+    run = made("fedavg")
+    truth = torch.from_numpy(load(run.task.test.y))
+    right = run.model().predict(load(run.task.test.x)).probabilities.argmax(1) == truth
+    assert metrics.unpacked(run.summary["answers"], len(truth)).tolist() == right.tolist()
+    assert [report["answers"] is None for report in run.reports] == [True, False]

@@ -26,6 +26,7 @@ def report(step, accuracy, phase="round", seconds=1.0, evaluation_seconds=0.5, *
         "miou": 0.25,
         "others": None,
         "quality": None,
+        "answers": None,
         "groups": {"many": 0.8125, "medium": None, "few": 0.125} if judged else None,
         "clients": {
             "owned": {"mean": 0.6, "worst_decile": 0.2},

@@ -1,0 +1,99 @@
+"""Paired answers of two arms to the same test images: exact McNemar test, and what no flipped answer leaves open.
+
+Runs with several seeds share one test set. A small one cannot show a small difference: with 300 images, one image is
+0.33 points. The intervals over seeds do not say so, in particular where two arms end with equal accuracies.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from raylt import metrics
+from raylt.errors import CheckpointError
+from raylt.studies.records.record import RunRecord
+
+TOLERANCE = 1e-9  # between an accuracy and the share of correct answers
+
+
+@dataclass(frozen=True)
+class Flips:
+    """The answers of two arms to the same images, over all seeds that both have.
+
+    Attributes:
+        answers: number of images times number of seeds.
+        better_alone: answers that are correct with the arm that a claim calls better, and wrong with the other.
+        worse_alone: answers that are correct with the other arm alone.
+    """
+
+    answers: int
+    better_alone: int
+    worse_alone: int
+
+    @property
+    def p(self) -> float:
+        """The p value of the exact two-sided McNemar test, as if all answers were independent."""
+        flipped = self.better_alone + self.worse_alone
+        return float(stats.binomtest(self.better_alone, flipped).pvalue) if flipped else 1.0
+
+    @property
+    def largest(self) -> float:
+        """The share of answers that may flip at most, if none of these did (the 97.5 % bound of Clopper and Pearson).
+
+        A difference of accuracies up to this share stays open.
+        """
+        return 1 - 0.025 ** (1 / self.answers)
+
+
+def flips(better: Mapping[int, RunRecord], worse: Mapping[int, RunRecord]) -> Flips | None:
+    """Count the flipped answers between two arms in one cell.
+
+    Args:
+        better: runs of the arm that a claim calls better, by seed.
+        worse: runs of the other arm.
+
+    Returns:
+        None if no seed has the answers of both arms. Older runs lack them, as do clients' own models.
+    """
+    counts = np.zeros(3, dtype=np.int64)
+    for seed in sorted(better.keys() & worse.keys()):
+        one, other = _answers(better[seed]), _answers(worse[seed])
+        if one is not None and other is not None and len(one) == len(other):
+            counts += len(one), (one & ~other).sum(), (other & ~one).sum()
+    return Flips(*counts.tolist()) if counts[0] else None
+
+
+def by_cell(records: Sequence[RunRecord], better: str, worse: str) -> dict[str, Flips]:
+    """Return the flipped answers between two arms, by cell; a cell without kept answers is left out."""
+    runs: dict[str, dict[str, dict[int, RunRecord]]] = {}
+    for record in records:
+        if record.state == "done" and record.arm in (better, worse):
+            runs.setdefault(record.cell, {better: {}, worse: {}})[record.arm][record.seed] = record
+    counted = {cell: flips(arms[better], arms[worse]) for cell, arms in runs.items()}
+    return {cell: each for cell, each in counted.items() if each is not None}
+
+
+def _answers(record: RunRecord) -> np.ndarray | None:
+    """Return which images the run's judged model classifies correctly, bool [n], or None if this is not known.
+
+    The answers are those of the global model; where clients are judged by models of their own, they are not the run's.
+
+    Raises:
+        CheckpointError: the summary has answers for another number of images.
+    """
+    summary = record.summary or {}
+    text = summary.get("answers")
+    tests = summary.get("tests")
+    if text is None or tests is None:
+        return None
+    try:
+        right = metrics.unpacked(text, tests["images"])
+    except ValueError as error:
+        raise CheckpointError(
+            f"{record.folder}: the answers in its summary cannot be read ({error}). Restore the original file.",
+            code="file.malformed",
+            path=record.folder,
+            key="answers",
+        ) from None
+    return right if abs(right.mean() - summary["accuracy"]["last"]) < TOLERANCE else None

@@ -1,0 +1,37 @@
+"""Which clients every client function is asked of in a round: those of the round's cohort, or all.
+
+A statistic over the cohort alone, where a paper pools all clients, changes results without failing any other check.
+"""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from small_runs import QUICK
+
+from raylt.contract.case import SOME, Case
+from raylt.methods import METHODS
+
+ASKED = yaml.safe_load(Path(__file__).with_name("asked.yaml").read_text())
+
+
+def asked(name: str, folder: Path) -> dict[str, str]:
+    """Return "all" or "some" for each client function of a run in which two of six clients train in a round."""
+    case = Case(METHODS[name](**QUICK.get(name, {})), METHODS[name].problems[0], folder)
+    trace = case.run(case.config(SOME))
+    clients = len(trace.experiment.fleet.ids)
+    replies: dict[str, set[str]] = {}
+    for report in trace.reports:
+        for function, traffic in report.traffic.items():
+            replies.setdefault(function, set()).add("all" if traffic["replies"] == clients else "some")
+    return {function: " or ".join(sorted(kinds)) for function, kinds in sorted(replies.items())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_clients_that_are_asked_are_those_of_the_table(name, tmp_path):
+    assert asked(name, tmp_path) == ASKED[name]
+
+
+def test_the_table_has_every_method_and_no_other():
+    assert ASKED.keys() == METHODS.keys()
