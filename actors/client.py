@@ -20,8 +20,8 @@ import torch
 from actors.shards import Pack
 from raylt.config import Config
 from raylt.core.client import ClientFunction, Reply
-from raylt.core.device import describe, is_full, open_device
-from raylt.core.fleet.client_host import ClientHost
+from raylt.core.device import is_full, open_device
+from raylt.core.fleet.client_host import ClientCall, ClientHost, Outcome
 from raylt.core.fleet.fleet import ItemFunction, compute
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault, Unusable, packed, unpacked
@@ -136,7 +136,7 @@ class ClientActor:
             self.refusal = self._open()
         if self.refusal is not None:
             raise self.refusal
-        return ray.get_runtime_context().get_node_id(), os.getpid(), describe(self.host.device)
+        return ray.get_runtime_context().get_node_id(), os.getpid(), self.host.describe()
 
     def wait_until_gone(self, processes: list[tuple[str, int]]) -> None:
         """Wait until all given processes (node, pid) of this node have ended, at most `GONE_S` seconds."""
@@ -167,10 +167,14 @@ class ClientActor:
         received = from_arrays(message)
         replies = []
         states = []
+        calls = [
+            ClientCall(id, self.packs[pack].shard(id), None if place is None else from_arrays(privates[place]))
+            for id, pack, place in block.clients
+        ]
         with self._stacks_after(patience):
-            for id, pack, place in block.clients:
-                private = None if place is None else from_arrays(privates[place])
-                reply, state = self._call(fn, received, block, id, self.packs[pack], private)
+            stacked = self.host.run_stacks(fn, received, block.round, calls)
+            for call in calls:
+                reply, state = self._call(fn, received, block, call, stacked.get(call.id))
                 replies.append(reply)
                 states.append(state)
         if sums is not None and not any(isinstance(reply, Fault) for reply in replies):
@@ -180,11 +184,13 @@ class ClientActor:
         return replies, *states
 
     def _call(
-        self, fn: ClientFunction, message: Tree, block: Block, id: int, pack: Pack, private: Tree | None
+        self, fn: ClientFunction, message: Tree, block: Block, call: ClientCall, outcome: Outcome | None
     ) -> tuple[Reply | Unusable | Fault, Tree]:
+        """Run a call, or take its outcome in a stack; return what is sent."""
         try:
-            shard = None if id in self.host.clients else pack.shard(id)
-            reply, state = self.host.run(fn, message, block.round, id, shard, private)
+            if outcome is not None:
+                return packed(*outcome)
+            reply, state = self.host.run(fn, message, block.round, call.id, call.shard, call.private)
             if len(block.clients) > 1:
                 reply, state = _copied(reply, state)
             return packed(reply, state)

@@ -41,6 +41,7 @@ __all__ = [
     "open_client",
     "pixels",
     "private_states",
+    "tiny_odd",
     "tiny_pretrained",
 ]
 
@@ -120,3 +121,18 @@ def tiny_pretrained(classes: int, shape: tuple[int, int, int]) -> SplitModel:
         )
     )
     return SplitModel(encoder, 5, classes)
+
+
+def tiny_odd(classes: int, shape: tuple[int, int, int]) -> SplitModel:
+    """Return a network of odd widths where they are allowed, with GroupNorm, groups and a hidden linear layer."""
+    encoder = nn.Sequential(
+        OrderedDict(
+            stage1=nn.Sequential(nn.Conv2d(shape[2], 6, 3, padding=1), nn.GroupNorm(3, 6), nn.ReLU(inplace=True)),
+            stage2=nn.Sequential(
+                nn.AvgPool2d(2), nn.Conv2d(6, 16, 3, padding=1, groups=2, bias=False), nn.BatchNorm2d(16), nn.ReLU6()
+            ),
+            pool=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 16, bias=False)),
+            last=nn.Sequential(nn.ReLU(), nn.Flatten()),
+        )
+    )
+    return SplitModel(encoder, 16, classes)

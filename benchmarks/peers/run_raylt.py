@@ -1,4 +1,4 @@
-"""Runs raylt as `raylt run` does: run_raylt.py FOLDER ray|local.
+"""Runs raylt as `raylt run` does: run_raylt.py FOLDER ray|local|ray-stacked|local-stacked.
 
 As in the other systems nothing is saved between rounds; at the end raylt judges its model by a hundred test images,
 which the others do not.
@@ -19,13 +19,14 @@ class Marks(raylt.Callback):
 
 
 def main() -> None:
-    folder, fleet = Path(sys.argv[1]), sys.argv[2]
+    folder, system = Path(sys.argv[1]), sys.argv[2]
+    fleet, _, stacked = system.partition("-")
     scale = json.loads((folder / "scale.json").read_text())
     raylt.run(
         "fedavg",
         out=folder / "runs",
-        name=f"raylt-{fleet}",
-        fleet=fleet,
+        name=f"raylt-{system}",
+        fleet="local" if fleet == "local" else "ray",
         quiet=True,
         callbacks=[Marks()],
         overrides={
@@ -39,6 +40,7 @@ def main() -> None:
             "local.batch": scale["batch"],
             "local.lr": scale["lr"],
             "local.momentum": 0.0,
+            "local.stacked": "auto" if stacked else "off",
             "resources.actors": 2,
             "resources.device": "cpu",
             "evaluation.every": scale["rounds"],

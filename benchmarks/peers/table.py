@@ -9,7 +9,9 @@ BEGIN, END = "<!-- speed: written by `make bench` -->", "<!-- end of speed -->"
 NAMES = {
     "bare": "bare PyTorch loop",
     "raylt-ray": "**raylt**, actors on Ray",
+    "raylt-ray-stacked": "**raylt**, actors on Ray, stacks",
     "raylt-local": "**raylt**, one process",
+    "raylt-local-stacked": "**raylt**, one process, stacks",
     "flower": "Flower",
     "pfl": "pfl-research",
     "flgo": "FLGo",

@@ -382,6 +382,12 @@ class LocalConfig(Section):
     )
     momentum: float = setting(0.9, "Momentum of SGD.", ge=0, lt=1)
     weight_decay: float = setting(0.0, "Weight decay; with AdamW it is decoupled from the gradient.", ge=0, le=MOST)
+    stacked: Literal["auto", "off"] = setting(
+        "off",
+        "Training of small clients as one network, up to four times as fast on a CPU. auto: clients of at most 32 "
+        "samples train in stacks if method, model and batch suit it; the last bits change. off: every client trains "
+        "alone.",
+    )
     unlabelled: Literal["ignored", "absent"] = setting(
         "ignored",
         "Treatment of pixels without a label. ignored: they teach nothing. absent: they belong to one of the classes "

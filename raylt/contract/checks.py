@@ -20,7 +20,7 @@ from raylt.contract.arrival import bits_elsewhere
 from raylt.contract.case import CPU, SOME, Case
 from raylt.contract.declarations import Violation, declares_its_fields, expect, has_a_name_and_a_paper, is_a_value
 from raylt.contract.fields import acts_from_its_stage_on
-from raylt.contract.hosts import Backwards, FailsFirst, NewHosts, OwnHosts
+from raylt.contract.hosts import Backwards, FailsFirst, InStacks, NewHosts, OwnHosts
 from raylt.contract.lies import LIAR, Asked, Lies, counts_of_part, wrong_leaves, wrong_weights
 from raylt.contract.trace import Trace, fingerprint, finish
 from raylt.core.checkpoint import checkpoint
@@ -39,6 +39,7 @@ Question = tuple[str, Schema, int, Reply]  # call, schema of the replies, client
 Honest = tuple[Schema, int, Reply]
 NEW = 3  # a client that holds a single sample
 TROUBLES = "lost", "retried", "rejected"
+STACKED_DIFFERENCE = 1e-5  # of numbers that were computed in stacks and alone; rounding makes 3e-7
 
 
 def ends_with_a_judged_model(case: Case) -> None:
@@ -89,6 +90,18 @@ def spread_over_processes(case: Case) -> None:
     """The result depends neither on which process runs a client nor on state that a process keeps."""
     _same(case.straight, case.run(host=OwnHosts))
     _same(case.straight, case.run(host=NewHosts))
+
+
+def trains_in_stacks_as_alone(case: Case) -> None:
+    """If the method is `stackable`, clients in stacks train as alone, and their bits depend on no other client."""
+    config = case.config(local={"batch": 8, "stacked": "auto"})
+    trace = case.run(config, host=InStacks)
+    host = trace.experiment.fleet._host  # pyright: ignore[reportAttributeAccessIssue]
+    if host.why_alone is not None:
+        return
+    expect(host.compared > 0, "no client trains in a stack")
+    expect(host.difference <= STACKED_DIFFERENCE, f"in a stack, a number differs from alone by {host.difference:.1e}")
+    _same(trace, case.run(config, host=OwnHosts))
 
 
 def travels_to_another_process(case: Case) -> None:
@@ -324,6 +337,7 @@ CHECKS: tuple[Check, ...] = (
     other_seed_other_bits,
     order_of_clients,
     spread_over_processes,
+    trains_in_stacks_as_alone,
     travels_to_another_process,
     retried_calls,
     judging_changes_nothing,

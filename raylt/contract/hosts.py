@@ -1,13 +1,19 @@
 """Client hosts and fleets that disturb a run: other client orders, lost processes, failing calls."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from raylt import tree
 from raylt.contract.trace import fingerprint
 from raylt.core.client import Reply
-from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.client_host import ClientHost, Outcome
 from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.core.setup import Setup
 from raylt.errors import in_user_code
 from raylt.tree import Tree
 
@@ -65,6 +71,9 @@ class OwnHosts:
         self.hosts: dict[int, ClientHost] = {}
         self.device = args[-1]
 
+    def stacks(self, fn: Any) -> bool:
+        return False
+
     def run(self, fn, message, round, id, shard, private):
         if id not in self.hosts:
             self.hosts[id] = ClientHost(*self.args)
@@ -78,8 +87,56 @@ class NewHosts:
         self.args = args
         self.device = args[-1]
 
+    def stacks(self, fn: Any) -> bool:
+        return False
+
     def run(self, *call):
         return ClientHost(*self.args).run(*call)
+
+
+class InStacks(ClientHost):
+    """Client host that trains clients in stacks and alone, and records the largest difference of their results.
+
+    Attributes:
+        difference: of two numbers, relative to the larger of the one from alone and 1.
+        compared: number of calls that were compared.
+    """
+
+    def __init__(self, setup: Setup, *args: Any):
+        super().__init__(setup, *args)
+        local = setup.config.local.model_copy(update={"stacked": "off"})
+        self._alone = ClientHost(replace(setup, config=setup.config.model_copy(update={"local": local})), *args)
+        self.difference = 0.0
+        self.compared = 0
+
+    def run_stacks(self, fn, message, round, calls):
+        outcomes = super().run_stacks(fn, message, round, calls)
+        for call in calls:
+            if (outcome := outcomes.get(call.id)) is not None:
+                alone = self._alone.run(fn, message, round, call.id, call.shard, call.private)
+                self.compared += 1
+                self.difference = max(self.difference, _difference(outcome, alone))
+        return outcomes
+
+
+def _difference(outcome: Outcome, alone: Outcome) -> float:
+    numbers, expected = (dict(_numbers_of(each)) for each in (outcome, alone))
+    if numbers.keys() != expected.keys():
+        return math.inf
+    worst = 0.0
+    for path, value in expected.items():
+        scale = value.abs().clamp(min=1)
+        off = ((numbers[path] - value).abs() / scale).nan_to_num(math.inf)
+        worst = max(worst, off.max().item() if off.numel() else 0.0)
+    return worst
+
+
+def _numbers_of(outcome: Outcome) -> Iterator[tuple[str, Tensor]]:
+    reply, private = outcome
+    assert isinstance(reply, Reply)
+    for path, leaf in tree.leaves({"reply": reply.tree, "private": private}):
+        if isinstance(leaf, Tensor | float | int):
+            yield path, torch.as_tensor(leaf, dtype=torch.float64)
 
 
 class FailsFirst(ClientHost):

@@ -54,6 +54,9 @@ class Method(BaseModel):
             declared length (`Reduction.bounded`), so that noise can hide it.
         learns_prompts: True if it learns the words before class names and nothing else. The model must then be an
             image-text model, whose encoder is frozen (trainable = classifier).
+        stackable: True if small clients can train as one stack (`local.stacked`). `train` is the one of this class. The
+            objective draws no numbers, keeps nothing from step to step, and applies `client.model`, its encoder and
+            its classifier to the batch alone. It may use the model's parameters.
         other_models: Names of further models of a client, judged after the last step next to `client_model`, where a
             paper does not say whose accuracy it reports.
     """
@@ -71,6 +74,7 @@ class Method(BaseModel):
     privileged: ClassVar[str | None] = None
     sums_samples: ClassVar[bool] = False
     learns_prompts: ClassVar[bool] = False
+    stackable: ClassVar[bool] = False
     other_models: ClassVar[tuple[str, ...]] = ()
 
     @field_validator("*", mode="before", check_fields=False)

@@ -311,6 +311,11 @@ def moves_pixels(augmentation: Augmentation | None) -> bool:
     return any(isinstance(step, EachImage) and step.moves for step in _steps_of(augmentation))
 
 
+def is_own(augmentation: Augmentation | None) -> bool:
+    """Return whether an augmentation is raylt's own, or consists of such: it draws from its generator alone."""
+    return all(step in AUGMENTATIONS.values() for step in _steps_of(augmentation))
+
+
 def _steps_of(augmentation: Augmentation | None) -> tuple[Augmentation | None, ...]:
     return augmentation.steps if isinstance(augmentation, InTurn) else (augmentation,)
 

@@ -42,6 +42,7 @@ class FedAFA(Method):
     paper: ClassVar[str] = "Lu et al., ICASSP 2023"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2303.15168"
     personal: ClassVar[bool] = True
+    stackable: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "finish": (
             "cut",

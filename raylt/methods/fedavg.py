@@ -13,3 +13,4 @@ class FedAvg(Method):
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     link: ClassVar[str | None] = "https://arxiv.org/abs/1602.05629"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
+    stackable: ClassVar[bool] = True

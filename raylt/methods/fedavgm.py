@@ -22,6 +22,7 @@ class FedAvgM(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/1909.06335"
     group: ClassVar[Group | None] = "aggregation"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
+    stackable: ClassVar[bool] = True
 
     beta: float = hp(0.9, Choice(0.0, 0.5, 0.7, 0.9, 0.97), "server momentum; CReFF's options have 0.97", ge=0, lt=1)
     server_lr: float = hp(1.0, LogUniform(0.01, 10), "server learning rate; 1 in the text", gt=0)

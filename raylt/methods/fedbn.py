@@ -31,6 +31,7 @@ class FedBN(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2102.07623"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
+    stackable: ClassVar[bool] = True
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         if not batchnorm_entries(model) & model.entries().keys():  # frozen layers are no entries

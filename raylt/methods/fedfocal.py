@@ -21,6 +21,7 @@ class FedFocal(Method):
     name: ClassVar[str] = "fedfocal"
     paper: ClassVar[str] = "Sarkar et al., arXiv 2020"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2011.06283"
+    stackable: ClassVar[bool] = True
 
     gamma: float = hp(2.0, Choice(0.5, 1.0, 2.0, 5.0), "focusing parameter; Lin et al., ICCV 2017", ge=0)
 

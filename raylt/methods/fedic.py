@@ -40,6 +40,7 @@ class FEDIC(Method):
     paper: ClassVar[str] = "Shang et al., ICME 2022"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2205.00172"
     privileged: ClassVar[str | None] = "labelled images of every class at the server (data.auxiliary)"
+    stackable: ClassVar[bool] = True
 
     steps: int = hp(100, Choice(20, 50, 100), "steps of each of the three trainings; from the code", ge=1)
     distil_batch: int = hp(20, Choice(20, 64, 128), "images in a step; from the code", ge=2)

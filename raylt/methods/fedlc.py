@@ -25,6 +25,7 @@ class FedLC(Method):
     name: ClassVar[str] = "fedlc"
     paper: ClassVar[str] = "Zhang et al., ICML 2022"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2209.00189"
+    stackable: ClassVar[bool] = True
 
     tau: float = hp(1.0, LogUniform(0.01, 1.0), "strength of the calibration; SFD tunes it in {1, 0.1}", ge=0)
     missing: Literal["mask", "eps", "one"] = hp(

@@ -21,6 +21,7 @@ class FedAdam(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2003.00295"
     group: ClassVar[Group | None] = "aggregation"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
+    stackable: ClassVar[bool] = True
 
     server_lr: float = hp(0.1, LogUniform(1e-3, 10), "eta, line 12; tuned for each task in the paper", gt=0)
     beta1: float = hp(0.9, Choice(0.0, 0.9), "decay rate of the first moment, line 9", ge=0, lt=1)

@@ -19,6 +19,7 @@ class FedPer(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/1912.00818"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
+    stackable: ClassVar[bool] = True
 
     def shared(self, model: SplitModel) -> Params:
         return model.entries("encoder.")

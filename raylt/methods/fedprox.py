@@ -25,6 +25,7 @@ class FedProx(Method):
     paper: ClassVar[str] = "Li et al., MLSys 2020"
     link: ClassVar[str | None] = "https://arxiv.org/abs/1812.06127"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
+    stackable: ClassVar[bool] = True
 
     mu: float = hp(0.01, LogUniform(1e-4, 1.0), "weight of the proximal term, Eq. 2", ge=0)
 

@@ -27,6 +27,7 @@ class FedRS(Method):
     name: ClassVar[str] = "fedrs"
     paper: ClassVar[str] = "Li and Zhan, KDD 2021"
     link: ClassVar[str | None] = "https://github.com/lxcnju/FedRepo"
+    stackable: ClassVar[bool] = True
 
     alpha: float = hp(0.5, Uniform(0.0, 1.0), "scale of a missing class's logit (0.5 from memory)", ge=0, le=1)
     missing: Literal["scale", "mask"] = hp(

@@ -30,6 +30,7 @@ class LogitAdjustment(Method):
     name: ClassVar[str] = "la"
     paper: ClassVar[str] = "Menon et al., ICLR 2021"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2007.07314"
+    stackable: ClassVar[bool] = True
 
     tau: float = hp(1.0, Uniform(0.0, 2.0), "strength of the adjustment, Eq. 10", ge=0, le=10)
     prior: Literal["local", "global"] = hp(

@@ -18,6 +18,7 @@ class Local(Method):
     paper: ClassVar[str] = "no federation"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
+    stackable: ClassVar[bool] = True
 
     def shared(self, model: SplitModel) -> Params:
         return {}

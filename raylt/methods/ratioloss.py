@@ -41,6 +41,7 @@ class RatioLoss(Method):
     paper: ClassVar[str] = "Wang et al., AAAI 2021"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2008.06217"
     privileged: ClassVar[str | None] = "labelled images of every class at the server (data.auxiliary)"
+    stackable: ClassVar[bool] = True
 
     alpha: float = hp(1.0, Uniform(0.5, 1.5), "weight of a class without its ratio, Ratio Loss", gt=0)
     beta: float = hp(0.1, LogUniform(1e-3, 1.0), "weight of a class's ratio, Ratio Loss", ge=0)

@@ -131,6 +131,8 @@ def _take_steps(
         facts = experiment.describe()
         provenance.check_device(journal.folder, setup.config, facts)
         provenance.note(journal.folder, fleet, len(journal.reports()), setup.config, facts)
+        if (facts["stacked"] or "").startswith("no client"):
+            callback.on_message(f"local.stacked=auto stacks {facts['stacked']}")
         while not experiment.done:
             report = experiment.advance(journal.seal)
             journal.append(report)

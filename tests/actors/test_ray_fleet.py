@@ -102,6 +102,23 @@ def test_fleets_agree_when_everything_travels_and_some_are_asked(make_fleet, und
     assert [report.traffic["train"]["replies"] for report in reports] == [3, 3]
 
 
+def test_stacks_have_the_same_bits_whichever_clients_an_actor_puts_into_one(
+    make_fleet, undisturbed, tiny_task, tmp_path
+):
+    config, method = stacked_config(), FedAvg()
+    expected = undisturbed(config, method)
+    assert expected != undisturbed(configure(), method)
+    fleet = make_fleet(config, 2, method)
+    assert fleet.describe()["stacked"] == "small clients"
+    assert train(config, method, tiny_task, fleet, tmp_path)[0] == expected
+    fleet.close()
+
+
+def stacked_config():
+    config = configure()
+    return config.model_copy(update={"local": config.local.model_copy(update={"stacked": "auto"})})
+
+
 def test_clients_that_die_are_asked_again_with_the_same_result(pool, undisturbed, tiny_task, tmp_path):
     config = configure()
     mortal = Private(victims=(0, 5), folder=str(tmp_path))

@@ -8,6 +8,7 @@ from refusals import refused
 import raylt
 from raylt.errors import ServerLost
 from raylt.runs import runner
+from raylt.runs.folder import provenance
 from raylt.runs.folder.writer import NOTES, SERVER_DIED
 from raylt.runs.in_process import check_threads
 
@@ -48,6 +49,25 @@ def test_the_third_death_in_a_step_ends_the_run_and_is_noted(tmp_path, dying):
     with refused("server.lost", ServerLost):
         raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=SETTINGS)
     assert (tmp_path / "r" / NOTES).read_text().splitlines()[-1].endswith("; the run ends")
+
+
+@pytest.mark.parametrize(("method", "reason"), [("fedavg", None), ("scaffold", "method = scaffold is not stackable")])
+def test_a_run_says_once_that_stacks_do_not_suit_it(tmp_path, method, reason):
+    lines = []
+
+    class Listener(raylt.Callback):
+        def on_message(self, text, minor=False):
+            lines.append(text)
+
+    settings = [*SETTINGS, "local.stacked=auto", "local.batch=8"]
+    run = raylt.run(
+        method, out=tmp_path, name="r", fleet="local", quiet=True, overrides=settings, callbacks=[Listener()]
+    )
+    expected = "small clients" if reason is None else f"no client, because {reason}"
+    assert [line for line in lines if "stacked" in line] == (
+        [] if reason is None else [f"local.stacked=auto stacks {expected}"]
+    )
+    assert [line["stacked"] for line in provenance.read(run.folder)] == [expected]
 
 
 def test_more_threads_than_the_cores_bear_are_refused_in_one_process(tmp_path, monkeypatch):

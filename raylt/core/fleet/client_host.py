@@ -1,22 +1,41 @@
 """`ClientHost`: the clients that one process runs."""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 
 from raylt import tree
 from raylt.core.client import Client, ClientFunction, Message, Reply
-from raylt.core.device import is_full
+from raylt.core.device import describe, is_full
 from raylt.core.evaluation.counts import EvaluationSet
 from raylt.core.fleet.wire import Unusable, plain, room_for
+from raylt.core.method import Method
 from raylt.core.setup import Setup, private_entries
+from raylt.core.training.stacked_sgd import SAMPLES, ClientStack, why_alone
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, TaskSpec
 from raylt.errors import RayltError, one_line
-from raylt.models.split import set_training
+from raylt.models.split import Params, set_training
 from raylt.models.trainable import frozen_entries
 from raylt.seeds import seeded
 from raylt.tree import Tree
+
+T = TypeVar("T")
+Outcome = tuple[Reply | Unusable, Tree]  # a reply and the client's private state
+
+
+@dataclass(frozen=True)
+class ClientCall:
+    """One client's call, apart from the function and the message; see `ClientHost.run`."""
+
+    id: int
+    shard: Shard | None
+    private: Tree | None
 
 
 class ClientHost:
@@ -33,6 +52,9 @@ class ClientHost:
         device: runs the clients' calls.
         room: bytes that the samples of all its clients may take on the device. Beyond it the host drops the samples of
             the client whose last call is longest ago; they must come again with that client's next call.
+
+    Attributes:
+        why_alone: the reason why no clients train in stacks, in words; None if small ones do.
     """
 
     def __init__(self, setup: Setup, spec: TaskSpec, test: Shard, device: torch.device, room: float = math.inf):
@@ -46,11 +68,45 @@ class ClientHost:
         self._initial = tree.snapshot(private_entries(setup.method, self.model))
         self._test = EvaluationSet(test, spec, device)
         self._threads = max(1, int(setup.config.resources.cpus_per_client))
+        self.why_alone = why_alone(setup.config, setup.method, self.model, spec, setup.augment, device)
         self._room = room_for(tree.nbytes(dict(self.model.state_dict()) | frozen_entries(self.model)))
+
+    def describe(self) -> dict[str, str | None]:
+        """Describe the device (`raylt.core.device.describe`) and, as "stacked", the clients that train in stacks.
+
+        "stacked" is None where the configuration asks for no stacks.
+        """
+        stacked = "small clients" if self.why_alone is None else f"no client, because {self.why_alone}"
+        return describe(self.device) | {"stacked": None if self.setup.config.local.stacked == "off" else stacked}
+
+    def stacks(self, fn: ClientFunction) -> bool:
+        """Return whether small clients run this function in stacks (`local.stacked`)."""
+        return self.why_alone is None and getattr(fn, "__func__", None) is Method.train
+
+    def run_stacks(
+        self, fn: ClientFunction, message: Message, round: int, calls: Sequence[ClientCall]
+    ) -> dict[int, Outcome]:
+        """Run the training function once for each small client of several, in stacks.
+
+        Args:
+            calls: of different clients.
+
+        Returns:
+            By client, the same as `run`. Clients that are not small are left out, and so are the clients of a stack
+            that raised an error: `run` runs each by itself, and its error names its client.
+        """
+        small = [call for call in calls if self._is_stacked(fn, call)]
+        small.sort(key=self._size, reverse=True)
+        outcomes: dict[int, Outcome] = {}
+        while small:
+            stack, small = small[: self._stack.slots], small[self._stack.slots :]
+            with suppress(Exception):
+                outcomes |= self._run_stack(fn, message, round, stack)
+        return outcomes
 
     def run(
         self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None, private: Tree | None
-    ) -> tuple[Reply | Unusable, Tree]:
+    ) -> Outcome:
         """Run a client function once for one client.
 
         Where the device is full, the host drops the data of the other clients and runs the function again.
@@ -65,6 +121,9 @@ class ClientHost:
         Raises:
             LateWrite: the function changed what it had handed over.
         """
+        call = ClientCall(id, shard, private)
+        if self._is_stacked(fn, call):
+            return self._run_stack(fn, message, round, [call])[id]
         try:
             return self._run(fn, message, round, id, shard, private)
         except Exception as error:
@@ -72,6 +131,10 @@ class ClientHost:
                 raise
         # outside the handler, since the error's frames keep their objects alive
         return self._run(fn, message, round, id, shard, private)
+
+    @cached_property
+    def _stack(self) -> ClientStack:
+        return ClientStack(self.model, self.spec, self.setup.config.local.batch)
 
     def drop(self, all_but: int) -> bool:
         """Remove the data of all clients except the client `all_but` from the device.
@@ -88,35 +151,74 @@ class ClientHost:
 
     def _run(
         self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None, private: Tree | None
-    ) -> tuple[Reply | Unusable, Tree]:
-        client = self._admit(id, shard)
-        entries, state = (self._initial, {}) if private is None else (private["model"], private["state"])
-        client.recall(state)
+    ) -> Outcome:
+        client, entries = self._begun(fn, round, ClientCall(id, shard, private))
         arrived = tree.to({"entries": entries, "message": message}, self.device)
         client.receive(arrived["entries"])
         set_training(self.model)  # every call starts in the same mode, whatever the previous client left
-        name = getattr(fn, "__name__", "call")
-        client.begin(name, round)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self._threads)  # the same number everywhere, since it affects the order of some sums
-        try:
-            with seeded(self.setup.config.seed, name, round, id, device=self.device):
-                reply = self._called(fn, client, arrived["message"])
-        finally:
-            torch.set_num_threads(threads)
+        with self._calling(fn, round, id):
+            reply = self._called(lambda: fn(client, arrived["message"]), self.model.state_dict())
         client.check_stamps()
         after = {"model": private_entries(self.setup.method, self.model), "state": dict(client.state)}
         return plain(reply, after, self._room)
 
-    def _called(self, fn: ClientFunction, client: Client, message: Message) -> Reply:
-        """Run a client function; raise an error with the code reply.not-finite if it fails on a diverged model."""
+    def _is_stacked(self, fn: ClientFunction, call: ClientCall) -> bool:
+        return self.stacks(fn) and self._size(call) <= SAMPLES
+
+    def _size(self, call: ClientCall) -> int:
+        """Return a client's number of samples."""
+        return len(self.clients.get(call.id) or call.shard or ())
+
+    def _run_stack(
+        self, fn: ClientFunction, message: Message, round: int, calls: Sequence[ClientCall]
+    ) -> dict[int, Outcome]:
+        method: Method = fn.__self__  # pyright: ignore[reportFunctionMemberAccess]
+        begun = [self._begun(fn, round, call) for call in calls]
+        clients = [client for client, _ in begun]
+        entries = {str(client.id): own for client, own in begun}
+        arrived = tree.to({"entries": entries, "message": message}, self.device)
+        privates = list(arrived["entries"].values())
+        with self._calling(fn, round, calls[0].id):
+            results = self._called(
+                lambda: self._stack.train(method, clients, privates, arrived["message"]), self._stack.first
+            )
+        outcomes = {}
+        for client, (reply, private) in zip(clients, results, strict=True):
+            client.check_stamps()
+            outcomes[client.id] = plain(reply, {"model": private, "state": dict(client.state)}, self._room)
+        return outcomes
+
+    def _begun(self, fn: ClientFunction, round: int, call: ClientCall) -> tuple[Client, Tree]:
+        """Begin a call; return its client, and the private entries that the client's model starts with."""
+        client = self._admit(call.id, call.shard)
+        private = {"model": self._initial, "state": {}} if call.private is None else call.private
+        client.recall(private["state"])
+        client.begin(getattr(fn, "__name__", "call"), round)
+        return client, private["model"]
+
+    @contextmanager
+    def _calling(self, fn: ClientFunction, round: int, id: int) -> Iterator[None]:
+        """Set the number of threads and torch's own generators for a call, and restore them afterwards."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)  # the same number everywhere, since it affects the order of some sums
         try:
-            return fn(client, message)
+            with seeded(self.setup.config.seed, getattr(fn, "__name__", "call"), round, id, device=self.device):
+                yield
+        finally:
+            torch.set_num_threads(threads)
+
+    def _called(self, work: Callable[[], T], entries: Params) -> T:
+        """Run the work of a call; raise an error with the code reply.not-finite if it fails on a diverged model.
+
+        Args:
+            entries: of the model that is trained.
+        """
+        try:
+            return work()
         except RayltError:
             raise
         except Exception as error:
-            entries = self.model.state_dict().values()
-            if is_full(error) or all(torch.isfinite(value).all() for value in entries):
+            if is_full(error) or all(torch.isfinite(value).all() for value in entries.values()):
                 raise
             raise RayltError(
                 f"the model is infinite or not a number: {one_line(error)}", code="reply.not-finite"

@@ -9,12 +9,12 @@ import cloudpickle
 import numpy as np
 
 from raylt.config import Config
-from raylt.core.client import ClientFunction, Message
-from raylt.core.device import describe
-from raylt.core.fleet.client_host import ClientHost
+from raylt.core.client import ClientFunction, Message, Reply
+from raylt.core.fleet.block_sums import split_into_blocks
+from raylt.core.fleet.client_host import ClientCall, ClientHost
 from raylt.core.fleet.fleet import Answer, Arrived, Fleet, ItemFunction, compute
 from raylt.core.fleet.schema import Schema
-from raylt.core.fleet.wire import Fault, packed, unpacked
+from raylt.core.fleet.wire import Fault, Unusable, packed, unpacked
 from raylt.data.task import Task
 from raylt.errors import ClientError, RayltError, one_line
 from raylt.own_code.shipment import pickle_modules_by_name
@@ -55,7 +55,7 @@ class LocalFleet(Fleet):
         return results
 
     def describe(self) -> dict[str, str | None]:
-        return describe(self._host.device)
+        return self._host.describe()
 
     def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
         for id in ids:
@@ -88,7 +88,9 @@ class LocalFleet(Fleet):
             return self._ask(call, id, name)
 
         if enough >= len(ids):
-            yield from map(answer, ids)
+            for block in split_into_blocks(ids) if self._host.stacks(fn) else [ids]:
+                stacked = self._ask_stacks(call, block)
+                yield from (stacked.get(id) or answer(id) for id in block)
             return
         # random order of arrival: in id order the last clients would never take part
         rng = np.random.default_rng(seed_for(self.config.seed, "arrival", self.round))
@@ -101,23 +103,37 @@ class LocalFleet(Fleet):
             answered += reply is not None and usable(answers[-1].id, reply)
         yield from sorted(answers, key=attrgetter("id"))
 
+    def _ask_stacks(self, call: bytes, ids: Sequence[int]) -> dict[int, Answer]:
+        """Return the answers of clients that train in stacks; see `ClientHost.run_stacks`."""
+        fn, message = pickle.loads(call)
+        if not self._host.stacks(fn):
+            return {}
+        calls = [ClientCall(id, self._shards[id], self._private_state(id)) for id in ids]
+        answers = {}
+        for id, outcome in self._host.run_stacks(fn, from_arrays(message), self.round, calls).items():
+            sent, after = packed(*outcome)  # a stack's replies share no memory with anything
+            answers[id] = Answer(id, unpacked(sent), pickle.dumps(after))
+        return answers
+
     def _ask(self, call: bytes, id: int, name: str) -> Answer:
         for retries in range(self.config.federation.retries, -1, -1):
             fn, message = pickle.loads(call)
             try:
-                sent, after = self._run(fn, message, id)
+                private = self._private_state(id)
+                return _answer(id, *self._host.run(fn, from_arrays(message), self.round, id, self._shards[id], private))
             except (Exception, SystemExit) as error:  # SystemExit: on a cluster it ends the client's own process
                 if retries == 0:
                     fault = Fault.of(error)
                     return Answer(id, None, None, ClientError(id, self.round, name, fault.text, code=fault.code))
                 self.round_stats.retried.append(id)
-            else:
-                return Answer(id, unpacked(pickle.loads(sent)), after)
         raise AssertionError("unreachable")
 
-    def _run(self, fn: ClientFunction, message: Message, id: int) -> tuple[bytes, bytes]:
-        """Run a client function for one client; return the reply and the client's pickled private state."""
+    def _private_state(self, id: int) -> Tree | None:
         handle = self._private.get(id)
-        private = None if handle is None else from_arrays(pickle.loads(handle))
-        reply, after = packed(*self._host.run(fn, from_arrays(message), self.round, id, self._shards[id], private))
-        return pickle.dumps(reply), pickle.dumps(after)
+        return None if handle is None else from_arrays(pickle.loads(handle))
+
+
+def _answer(id: int, reply: Reply | Unusable, private: Tree) -> Answer:
+    """Return an answer that shares no memory with a reply and a private state, as if it came from another process."""
+    sent, after = packed(reply, private)
+    return Answer(id, unpacked(pickle.loads(pickle.dumps(sent))), pickle.dumps(after))

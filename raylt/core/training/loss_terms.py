@@ -44,13 +44,22 @@ class Terms:
         self.norms: dict[str, float] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
-        return reduce(operator.add, self._terms(batch).values())
+        return added(self._terms(batch))
 
     def measured(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, and set `norms` to the terms' gradient norms on this batch."""
         terms = self._terms(batch)
         self.norms = {name: gradient_norm(term, self._params) for name, term in terms.items()}
-        return reduce(operator.add, terms.values())
+        return added(terms)
+
+    def split(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the terms of a batch by name. Who calls this sets `norms`."""
+        return self._terms(batch)
+
+
+def added(terms: dict[str, Tensor]) -> Tensor:
+    """Return the sum of loss terms."""
+    return reduce(operator.add, terms.values())
 
 
 def gradient_norm(loss: Tensor, params: Sequence[Tensor]) -> float:
@@ -58,7 +67,12 @@ def gradient_norm(loss: Tensor, params: Sequence[Tensor]) -> float:
     if not loss.requires_grad:
         return 0.0
     gradients = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
-    return torch.stack([g.norm() for g in gradients if g is not None]).norm().item()
+    return length([g for g in gradients if g is not None])
+
+
+def length(gradients: Sequence[Tensor]) -> float:
+    """Return the norm of gradients together; 0 if there are none."""
+    return torch.stack([g.norm() for g in gradients]).norm().item() if gradients else 0.0
 
 
 # the shares on their way from a client to the figures of a round

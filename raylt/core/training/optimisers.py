@@ -48,14 +48,14 @@ class SGD:
         """Take one step along the gradient of a scalar loss; parameters without a gradient stay unchanged."""
         used, params, grads = _gradients(loss, self.params)
         if used:
-            self._move(params, grads, [self._velocity[i] for i in used] if self.momentum else [])
+            self.move(params, grads, [self._velocity[i] for i in used] if self.momentum else [])
 
     @torch.no_grad()
     def descend(self, gradients: list[Tensor]) -> None:
         """Take one step along given gradients of all trained parameters, in the parameters' order."""
-        self._move(self.params, gradients, self._velocity)
+        self.move(self.params, gradients, self._velocity)
 
-    def _move(self, params: list[Tensor], grads: list[Tensor], velocity: list[Tensor]) -> None:
+    def move(self, params: list[Tensor], grads: list[Tensor], velocity: list[Tensor]) -> None:
         """Move parameters along their gradients, with velocities if there is momentum."""
         if self.weight_decay:
             # not in place, since two parameters may share one gradient tensor

@@ -34,6 +34,7 @@ class AfterTraining(Method):
 
     group: ClassVar[Group | None] = "statistics"
     trains_as: ClassVar[str | None] = "fedavg"
+    stackable: ClassVar[bool] = True
 
     def statistics(self, client: Client, message: Message) -> Reply:
         """Report, for each class of the client, the sample count and the sums of features z and of z z^T, float64."""

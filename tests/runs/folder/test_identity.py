@@ -24,6 +24,7 @@ EDITS = [
     ("local.weight_decay", 0.1),
     ("local.lr_decay", 0.1),
     ("local.precision", "bfloat16"),
+    ("local.stacked", "auto"),
     ("data.imbalance", 10.0),
     ("data.alpha", 0.1),
     ("data.partition", "iid"),

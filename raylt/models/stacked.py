@@ -1,0 +1,267 @@
+"""`StackedModel`: one network that computes the networks of several clients at once.
+
+A batch of K clients is [B, K * C, H, W], channels-last. A convolution has one group for each client, BatchNorm has
+statistics of K * C channels, and a linear layer is a batched product. On a CPU a small step spends most of its time on
+the calls of its operations, and here one call serves all clients. The clients' numbers never mix.
+
+A client's bits depend neither on the other clients of its stack nor on their number, from two clients on. Torch has
+other kernels for a single group, so a single client must be computed in a stack of two. Some kernels also compute the
+last few numbers of a row in another way than the others, or depend on where a row lies in memory. So the widths of
+BatchNorm and linear layers must be multiples of `WIDTH`, and another kernel takes the mean of a map.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raylt.models.resnet import BasicBlock
+from raylt.models.split import Params, SplitModel, trained_names
+
+WIDTH = 16  # numbers in a vector register
+# types must be equal, because a subclass may compute something else
+_CONTAINERS = (SplitModel, nn.Sequential, BasicBlock)
+_CHANNEL_BY_CHANNEL = (nn.ReLU, nn.ReLU6, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Identity)
+
+
+class _Convolution(nn.Module):
+    """Convolutions of several clients, as one convolution in groups."""
+
+    def __init__(self, layer: nn.Conv2d):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self._options: dict[str, Any] = {
+            "stride": layer.stride,
+            "padding": layer.padding,
+            "dilation": layer.dilation,
+        }
+        self._out = layer.out_channels
+        self._groups = layer.groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        clients = len(self.weight) // self._out
+        return F.conv2d(x, self.weight, self.bias, groups=clients * self._groups, **self._options)
+
+
+class _BatchNorm(nn.Module):
+    """BatchNorm layers of several clients in training, as one layer."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, layer: nn.BatchNorm2d):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        for name, value in layer.named_buffers(recurse=False):
+            self.register_buffer(name, value)
+        self._momentum = layer.momentum
+        self._eps = layer.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        assert self._momentum is not None
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, True, self._momentum, self._eps
+        )
+
+
+class _GroupNorm(nn.Module):
+    """GroupNorm layers of several clients, as one layer."""
+
+    def __init__(self, layer: nn.GroupNorm):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self._groups = layer.num_groups
+        self._channels = layer.num_channels
+        self._eps = layer.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        clients = x.shape[1] // self._channels
+        return F.group_norm(x, clients * self._groups, self.weight, self.bias, self._eps)
+
+
+class _MapMean(nn.Module):
+    """The mean of each channel's map, [B, n, h, w] to [B, n, 1, 1]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, (x.shape[2], x.shape[3]))
+
+
+class _Flatten(nn.Module):
+    """Flattening of several clients' maps [B, K * C, h, w] to features [K, B, C * h * w].
+
+    Args:
+        span: object with the number of clients.
+    """
+
+    def __init__(self, span: "_Span"):
+        super().__init__()
+        self._span = span
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 3:  # features already
+            return x
+        return x.reshape(len(x), self._span.clients, -1).transpose(0, 1)
+
+
+class _Linear(nn.Module):
+    """Linear layers of several clients, as a batched product of features [K, B, d]."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, z: Tensor) -> Tensor:
+        weight = self.weight.transpose(1, 2)
+        return torch.bmm(z, weight) if self.bias is None else torch.baddbmm(self.bias[:, None], z, weight)
+
+
+class _Span:
+    """The number of clients that a stacked network computes at the moment."""
+
+    clients = 0
+
+
+class StackedModel:
+    """The networks of several clients in training, one in each slot.
+
+    Args:
+        model: a network without an `unstackable_layer`; all slots start as copies of it.
+        slots: the number of clients.
+
+    Attributes:
+        entries: the state-dict entries of all slots by name, [slots, ...].
+        trained: names of the trained parameters.
+        untrained: names of the other entries.
+    """
+
+    def __init__(self, model: SplitModel, slots: int):
+        self.slots = slots
+        self.entries: Params = {name: _copies(value, slots) for name, value in model.state_dict().items()}
+        names = trained_names(model)
+        self.trained = [name for name in self.entries if name in names]
+        self.untrained = [name for name in self.entries if name not in names]
+        self._span = _Span()
+        self._net = _replaced(copy.deepcopy(model), self._span)
+        self._owners = {name: self._net.get_submodule(name.rpartition(".")[0]) for name in self.entries}
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._bound: tuple[int, int] | None = None
+
+    def slot(self, slot: int, names: Iterable[str] | None = None) -> Params:
+        """Return one client's entries, which share the stack's memory.
+
+        Args:
+            names: of the entries; by default all.
+        """
+        return {name: self.entries[name][slot] for name in (self.entries if names is None else names)}
+
+    @torch.no_grad()
+    def load(self, slots: slice, values: Params) -> None:
+        """Copy the same values into the entries of some slots. Other entries stay unchanged."""
+        for name, value in values.items():
+            self.entries[name][slots].copy_(value)
+
+    def flat(self, name: str, values: Tensor) -> Tensor:
+        """Return the values of an entry for several clients, [n, ...], in the shape that its layer computes with."""
+        return values if values.ndim == 1 or isinstance(self._owners[name], _Linear) else values.flatten(0, 1)
+
+    def parameters(self, start: int, stop: int) -> list[Tensor]:
+        """Return the trained parameters of the slots from `start` to before `stop`, in the order of `trained`."""
+        views = self._flat_views(start, stop)
+        return [views[name] for name in self.trained]
+
+    def __call__(self, start: int, stop: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the networks of the slots from `start` to before `stop`, n in number.
+
+        Args:
+            x: [B, n * C, H, W], channels-last.
+
+        Returns:
+            Features [n, B, d] and logits [n, B, classes].
+        """
+        if self._bound != (start, stop):
+            for name, view in self._flat_views(start, stop).items():
+                owner: Any = self._owners[name]
+                leaf = name.rpartition(".")[2]
+                (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = view
+            self._bound = start, stop
+            self._span.clients = stop - start
+        z = self._net.encoder(x)
+        return z, self._net.classifier(z)
+
+    def _flat_views(self, start: int, stop: int) -> dict[str, Tensor]:
+        if (start, stop) not in self._views:
+            views = {name: self.flat(name, values[start:stop]) for name, values in self.entries.items()}
+            for name, value in self._net.named_parameters():
+                views[name] = nn.Parameter(views[name], value.requires_grad)
+            self._views[start, stop] = views
+        return self._views[start, stop]
+
+
+def unstackable_layer(model: nn.Module) -> str | None:
+    """Return the kind of a layer that `StackedModel` cannot compute; None if there is none."""
+    if not isinstance(model, SplitModel) or _is_tied(model) or not trained_names(model):
+        return type(model).__name__
+    # entries that are hidden from the state belong to layers that are frozen
+    if {name for name, _ in model.named_parameters()} - model.state_dict().keys():
+        return type(model.encoder).__name__
+    for layer in model.modules():
+        if not _is_stackable(layer):
+            return type(layer).__name__
+        width = getattr(layer, "num_features", getattr(layer, "in_features", WIDTH))
+        if width % WIDTH:
+            return f"{type(layer).__name__} of {width} inputs, which is no multiple of {WIDTH}"
+    return None
+
+
+def _is_tied(model: nn.Module) -> bool:
+    """Return whether two entries of a model are one parameter."""
+    return len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+
+
+def _is_stackable(layer: nn.Module) -> bool:
+    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+        return False
+    kind = type(layer)
+    match layer:
+        case nn.Conv2d():
+            return kind is nn.Conv2d and layer.padding_mode == "zeros"
+        case nn.BatchNorm2d():
+            return kind is nn.BatchNorm2d and layer.affine and layer.track_running_stats and layer.momentum is not None
+        case nn.GroupNorm():
+            return kind is nn.GroupNorm and layer.affine
+        case nn.Flatten():
+            return kind is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
+    return kind is nn.Linear or kind in _CONTAINERS or kind in _CHANNEL_BY_CHANNEL
+
+
+def _replaced(module: Any, span: _Span) -> Any:
+    """Replace the layers of a network by those that compute several clients."""
+    for name, child in module.named_children():
+        match child:
+            case nn.Conv2d():
+                setattr(module, name, _Convolution(child))
+            case nn.BatchNorm2d():
+                setattr(module, name, _BatchNorm(child))
+            case nn.GroupNorm():
+                setattr(module, name, _GroupNorm(child))
+            case nn.Linear():
+                setattr(module, name, _Linear(child))
+            case nn.AdaptiveAvgPool2d() if child.output_size in (1, (1, 1)):
+                setattr(module, name, _MapMean())
+            case nn.Flatten():
+                setattr(module, name, _Flatten(span))
+            case _:
+                _replaced(child, span)
+    return module
+
+
+def _copies(value: Tensor, slots: int) -> Tensor:
+    """Return copies of a tensor, [slots, ...], each in the memory layout of the tensor."""
+    strides = value.numel(), *value.stride()
+    copies = torch.empty_strided((slots, *value.shape), strides, dtype=value.dtype, device=value.device)
+    return copies.copy_(value.detach())

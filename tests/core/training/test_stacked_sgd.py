@@ -1,0 +1,335 @@
+"""Clients that train in stacks: numbers as alone up to rounding, and bits that depend on no other client."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from refusals import refused
+from tiny import CPU, configure, fingerprint, make_experiment, make_setup, make_task, tiny_odd
+from torch.nn import functional as F
+
+from raylt import tree
+from raylt.core.checkpoint import checkpoint
+from raylt.core.fleet.client_host import ClientCall, ClientHost
+from raylt.core.fleet.reductions import each
+from raylt.core.method import Method
+from raylt.core.training.sgd import sgd
+from raylt.core.training.stacked_sgd import MOST_CLIENTS, SAMPLES, ClientStack, Workload, is_stackable
+from raylt.data.task import Shard, TaskSpec
+from raylt.errors import TooFewReplies
+from raylt.methods import METHODS
+from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedbn import FedBN
+from raylt.methods.fedprox import FedProx
+
+SIZES = (1, 2, 3, 7, 8, 9, 13, 13, 16, 31, 32, 33)  # samples of a client; the last one is no small client
+SPEC = TaskSpec("random", ("a", "b", "c"), (7, 7, 3), (0.5,) * 3, (0.25,) * 3)
+
+
+def shard(id):
+    rng = np.random.default_rng(id)
+    return Shard(rng.integers(0, 256, (SIZES[id], 7, 7, 3), dtype=np.uint8), rng.integers(0, 3, SIZES[id]))
+
+
+def make_host(method=None, stacked="auto", model=tiny_odd, augment="none", **local):
+    local = {"batch": 5, "stacked": stacked} | local
+    config = configure(local=local, augment=augment, data={"clients": len(SIZES)})
+    return ClientHost(replace(make_setup(config, method or FedAvg()), model=model), SPEC, shard(11), CPU)
+
+
+def train_stack(host, ids, round=1, message=None):
+    """Train clients in stacks; return their reply trees and private states."""
+    method = host.setup.method
+    message = message or {"model": tree.snapshot(method.shared(host.model))}
+    outcomes = host.run_stacks(method.train, message, round, [ClientCall(id, shard(id), None) for id in ids])
+    assert sorted(outcomes) == sorted(id for id in ids if SIZES[id] <= SAMPLES)
+    return {id: {"reply": reply.tree, "private": private} for id, (reply, private) in outcomes.items()}
+
+
+def train_alone(host, ids, round=1):
+    method = host.setup.method
+    message = {"model": tree.snapshot(method.shared(host.model))}
+    trained = {}
+    for id in ids:
+        reply, private = host.run(method.train, message, round, id, shard(id), None)
+        trained[id] = tree.snapshot({"reply": reply.tree, "private": private})
+    return trained
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    found, expected = dict(tree.leaves(found)), dict(tree.leaves(expected))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            torch.as_tensor(found[name]), torch.as_tensor(value), rtol=tolerance, atol=tolerance, msg=name
+        )
+
+
+class Short(Method):
+    """FedAvg with a loss term for the length of features, and one for the classifier's weights."""
+
+    name: ClassVar[str] = "short"
+    paper: ClassVar[str] = "for tests"
+    stackable: ClassVar[bool] = True
+
+    def objective(self, client, message):
+        model = client.model
+        weights = list(model.parameters())[-2]
+
+        def loss(batch):
+            z = model.encoder(batch.x)
+            length = z.square().sum(1).mean() + weights.square().sum()
+            return F.cross_entropy(model.classifier(z), batch.y) + 0.01 * length
+
+        return loss
+
+
+@pytest.mark.parametrize("method", [FedAvg(), FedBN(), FedProx(mu=0.1), Short()], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "local",
+    [
+        {"epochs": 1, "momentum": 0.0},
+        {"epochs": 2, "weight_decay": 0.01},
+        {"steps": 3, "lr": 0.1},
+        {"epochs": 0.5},
+        {"epochs": 2, "augment": "crop_flip"},
+    ],
+    ids=str,
+)
+def test_clients_train_as_alone_whatever_the_lengths_of_their_batches(method, local):
+    together = train_stack(make_host(method, **local), range(len(SIZES)))
+    alone = train_alone(make_host(method, "off", **local), range(len(SIZES)))
+    assert sorted(together) == [id for id, size in enumerate(SIZES) if size <= SAMPLES]
+    for id, found in together.items():
+        assert_close(found, alone[id])
+    # the client without a batch sends what it received
+    assert together[0]["reply"]["loss"] == 0
+    assert fingerprint(together[0]["reply"]) == fingerprint(alone[0]["reply"])
+
+
+def test_bfloat16_rounds_as_alone():
+    local = {"precision": "bfloat16", "epochs": 1}
+    together, alone = train_stack(make_host(**local), range(6)), train_alone(make_host(None, "off", **local), range(6))
+    for id, found in together.items():
+        assert_close(found, alone[id], 5e-3)
+
+
+@pytest.mark.parametrize("method", [FedAvg(), FedBN(), FedProx(), Short()], ids=lambda m: m.name)
+@pytest.mark.parametrize("augment", ["none", "crop_flip"])
+def test_a_clients_bits_do_not_depend_on_the_others(method, augment):
+    local = {"epochs": 2, "weight_decay": 0.01, "augment": augment}
+    together = train_stack(make_host(method, **local), range(11))
+    for some in ([10], [3, 10], [9, 1, 6], [5, 7, 6, 2, 8]):
+        for id, found in train_stack(make_host(method, **local), some).items():
+            assert fingerprint(found) == fingerprint(together[id]), f"client {id} in {some}"
+    assert {id: fingerprint(found) for id, found in train_alone(make_host(method, **local), range(11)).items()} == {
+        id: fingerprint(found) for id, found in together.items()
+    }
+
+
+def test_a_stack_leaves_nothing_behind():
+    host = make_host(epochs=2)
+    train_stack(host, [10, 9, 4])
+    first = train_stack(host, [3, 5, 8], round=2)
+    assert fingerprint(first) == fingerprint(train_stack(make_host(epochs=2), [3, 5, 8], round=2))
+    assert all(client.model is host.model for client in host.clients.values())
+
+
+def test_more_clients_than_slots_train_in_several_stacks(monkeypatch):
+    whole = train_stack(make_host(), range(11))
+    monkeypatch.setattr("raylt.core.training.stacked_sgd.MOST_CLIENTS", 4)
+    assert fingerprint(train_stack(make_host(), range(11))) == fingerprint(whole)
+
+
+def test_the_number_of_slots_follows_from_the_outputs_of_a_step():
+    model = tiny_odd(3, (7, 7, 3))
+    work = Workload.of(model, SPEC, 5)
+    # 6 x 7 x 7 outputs from 27 inputs, 16 x 3 x 3 from 27, then 16 from 16, and 3 from 16
+    assert work.multiplications == 5 * (6 * 49 * 27 + 16 * 9 * 27 + 16 * 16 + 3 * 16)
+    # of one image: three maps of 6 x 7 x 7, one of 6 x 3 x 3, three of 16 x 3 x 3, five vectors of 16, the logits
+    assert work.outputs == 5 * 4 * (3 * 6 * 49 + 6 * 9 + 3 * 16 * 9 + 5 * 16 + 3)
+    assert ClientStack(model, SPEC, 5).slots == MOST_CLIENTS
+    assert ClientStack(model, SPEC, 500).slots == int(8 * 2**20 / (100 * work.outputs))
+    assert ClientStack(model, SPEC, 50_000).slots == 2
+
+
+# what cannot be stacked
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, None),
+        ({"augment": "crop_flip+color_jitter"}, None),
+        ({"federation": {"secure": True}}, None),
+        ({"local": {"stacked": "off"}}, "local.stacked = off"),
+        ({"method": METHODS["scaffold"]()}, "method = scaffold is not stackable"),
+        ({"local": {"optimiser": "adam"}}, "local.optimiser = adam"),
+        ({"federation": {"deadline_s": 60}}, "a round does not wait for every client"),
+        ({"federation": {"over_select": 0.5}}, "a round does not wait for every client"),
+        ({"trainable": "classifier"}, "the model has a layer that cannot be stacked, FrozenEncoder"),
+        ({"model": "resnet8"}, "a step takes 97 million multiplications, and stacks pay up to 40"),
+    ],
+    ids=str,
+)
+def test_a_run_knows_why_its_clients_train_alone(tiny_task, settings, reason):
+    settings = dict(settings)
+    method = settings.pop("method", None)
+    config = configure(local={"stacked": "auto"} | settings.pop("local", {}), **settings)
+    host = ClientHost(make_setup(config, method), tiny_task.spec, tiny_task.test, CPU)
+    assert host.why_alone == reason
+    expected = "small clients" if reason is None else f"no client, because {reason}"
+    assert host.describe()["stacked"] == (None if config.local.stacked == "off" else expected)
+
+
+def test_an_augmentation_of_ones_own_may_draw_from_torchs_generator_so_its_clients_train_alone(tiny_task):
+    setup = replace(make_setup(configure(local={"stacked": "auto"})), augment=lambda x, y, generator: (x, y))
+    host = ClientHost(setup, tiny_task.spec, tiny_task.test, CPU)
+    assert host.why_alone == "augment = none is not raylt's own"
+
+
+class Twice(FedAvg):
+    """FedAvg whose clients train twice."""
+
+    def train(self, client, message):
+        sgd(client, self.objective(client, message))
+        return super().train(client, message)
+
+
+class Weighted(FedAvg):
+    """FedAvg with another objective, which is not declared stackable."""
+
+    def objective(self, client, message):
+        return lambda batch: 2 * F.cross_entropy(client.model(batch.x), batch.y)
+
+
+class Declared(Weighted):
+    stackable: ClassVar[bool] = True
+
+
+def test_the_declaration_does_not_cover_a_subclass_that_changes_the_training():
+    assert is_stackable(FedAvg())
+    assert is_stackable(Declared())
+    assert is_stackable(METHODS["fedyogi"]())
+    assert not is_stackable(Twice())
+    assert not is_stackable(Weighted())
+    assert not is_stackable(METHODS["fedntd"]())
+
+
+def test_other_functions_than_train_run_alone():
+    host = make_host(FedAvg())
+    assert not host.stacks(host.setup.method.join)
+    assert host.stacks(host.setup.method.train)
+
+
+# failures
+
+
+class Troubled(Method):
+    """FedAvg in which one client's objective raises, or makes its model infinite, from its second batch on."""
+
+    name: ClassVar[str] = "troubled"
+    paper: ClassVar[str] = "for tests"
+    stackable: ClassVar[bool] = True
+    who: int = 1
+    how: str = "raises"
+
+    def objective(self, client, message):
+        batches = 0
+
+        def loss(batch):
+            nonlocal batches
+            batches += 1
+            if client.id == self.who and batches > 1 and self.how == "raises":
+                raise ValueError("no such luck")
+            scale = torch.inf if client.id == self.who and self.how == "diverges" else 1.0
+            return scale * F.cross_entropy(client.model(batch.x), batch.y)
+
+        return loss
+
+
+def round_of(tmp_path, method, stacked="auto", **federation):
+    """Run one round on the tiny task; return the experiment's fleet and the clients' models by id."""
+    config = configure(local={"stacked": stacked, "batch": 8}, federation={"quorum": 0.5} | federation)
+    fleet = make_experiment(config, make_task(), tmp_path, method).fleet
+    fleet.begin(1)
+    message = {"model": tree.snapshot(method.shared(fleet._host.model))}
+    got = fleet.ask(method.train, fleet.ids, message, model=each, loss=each)
+    return fleet, got["model"]
+
+
+@pytest.mark.parametrize("how", ["raises", "diverges"])
+def test_a_client_that_fails_in_a_stack_is_named_and_harms_no_other(tmp_path, how):
+    _, undisturbed = round_of(tmp_path, Troubled(who=-1))
+    fleet, models = round_of(tmp_path, Troubled(how=how))
+    assert list(models) == [0, 2, 3, 5]
+    assert all(fingerprint(models[id]) == fingerprint(undisturbed[id]) for id in models)
+    stats = fleet.round_stats
+    assert (stats.lost, list(stats.rejected)) == (([1], []) if how == "raises" else ([], [1]))
+    with refused("reply.too-few", TooFewReplies, client=1) as caught:
+        round_of(tmp_path, Troubled(how=how), quorum=1.0)
+    assert ("ValueError: no such luck (test_stacked_sgd.py:" in str(caught.value)) == (how == "raises")
+
+
+class TwiceApplied(Method):
+    """Method that declares itself stackable, and applies the model to other images than its batch."""
+
+    name: ClassVar[str] = "applied"
+    paper: ClassVar[str] = "for tests"
+    stackable: ClassVar[bool] = True
+
+    def objective(self, client, message):
+        return lambda batch: F.cross_entropy(client.model(batch.x.flip(3)), batch.y)
+
+
+def test_an_objective_that_was_wrongly_declared_is_an_error_and_no_wrong_number(tmp_path):
+    with refused("reply.too-few", TooFewReplies) as caught:
+        round_of(tmp_path, TwiceApplied())
+    assert "a stackable objective applies the model to its batch alone" in str(caught.value)
+
+
+# whole runs
+
+
+def test_a_resumed_run_has_the_bits_of_a_straight_one(tmp_path):
+    def opened(folder):
+        config = configure(local={"stacked": "auto", "batch": 8})
+        return make_experiment(config, make_task(), tmp_path / folder, FedBN())
+
+    straight, stopped, resumed = opened("straight"), opened("stopped"), opened("stopped")
+    straight.step()
+    stopped.save(stopped.step())
+    saved, _ = checkpoint.latest(tmp_path / "stopped" / "checkpoints")
+    resumed.load(saved)
+    for experiment in (straight, resumed):
+        experiment.step()
+    ends = [
+        {"server": dict(end.server.model.state_dict())}
+        | {str(id): state for id, state in end.fleet.private_states(end.fleet.ids)}
+        for end in (straight, resumed)
+    ]
+    assert fingerprint(ends[0]) == fingerprint(ends[1])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"federation": {"secure": True}},
+        {"federation": {"robust": "median"}},
+        {"privacy": {"update_epsilon": 500.0}, "federation": {"sampling": "poisson", "participation": 0.95}},
+        {"federation": {"batchnorm": "local"}},
+        {"local": {"precision": "bfloat16"}},
+    ],
+    ids=str,
+)
+def test_stacks_go_with_every_protection(tmp_path, settings):
+    local = {"batch": 8, "stacked": "auto"} | settings.get("local", {})
+    experiment = make_experiment(configure(**settings | {"local": local}), make_task(), tmp_path, FedAvg())
+    assert experiment.fleet._host.why_alone is None
+    while not experiment.done:
+        report = experiment.step()
+        assert not report.lost
+        assert not report.rejected
+        assert not report.retried
