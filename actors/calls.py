@@ -22,14 +22,13 @@ from raylt.core.fleet.cohort import RoundStats
 from raylt.core.fleet.fleet import Answer, Arrived, ItemFunction
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault, unpacked
-from raylt.core.training.stacked_sgd import SAMPLES
+from raylt.core.training.stacked_sgd import FEW, SAMPLES
 from raylt.errors import ClientError, ClientLost, RayltError
 from raylt.tree import Tree, from_arrays, to_arrays
 
 SMALL = SAMPLES  # of a client that shares a call
 MOST = 64  # clients of a call
 SPREAD = 4  # fewest calls per actor, so that no actor waits long for the last call
-STACK = 8  # clients of a call that are worth fewer calls per actor, where they train in stacks
 
 
 class ClientDirectory(Protocol):
@@ -109,7 +108,7 @@ class ClientCalls(Job):
         waits_for_all = enough >= len(ids) and limit is None
         size = len(ids) // (SPREAD * len(fleet.slots))
         if fleet.config.local.stacked == "auto":
-            size = max(size, min(STACK, len(ids) // len(fleet.slots)))
+            size = max(size, min(FEW, len(ids) // len(fleet.slots)))
         self._block_size = min(MOST, size) if waits_for_all else 1
         blocks = split_into_blocks(ids) if sums is not None and self._block_size >= BLOCK else []
         self._blocks = [block for block in blocks if all(map(self._shares, block))]

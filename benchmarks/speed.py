@@ -66,7 +66,16 @@ SCALES = {
 }
 PACKAGES = {"flower": "flwr[simulation]>=1.20,<2", "pfl": "pfl[pytorch]>=0.4,<1", "flgo": "flgo>=0.4,<1"}
 MISSING = {"PFLlib": "no package of it on the registry: it is a folder of scripts, and its loop is not copied here"}
-SYSTEMS = ("bare", "raylt-ray", "raylt-ray-stacked", "raylt-local", "raylt-local-stacked", *PACKAGES)
+SYSTEMS = (
+    "bare",
+    "raylt-ray",
+    "raylt-ray-stacked",
+    "raylt-local",
+    "raylt-local-stacked",
+    "raylt-processes",
+    "raylt-processes-stacked",
+    *PACKAGES,
+)
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "2147483648",

@@ -1,4 +1,4 @@
-"""Runs raylt as `raylt run` does: run_raylt.py FOLDER ray|local|ray-stacked|local-stacked.
+"""Runs raylt as `raylt run` does: run_raylt.py FOLDER ray|local|processes[-stacked].
 
 As in the other systems nothing is saved between rounds; at the end raylt judges its model by a hundred test images,
 which the others do not.

@@ -12,6 +12,8 @@ NAMES = {
     "raylt-ray-stacked": "**raylt**, actors on Ray, stacks",
     "raylt-local": "**raylt**, one process",
     "raylt-local-stacked": "**raylt**, one process, stacks",
+    "raylt-processes": "**raylt**, two forked processes",
+    "raylt-processes-stacked": "**raylt**, two forked processes, stacks",
     "flower": "Flower",
     "pfl": "pfl-research",
     "flgo": "FLGo",

@@ -65,6 +65,7 @@ def say_how_to_resume() -> Iterator[_Started]:
 class FleetName(StrEnum):
     ray = "ray"
     local = "local"
+    processes = "processes"
 
 
 class Format(StrEnum):
@@ -80,7 +81,8 @@ Settings = Annotated[
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 FleetOption = Annotated[
-    FleetName, typer.Option("--fleet", help="Run clients as actors on Ray, or all in this process (local).")
+    FleetName,
+    typer.Option("--fleet", help="Run clients as actors on Ray, all in this process (local), or in forks of it."),
 ]
 Address = Annotated[
     str | None,

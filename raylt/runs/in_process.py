@@ -1,5 +1,6 @@
 """Restores an experiment from a checkpoint in this process."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from raylt.core.experiment import Experiment
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.core.processes.process_fleet import ProcessFleet
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError
@@ -47,6 +49,28 @@ def open_in_process(
     if saved is not None:
         experiment.load(saved)
     return experiment
+
+
+def forked_fleet(config: Config, task: Task, host: ClientHost) -> ProcessFleet:
+    """Return a fleet of forked processes.
+
+    Raises:
+        ConfigError: clients cannot be called in forked processes on this machine, on its GPU, or on several threads.
+    """
+    problem = None
+    if sys.platform != "linux":
+        problem = "fleet", "processes can only be forked safely on Linux", "processes"
+    elif host.device.type != "cpu":
+        problem = "resources.device", "forked processes cannot share a GPU", host.device.type
+    elif config.resources.cpus_per_client >= 2:
+        threads = config.resources.cpus_per_client
+        problem = "resources.cpus_per_client", "a forked process computes on one thread", threads
+    if problem is not None:
+        key, why, value = problem
+        raise ConfigError(
+            f"{key}: {why} ({value}). Use --fleet ray or --fleet local.", code="config.conflict", key=key, value=value
+        )
+    return ProcessFleet(config, task, host)
 
 
 def with_device(setup: Setup, device: Literal["auto", "cpu", "cuda"]) -> Setup:

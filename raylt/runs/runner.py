@@ -1,14 +1,15 @@
 """Carries out a run from its first step to its summary, in this process or on Ray."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Seal
 from raylt.core.encoding import encode
 from raylt.core.experiment import ENDED_EARLY
+from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.report import RoundReport
 from raylt.core.setup import Setup
 from raylt.data.task import Task, judged_images_of
@@ -20,10 +21,10 @@ from raylt.runs.callbacks.prediction_grid import draw_prediction_grid
 from raylt.runs.folder import provenance
 from raylt.runs.folder.summary import SERVER_DEATHS, summarise
 from raylt.runs.folder.writer import Journal
-from raylt.runs.in_process import check_threads, one_thread, open_in_process
+from raylt.runs.in_process import check_threads, forked_fleet, one_thread, open_in_process
 from raylt.seeds import seeded
 
-FleetKind = Literal["ray", "local"]
+FleetKind = Literal["ray", "local", "processes"]
 SERVER_LIVES = 3  # times that the server's process may die in the same step
 
 
@@ -43,7 +44,7 @@ def carry_out(
     """Continue a run from its last committed step to the end, and unlock the run folder.
 
     Args:
-        fleet: "ray" for client actors, "local" for all clients in this process.
+        fleet: "ray" for client actors, "local" for all clients in this process, "processes" for forks of it.
         address: of a running Ray cluster.
 
     Raises:
@@ -54,9 +55,9 @@ def carry_out(
     summary = None
     try:
         with journal:
-            if fleet not in ("ray", "local"):
+            if fleet not in get_args(FleetKind):
                 raise ConfigError(
-                    f"fleet: must be ray or local ({fleet!r}). Give one of these.",
+                    f"fleet: must be ray, local or processes ({fleet!r}). Give one of these.",
                     code="config.unknown-name",
                     key="fleet",
                     value=fleet,
@@ -112,7 +113,7 @@ def _take_all_steps(
 def _take_steps(
     setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
 ) -> dict[str, Any]:
-    if fleet == "local":
+    if fleet != "ray":
         check_threads(setup.config)
     model = setup.new_model(task.spec)
     setup.check(task.spec, model)
@@ -151,8 +152,8 @@ def _take_steps(
 def _experiment(
     setup: Setup, task: Task, folder: Path, fleet: FleetKind, address: str | None, callback: Callback
 ) -> AbstractContextManager[Steps]:
-    if fleet == "local":
-        return _in_this_process(setup, task, folder, callback)
+    if fleet != "ray":
+        return _in_this_process(setup, task, folder, fleet, callback)
     claim()
     from actors.launch import open_experiment  # the only import of Ray's side
 
@@ -160,13 +161,14 @@ def _experiment(
 
 
 @contextmanager
-def _in_this_process(setup: Setup, task: Task, folder: Path, callback: Callback) -> Iterator[Steps]:
+def _in_this_process(setup: Setup, task: Task, folder: Path, fleet: FleetKind, callback: Callback) -> Iterator[Steps]:
     saved, _ = checkpoint.latest(folder / "checkpoints")
     with one_thread():
-        experiment = open_in_process(setup, task, folder, saved)
+        experiment = open_in_process(setup, task, folder, saved, forked_fleet if fleet == "processes" else LocalFleet)
         experiment.fleet.on_progress = callback.on_progress
         experiment.fleet.on_items = callback.on_items
-        yield experiment
+        with closing(experiment.fleet):
+            yield experiment
 
 
 def _show_predictions(setup: Setup, task: Task, journal: Journal, callback: Callback) -> None:

@@ -61,7 +61,8 @@ def run(
         what: a method's name or a Method; or the path of a YAML file, recipe:NAME, or a Config.
         out: folder of run folders.
         name: name of the run folder in `out`; by default made of method, data and time.
-        fleet: "ray" for client actors on Ray; "local" for all clients in this process, with the same result.
+        fleet: "ray" for client actors on Ray; "local" for all clients in this process; "processes" for forks of this
+            process, one a core. The result is the same.
         address: a running Ray cluster, HOST:PORT or auto; by default a new local one.
         quiet: whether the terminal shows nothing.
         callbacks: observers of the run.

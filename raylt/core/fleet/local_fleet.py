@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 import cloudpickle
@@ -76,8 +76,28 @@ class LocalFleet(Fleet):
         usable: Callable[[int, Arrived], bool],
         sums: Schema | None,
     ) -> Iterator[Answer]:
-        name = getattr(fn, "__name__", "call")
         call = cloudpickle.dumps((fn, to_arrays(message)))  # pickles what notebooks and plugins define
+        if enough >= len(ids):
+            yield from self._in_order(fn, call, ids)
+            return
+        # random order of arrival: in id order the last clients would never take part
+        rng = np.random.default_rng(seed_for(self.config.seed, "arrival", self.round))
+        arriving = self._in_order(fn, call, rng.permutation(ids).tolist()[::-1])
+        answers = []
+        answered = 0
+        while answered < enough and (answer := next(arriving, None)):
+            answers.append(answer)
+            answered += answer.reply is not None and usable(answer.id, answer.reply)
+        arriving.close()
+        yield from sorted(answers, key=attrgetter("id"))
+
+    def _in_order(self, fn: ClientFunction, call: bytes, ids: Sequence[int]) -> Generator[Answer]:
+        """Yield the clients' answers in the order of `ids`.
+
+        Args:
+            call: the pickled function and message.
+        """
+        name = getattr(fn, "__name__", "call")
         deadline = self.config.federation.deadline_s
         start = time.monotonic()
 
@@ -87,21 +107,9 @@ class LocalFleet(Fleet):
                 return Answer(id, None, None, ClientError(id, self.round, name, cause, code="client.late"))
             return self._ask(call, id, name)
 
-        if enough >= len(ids):
-            for block in split_into_blocks(ids) if self._host.stacks(fn) else [ids]:
-                stacked = self._ask_stacks(call, block)
-                yield from (stacked.get(id) or answer(id) for id in block)
-            return
-        # random order of arrival: in id order the last clients would never take part
-        rng = np.random.default_rng(seed_for(self.config.seed, "arrival", self.round))
-        drawn = rng.permutation(ids).tolist()
-        answers = []
-        answered = 0
-        while drawn and answered < enough:
-            answers.append(answer(drawn.pop()))
-            reply = answers[-1].reply
-            answered += reply is not None and usable(answers[-1].id, reply)
-        yield from sorted(answers, key=attrgetter("id"))
+        for block in split_into_blocks(ids) if self._host.stacks(fn) else [ids]:
+            stacked = self._ask_stacks(call, block)
+            yield from (stacked.get(id) or answer(id) for id in block)
 
     def _ask_stacks(self, call: bytes, ids: Sequence[int]) -> dict[int, Answer]:
         """Return the answers of clients that train in stacks; see `ClientHost.run_stacks`."""

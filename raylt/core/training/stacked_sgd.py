@@ -35,6 +35,7 @@ from raylt.models.split import Params, SplitModel
 from raylt.models.stacked import StackedModel, unstackable_layer
 from raylt.tree import nbytes
 
+FEW = 8  # clients of one task that are worth fewer tasks for each process, where they train in stacks
 SAMPLES = 32  # of the largest client that trains in a stack
 MOST_WORK = 40e6  # multiplications of a client's forward step, beyond which a stack is not faster than single clients
 MOST_CLIENTS = 32

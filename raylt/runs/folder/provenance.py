@@ -71,7 +71,7 @@ def describe_process(fleet: str, config: Config, devices: Mapping[str, str | Non
     """Return the versions, machine and devices of this process.
 
     Args:
-        fleet: "ray" or "local". With Ray, clients may be on machines that this process does not see.
+        fleet: "ray", "local" or "processes". With Ray, clients may be on machines that this process does not see.
         devices: from `Experiment.describe`.
     """
     return {
