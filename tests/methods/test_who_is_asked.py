@@ -14,6 +14,8 @@ from raylt.methods import METHODS
 
 ASKED = yaml.safe_load(Path(__file__).with_name("asked.yaml").read_text())
 
+QUICKLY = ("sfd", "fedsm", "mupfl", "bpfed")  # the other methods run with the slow tests
+
 
 def asked(name: str, folder: Path) -> dict[str, str]:
     """Return "all" or "some" for each client function of a run in which two of six clients train in a round."""
@@ -27,8 +29,9 @@ def asked(name: str, folder: Path) -> dict[str, str]:
     return {function: " or ".join(sorted(kinds)) for function, kinds in sorted(replies.items())}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in METHODS]
+)
 def test_clients_that_are_asked_are_those_of_the_table(name, tmp_path):
     assert asked(name, tmp_path) == ASKED[name]
 

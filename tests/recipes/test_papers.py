@@ -45,13 +45,15 @@ def value(config: Config, key: str):
 
 
 @every_recipe
-def test_settings_are_those_that_the_paper_states(name):
+@pytest.mark.parametrize("origin", ["protocols", "choices"])
+def test_settings_are_those_that_the_paper_states_or_leaves_to_its_code(name, origin):
     place, config = cell(name)
     words = {*place.split(), f"k{config.data.clients}"}
     stated = {}
-    for key, settings in PAPERS["protocols"].items():
+    for key, settings in PAPERS[origin].items():
         if set(key.split()) <= words:
             stated |= settings
+    assert stated
     assert {key: value(config, key) for key in stated} == stated
 
 
