@@ -1,4 +1,4 @@
-"""What a client keeps between its calls is read again; what is never read would be a forgotten step of a method."""
+"""Values that clients keep between their calls are read again; one that is not would be a forgotten step of a method."""
 
 from pathlib import Path
 from typing import Any

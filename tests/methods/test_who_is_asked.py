@@ -1,4 +1,4 @@
-"""Which clients every client function is asked of in a round: those of the round's cohort, or all.
+"""Each client function is asked of the clients that a table names: those of the round's cohort, or all.
 
 A statistic over the cohort alone, where a paper pools all clients, changes results without failing any other check.
 """
