@@ -1,4 +1,4 @@
-"""Values that clients keep between their calls are read again; one that is not would be a forgotten step of a method."""
+"""Values that clients keep between their calls are read again; else a step of the method would be forgotten."""
 
 from pathlib import Path
 from typing import Any
