@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -177,7 +177,8 @@ def search(
         splits=splits,
         lag=0,
     )
-    check_arguments(plan, parallel, fleet)
+    check_arguments(plan, parallel)
+    check_execution(fleet, address)
     if name is not None:
         check_name(name, "name")
     name = name or f"search-{'-'.join(by_method)}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -219,6 +220,7 @@ def resume(
             code="search.not-found",
             path=str(folder),
         )
+    check_execution(fleet, address)
     with Folder.open(folder) as search_folder:
         plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
     with _in_folder(plan.start):
@@ -429,7 +431,26 @@ def check_tracked(track: Sequence[str], fleet: str) -> None:
         )
 
 
-def check_arguments(plan: SearchPlan, parallel: int | None, fleet: str) -> None:
+def check_execution(fleet: FleetKind, address: str | None) -> None:
+    """Raise ConfigError if there is no such fleet for trials, or if it is given an address that it cannot use."""
+    if fleet not in get_args(FleetKind):
+        raise ConfigError(
+            f"fleet: no such fleet ({fleet!r}). Give ray or local.",
+            code="config.unknown-name",
+            key="fleet",
+            value=fleet,
+        )
+    if fleet == "local" and address is not None:
+        raise ConfigError(
+            f"address: a cluster is used by fleet ray alone, and this fleet is local ({address}). Give no address, or "
+            "set the fleet to ray.",
+            code="config.conflict",
+            key="address",
+            value=address,
+        )
+
+
+def check_arguments(plan: SearchPlan, parallel: int | None) -> None:
     """Raise ConfigError if arguments of `search` have a wrong type or value.
 
     Raises:
@@ -447,13 +468,6 @@ def check_arguments(plan: SearchPlan, parallel: int | None, fleet: str) -> None:
             value=first["input"],
         ) from None
     check_metrics(plan.metrics)
-    if fleet not in ("ray", "local"):
-        raise ConfigError(
-            f"fleet: no such fleet ({fleet!r}). Give ray or local.",
-            code="config.unknown-name",
-            key="fleet",
-            value=fleet,
-        )
     if parallel is not None and parallel < 1:
         raise ConfigError(
             f"parallel: below 1 ({parallel}). Give at least 1.",

@@ -38,6 +38,25 @@ class Steps(Protocol):
     def export_model(self) -> dict[str, str]: ...
 
 
+def check_fleet(fleet: FleetKind, address: str | None) -> None:
+    """Raise ConfigError if there is no such fleet, or if it is given an address and uses no Ray cluster."""
+    if fleet not in get_args(FleetKind):
+        raise ConfigError(
+            f"fleet: must be ray, local or processes ({fleet!r}). Give one of these.",
+            code="config.unknown-name",
+            key="fleet",
+            value=fleet,
+        )
+    if fleet != "ray" and address is not None:
+        raise ConfigError(
+            f"address: a cluster is used by fleet ray alone, and this fleet is {fleet} ({address}). Give no address, "
+            "or set the fleet to ray.",
+            code="config.conflict",
+            key="address",
+            value=address,
+        )
+
+
 def carry_out(
     setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
 ) -> None:
@@ -49,19 +68,14 @@ def carry_out(
 
     Raises:
         CheckpointError: steps were committed and no checkpoint is usable.
-        ConfigError: the fleet is unknown, the cluster does not answer or is too small, or its device cannot be used.
+        ConfigError: the fleet is unknown or cannot use the address, the cluster does not answer or is too small, or its
+            device cannot be used.
         StopAsked: `raylt stop` asked the run to stop; it did so after a checkpoint.
     """
     summary = None
     try:
         with journal:
-            if fleet not in get_args(FleetKind):
-                raise ConfigError(
-                    f"fleet: must be ray, local or processes ({fleet!r}). Give one of these.",
-                    code="config.unknown-name",
-                    key="fleet",
-                    value=fleet,
-                )
+            check_fleet(fleet, address)
             summary = _take_all_steps(setup, task, journal, fleet, address, callback)
             summary |= provenance.of_summary(journal.folder)
             summary = journal.write_summary(summary)

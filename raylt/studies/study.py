@@ -26,6 +26,7 @@ from raylt.notebook import html_table, in_notebook, later
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import NotebookProgress
 from raylt.runs.folder import provenance
+from raylt.runs.runner import check_fleet
 from raylt.runs.start import lacks_files, preview_run
 from raylt.studies.analysis.comparison import Comparison, compare
 from raylt.studies.analysis.measures import At, value_of
@@ -406,7 +407,9 @@ class Study:
 
         Raises:
             CheckpointError: a run is damaged, or other code made a run.
+            ConfigError: the runs are not on Ray, and an address is given.
         """
+        check_fleet(fleet, address)
         assert self.folder is not None
         callback = callback or (NotebookProgress() if in_notebook() else Callback())
         self._check_runs(self.folder, mix_versions)

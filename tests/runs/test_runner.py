@@ -6,7 +6,7 @@ import pytest
 from refusals import refused
 
 import raylt
-from raylt.errors import ServerLost
+from raylt.errors import ConfigError, ServerLost
 from raylt.runs import runner
 from raylt.runs.folder import provenance
 from raylt.runs.folder.writer import NOTES, SERVER_DIED
@@ -77,3 +77,15 @@ def test_more_threads_than_the_cores_bear_are_refused_in_one_process(tmp_path, m
         raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=settings)
     assert not (tmp_path / "r").exists()
     check_threads(raylt.Config.model_validate({"method": "fedavg", "resources": {"cpus_per_client": 32}}))
+
+
+@pytest.mark.parametrize("fleet", ["local", "processes"])
+def test_an_address_is_refused_where_no_cluster_is_used(tmp_path, fleet):
+    with refused("config.conflict", ConfigError, key="address", value="auto"):
+        raylt.run("fedavg", out=tmp_path, name="r", fleet=fleet, address="auto", quiet=True, overrides=SETTINGS)
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_fleet_that_does_not_exist_is_refused(tmp_path):
+    with refused("config.unknown-name", ConfigError, key="fleet", value="threads"):
+        raylt.run("fedavg", out=tmp_path, name="r", fleet="threads", quiet=True, overrides=SETTINGS)

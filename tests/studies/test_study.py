@@ -247,6 +247,12 @@ def test_a_run_that_another_process_makes_is_left_to_it(tmp_path):
     assert raylt.Run.open(folder).state == "done"
 
 
+def test_an_address_is_refused_where_the_runs_are_not_on_ray(tmp_path):
+    study = Study.create(define(TINY), tmp_path)
+    with refused("config.conflict", key="address", value="auto"):
+        study.run(Recorder(), address="auto")
+
+
 @pytest.mark.parametrize("others", [[], ["done"]])
 def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatch, others):
     arms = dict([*TINY["arms"].items()][: 1 + len(others)])

@@ -292,6 +292,15 @@ def test_an_unknown_tracker_is_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
+def test_a_fleet_that_cannot_be_is_refused_before_anything_starts(tmp_path):
+    config = config_of()
+    with refused("config.conflict", ConfigError, key="address", value="auto"):
+        search(config, space(config, RANGES), out=tmp_path, name="s", fleet="local", address="auto")
+    with refused("config.unknown-name", ConfigError, key="fleet", value="processes"):
+        search(config, space(config, RANGES), out=tmp_path, name="s", fleet="processes")
+    assert not (tmp_path / "s").exists()
+
+
 def test_trials_share_a_cluster_evenly():
     def placed(have, trials, clients=20, *settings):
         return place_trial(config_of(*settings), clients, trials, have)
