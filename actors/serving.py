@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
+import socket
 
 import numpy as np
+import ray
 import torch
 from ray import serve
 from starlette.requests import Request as HttpRequest  # pyright: ignore[reportMissingImports]
 from starlette.responses import Response  # pyright: ignore[reportMissingImports]
 
 from actors.by_value import pack
+from raylt.errors import ConfigError
 from raylt.own_code.shipment import Shipment
 from raylt.registry import Plugin, adopt, plugins
 from raylt.runs.serving.model import ServedModel
@@ -18,6 +21,8 @@ from raylt.runs.serving.service import Limits, Request, Service
 BATCH = 32  # images of one pass through the network
 WAIT_S = 0.005  # time that an image waits for others
 QUEUE = 256  # requests that wait for a replica; more are answered with 503
+CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # of Ray Serve, one in a cluster
+HEAD = "node:__internal_head__"  # the resource that only a cluster's head has
 
 
 @serve.deployment(max_ongoing_requests=64, max_queued_requests=QUEUE)
@@ -67,6 +72,48 @@ def application(served: ServedModel, limits: Limits, replicas: int) -> serve.App
     """Return the Serve application for a model, ready for `serve.run`."""
     own_code: tuple[Plugin, ...] = tuple(plugins())
     return ModelReplica.options(num_replicas=replicas).bind(pack((served, own_code)), limits)
+
+
+def check_address(host: str, port: int) -> None:
+    """Check that a service can start in this process's Ray session, whose head listens for requests.
+
+    Ray Serve itself shares a port with other processes, and its one instance keeps the address that it started with.
+
+    Raises:
+        ConfigError: the cluster already runs Ray Serve, or its head cannot listen at the address.
+    """
+    try:
+        ray.get_actor(CONTROLLER, namespace="serve")
+    except ValueError:
+        pass
+    else:
+        raise ConfigError(
+            f"--address: the cluster already runs Ray Serve, which keeps its own address ({host}:{port} is another). "
+            "End it with serve shutdown, or add the model to it with serve run raylt.serving:app.",
+            code="serve.already-running",
+            key="--address",
+        )
+    cause = ray.get(ray.remote(num_cpus=0, resources={HEAD: 0.001})(why_not).remote(host, port))
+    if cause is not None:
+        raise ConfigError(
+            f"--port: the service cannot listen at {host}:{port} ({cause}). Give another --port or --host.",
+            code="serve.no-address",
+            key="--port",
+            value=port,
+            host=host,
+        )
+
+
+def why_not(host: str, port: int) -> str | None:
+    """Return why this machine cannot listen at an address; None if it can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after an earlier service at this port
+            listener.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def start(application: serve.Application, host: str, port: int) -> None:

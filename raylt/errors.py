@@ -29,6 +29,8 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
+INSTALLED = frozenset({"site-packages", "dist-packages"})  # folders of packages, those of other Pythons included
+
 # code: one sentence for the documentation
 CODES: dict[str, str] = {
     # checkpoint
@@ -206,7 +208,9 @@ CODES: dict[str, str] = {
     "search.nothing-to-search": "No field or setting has a range.",
     "search.unknown-field": "No searched method has this field.",
     # serve
+    "serve.already-running": "The cluster already runs Ray Serve.",
     "serve.failed": "A request to a service raised an unexpected exception.",
+    "serve.no-address": "A service cannot listen at its host and port.",
     "serve.no-such-path": "A service has nothing at the path of a request.",
     "serve.token-refused": "A request to a service bears no token, or another one.",
     "serve.too-large": "An image is larger than a service takes.",
@@ -556,7 +560,10 @@ def _is_user_code(file: str) -> bool:
     others = [home / name for name in ("raylt", "actors", "tune")] + [
         Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")
     ]
-    return path.is_absolute() and not any(path.resolve().is_relative_to(folder) for folder in others)
+    file_path = path.resolve()
+    if not path.is_absolute() or not INSTALLED.isdisjoint(file_path.parts):
+        return False
+    return not any(file_path.is_relative_to(folder) for folder in others)
 
 
 def one_line(error: BaseException) -> str:

@@ -42,10 +42,11 @@ def serve(
 
     served = served_model(model)  # its errors are shown here, not in the log of a replica
     with session(address):
-        from actors.serving import application, start, stop
+        from actors.serving import application, check_address, start, stop
 
-        start(application(served, Limits(token, rate), replicas), host, port)
+        check_address(host, port)
         try:
+            start(application(served, Limits(token, rate), replicas), host, port)
             shown = f"[{host}]" if ":" in host else host
             out.print(f"{served.name} at http://{shown}:{port}/{', with a token' if token else ''}", soft_wrap=True)
             threading.Event().wait()

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from raylt.errors import INSTALLED
+
 PLUGIN = "raylt_plugin_"  # prefix of the module names of plugin files
 OWN_PACKAGES = ("raylt", "actors", "tune")
 
@@ -82,7 +84,7 @@ def own_folder(module: ModuleType) -> Path | None:
     if not file or module.__name__ == "__main__" or module.__name__.partition(".")[0] in OWN_PACKAGES:
         return None
     path = Path(_real(file))
-    if path.suffix != ".py" or str(path).startswith(_installed()):
+    if path.suffix != ".py" or str(path).startswith(_installed()) or not INSTALLED.isdisjoint(path.parts):
         return None
     levels = module.__name__.count(".") + (path.name == "__init__.py")
     for _ in range(levels):

@@ -57,6 +57,17 @@ def test_the_command_serves_a_file_to_several_connections_and_ends_with_a_signal
             assert time.monotonic() < deadline
             time.sleep(0.5)
         assert ask(port, "/health")[0] == 200
+        # Ray Serve would share the port with the first service
+        second = subprocess.run(
+            [sys.executable, "-m", "raylt", "serve", str(file), "--port", str(port)],
+            cwd=tmp_path,
+            env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        assert (second.returncode, second.stdout) == (2, "")
+        assert "[serve.no-address]" in second.stderr
         assert ask(port, "/")[1].startswith(b"<!doctype html>")
         assert b"graz" in ask(port, "/card", Authorization="Bearer secret")[1]
         assert ask(port, "/predict?client=graz", "POST", picture())[0] == 401
@@ -86,6 +97,14 @@ def test_the_command_serves_a_file_to_several_connections_and_ends_with_a_signal
         code = process.wait(60)
         log.close()
     assert code == 0, (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("host", ["203.0.113.9", "no.such.example"])
+def test_an_address_of_another_machine_cannot_be_listened_at(host):
+    from actors.serving import why_not
+
+    assert why_not(host, free_port())
+    assert why_not("127.0.0.1", free_port()) is None
 
 
 def test_the_command_of_ray_serve_starts_the_same_application(tmp_path):

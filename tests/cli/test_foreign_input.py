@@ -1,5 +1,6 @@
 """Unusable files, names and code of other people end a command with one line and exit code 2."""
 
+import importlib.util
 import io
 import re
 import shlex
@@ -12,6 +13,7 @@ from refusals import refused
 import raylt
 from raylt.cli.main import main
 from raylt.cli.options import Output
+from raylt.own_code.module_sources import own_folder
 from raylt.runs.callbacks.terminal import TerminalProgress
 from raylt.runs.export.model_card import model_card
 from tune.screen import SearchProgress
@@ -39,6 +41,15 @@ EXITS = {
     ),
     "model": "import sys, raylt\ndef net(classes, shape):\n    sys.exit()\nraylt.register(net, 'net', kind='model')\n",
 }
+
+
+def import_file(file):
+    specification = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
 SMALL = ["data.clients=3", "federation.rounds=1", "local.epochs=1", "--fleet", "local"]
 
 
@@ -56,6 +67,26 @@ def test_code_that_exits_is_an_error_with_its_file(tmp_path, monkeypatch, capsys
     error = capsys.readouterr().err
     assert "plugin.failed" in error
     assert "own.py" in error
+
+
+LEAVING = """import sys
+from raylt.errors import no_exit
+def leave():
+    with no_exit():
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_a_package_of_another_python_is_not_the_users_code(tmp_path, folder):
+    """A virtual environment may show the packages of the system's Python, such as typer, which ends with sys.exit()."""
+    package = tmp_path / "lib" / folder
+    package.mkdir(parents=True)
+    (package / "leaving.py").write_text(LEAVING)
+    module = import_file(package / "leaving.py")
+    with pytest.raises(SystemExit):
+        module.leave()
+    assert own_folder(module) is None
 
 
 FORKING = """import os

@@ -26,6 +26,7 @@ def test_a_model_that_cannot_be_read_is_refused_before_ray_starts(raylt, install
     assert "[file.unreadable]" in ended.err
     assert raylt("serve", tmp_path / "model.safetensors").code == 2
     assert raylt("serve", tmp_path / "model.txt").code == 2
+    assert "[file.not-found]" in raylt("serve", "no-such-run").err
 
 
 def test_without_ray_serve_the_extra_is_named(raylt, monkeypatch, tmp_path):

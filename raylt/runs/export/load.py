@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from raylt.data.images.decoding import Fit, Undecodable, fitted_image, flat_image
+from raylt.disk import exists
 from raylt.errors import ConfigError, DataError
 from raylt.runs.export import artefact, graph_formats
 from raylt.runs.export.artefact import choose_client_in
@@ -26,6 +27,12 @@ def load_model(file: Path | str, client: str | int | None = None) -> TrainedMode
         CheckpointError: the file cannot be read.
     """
     path = Path(file)
+    if path.suffix not in SUFFIXES and not exists(path):
+        raise ConfigError(
+            f"{path}: there is no such run folder or file. Give a run folder, or a file of raylt export.",
+            code="file.not-found",
+            path=str(path),
+        )
     if path.suffix not in SUFFIXES:
         raise ConfigError(
             f"{path}: is not an exported model ({path.suffix or 'no ending'}). Give a file of raylt export, which ends "

@@ -312,8 +312,11 @@ def test_other_files_are_refused(plain, tmp_path):
             raylt.load_model(tmp_path / name)
     with refused("export.malformed", CheckpointError, path=str(plain.folder / "model.safetensors")):
         raylt.load_model(plain.folder / "model.safetensors")
+    (tmp_path / "a.bin").write_bytes(b"nothing")
     with refused("export.unknown-format", ConfigError, path=str(tmp_path / "a.bin")):
         raylt.load_model(tmp_path / "a.bin")
+    with refused("file.not-found", ConfigError, path=str(tmp_path / "none")):
+        raylt.load_model(tmp_path / "none")
     with refused("config.conflict", ConfigError, key="--out", path="a.bin"):
         raylt.export(plain, Path("a.bin"))
 
