@@ -5,6 +5,7 @@ the head node. The run folder lies on the cluster, in a folder that outlives the
 """
 
 import json
+import logging
 import os
 import shlex
 import time
@@ -13,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ LEFT_OUT = (".git", ".venv", "__pycache__", "/runs", "/data", "/docs/_build", "*
 KEY = "raylt"  # in a job's metadata: the command
 FOLDER = "raylt_folder"  # in a job's metadata: the run folder on the cluster
 INTERRUPTED = 130  # exit code of a run that raylt stop or a signal ended
+SENDING = ("dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging", "_private.runtime_env.working_dir")
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
@@ -154,6 +157,8 @@ def connect(address: str) -> Iterator[JobClient]:
         from ray.exceptions import AuthenticationError
         from ray.job_submission import JobSubmissionClient
 
+        for module in SENDING:  # they report each step of sending the working directory
+            logging.getLogger(f"ray.{module}").setLevel(logging.ERROR)
         try:
             client = JobSubmissionClient(address)
         except AuthenticationError:
@@ -186,7 +191,7 @@ def _asks_for_token(address: str) -> bool:
             return json.load(answer)["authentication_mode"] == "token"
     except urllib.error.URLError as error:
         raise _no_dashboard(address, str(error.reason)) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise _no_dashboard(address, one_line(error)) from None
 
 

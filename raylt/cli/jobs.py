@@ -4,7 +4,7 @@ import os
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -28,16 +28,20 @@ DashboardAddress = Annotated[
 
 def submit(
     context: typer.Context,
-    command: Annotated[str, typer.Argument(metavar="run|resume|tune|study", help="Command to run on the cluster.")],
+    command: Annotated[
+        str,
+        typer.Argument(metavar="run|resume|tune|study ...", help="Command to run on the cluster, with its arguments."),
+    ],
     address: Annotated[
         str | None, typer.Option(help="Dashboard of the cluster, as in http://head:8265; by default RAYLT_DASHBOARD.")
     ] = None,
 ) -> None:
     """Run a command on a cluster as a Ray job, which survives this terminal: raylt submit run method=sfd.
 
-    The folder from which you send goes along, without runs, data and what .gitignore names. New run folders are made
-    in ~/raylt/runs on the cluster, and data sets are read from ~/raylt/data there, unless --out and data.root name
-    other folders.
+    raylt sends the current folder, without runs, data and what .gitignore names.
+
+    Without --out and data.root, the job makes run folders in ~/raylt/runs and reads data sets from ~/raylt/data on the
+    cluster.
     """
     from raylt.registry import plugin_files, resolve
 
@@ -49,6 +53,7 @@ def submit(
             key="command",
             value=command,
         )
+    _check_usage(context, command, words)
     words += [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
     _check_files(words)
     if command == "run":
@@ -173,6 +178,12 @@ def dashboard_of(address: str | None) -> str:
             key="--address",
         )
     return address
+
+
+def _check_usage(context: typer.Context, command: str, words: list[str]) -> None:
+    """Raise a usage error if a command does not have these options and arguments."""
+    group: Any = context.find_root().command
+    _ = group.get_command(context, command).make_context(command, list(words), parent=context.find_root())
 
 
 def _check_files(words: list[str]) -> None:

@@ -1,5 +1,7 @@
 """The commands `raylt submit`, `raylt stop`, `raylt ls --address` and `raylt follow --address`."""
 
+import socket
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +56,9 @@ def test_other_commands_get_what_they_know():
         (["submit", "run", "method=fedavgg", "--address", "http://127.0.0.1:1"], "config.unknown-name"),
         (["submit", "run", "/etc/hosts.yaml", "--address", "http://127.0.0.1:1"], "job.file-elsewhere"),
         (["submit", "data", "--address", "http://127.0.0.1:1"], "command.usage"),
+        (["submit", "run", "method=fedavg", "--nam", "x"], "command.usage"),
+        (["submit", "resume"], "command.usage"),
+        (["submit", "tune", "method=la", "--metric", "nonsense"], "command.usage"),
         (["submit", "run", "method=fedavg", "--address", "http://127.0.0.1:1"], "cluster.no-answer"),
         (["ls", "--address", "head:6379"], "cluster.bad-address"),
         (["follow", "job", "--address", "http://127.0.0.1:1"], "cluster.no-answer"),
@@ -65,6 +70,22 @@ def test_what_cannot_work_is_refused(raylt, monkeypatch, arguments, code):
     ended = raylt(*arguments)
     assert f"[{code}]" in ended.err
     assert ended.code == 2
+
+
+def test_a_port_of_another_protocol_is_no_dashboard(raylt):
+    """Ray's own port, which users give by mistake, answers with bytes that are no HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"\x00\x00\x12\x04 no HTTP\n")
+
+        Thread(target=answer, daemon=True).start()
+        ended = raylt("ls", "--address", f"http://127.0.0.1:{server.getsockname()[1]}")
+    assert ended.code == 2
+    assert "[cluster.no-answer]" in ended.err
 
 
 def test_stopping_a_run_that_is_not_running_says_so(raylt, tmp_path):
