@@ -32,7 +32,7 @@ from raylt.errors import RayltError, on_one_line
 from raylt.hyper import Choice
 from raylt.store import Folder, folder_for
 from raylt.typed_json import as_json
-from tune.drawing import draw_pareto
+from tune.drawing import draw_pareto, shown
 from tune.pareto import pareto_front
 from tune.ray_space import param_space
 from tune.ray_trainable import trainable
@@ -81,12 +81,14 @@ class RaySearchResult:
 
     Args:
         rows: one mapping for each trial, best first, as in trials.csv.
+        metrics: their columns in the rows, the deciding one first.
         exchanged: whether trials took over others' models, so that a row has only the last values of its trial.
         results: Tune's own; `model_of` (ray_trainable.py) opens a checkpoint in it.
     """
 
     folder: Path
     rows: list[dict[str, Any]]
+    metrics: tuple[Metric, ...]
     exchanged: bool
     results: ray_tune.ResultGrid
 
@@ -167,9 +169,9 @@ class _EndedTrials(ray_tune.Callback):
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         figures = trial.last_result
         first, *others = (_percent(figures.get(name)) for name in self._metrics)
-        shown = "".join([first, *(f"  {name} {text}" for name, text in zip(self._metrics[1:], others, strict=True))])
-        values = " ".join(f"{key}={value}" for key, value in trial.config.items())
-        print(f"{trial.trial_id}  ended after round {figures.get('round', 0)}  {shown}  {values}", file=sys.stderr)
+        scores = "".join([first, *(f"  {name} {text}" for name, text in zip(self._metrics[1:], others, strict=True))])
+        values = " ".join(f"{key}={shown(value)}" for key, value in trial.config.items())
+        print(f"{trial.trial_id}  ended after round {figures.get('round', 0)}  {scores}  {values}", file=sys.stderr)
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         print(f"{trial.trial_id}  failed", file=sys.stderr)
@@ -224,7 +226,7 @@ def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -
             search_folder.write("pareto.png", draw_pareto(rows, plan.metrics, [row["trial"] for row in rows]))
         search_folder.write("trials.csv", table.getvalue())
         search_folder.write("best.yaml", yaml_text.write(best.model_dump(mode="json")))
-    return RaySearchResult(folder, rows, (folder / "pbt_global.txt").is_file(), results)
+    return RaySearchResult(folder, rows, plan.metrics, (folder / "pbt_global.txt").is_file(), results)
 
 
 def _with_front(rows: list[dict[str, Any]], metrics: Sequence[str]) -> list[dict[str, Any]]:

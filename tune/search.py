@@ -522,17 +522,8 @@ def check_plan(plan: SearchPlan) -> None:
                 value=metric,
             )
     _check_splits(plan)
+    _check_rungs(plan)
     for method, sequence in SearchState(plan, sizes).sequences.items():
-        if plan.scheduler == "asha" and not rungs(plan.base.federation.rounds, plan.grace):
-            raise ConfigError(
-                f"{spoken('--scheduler', 'scheduler')}: asha compares no trials in so few rounds (federation.rounds = "
-                f"{plan.base.federation.rounds}). Use "
-                f"{spoken('--scheduler none', 'scheduler=' + repr('none'))}, or more rounds.",
-                code="search.no-rungs",
-                key="--scheduler",
-                value="asha",
-                rounds=plan.base.federation.rounds,
-            )
         if not isinstance(sequence.next(), TrialRecord):
             unlimited = replace(plan, budget=None)
             record = SearchState(unlimited, sizes).sequences[method].next()
@@ -545,6 +536,38 @@ def check_plan(plan: SearchPlan) -> None:
                 value=plan.budget,
                 cost=record.whole_cost,
             )
+
+
+def _check_rungs(plan: SearchPlan) -> None:
+    """Raise ConfigError if ASHA could compare no trials, or if a search without ASHA has a first rung."""
+    rounds, grace = plan.base.federation.rounds, plan.grace
+    without = spoken("--scheduler none", "scheduler=" + repr("none"))
+    if plan.scheduler == "none" and grace is not None:
+        raise ConfigError(
+            f"{spoken('--grace', 'grace')}: no trial is compared with {without} ({grace}). Leave it out, or use asha.",
+            code="config.conflict",
+            key="--grace",
+            value=grace,
+        )
+    if plan.scheduler != "asha" or rungs(rounds, grace):
+        return
+    if grace is not None and rounds >= 2:
+        raise ConfigError(
+            f"{spoken('--grace', 'grace')}: asha compares trials in the first half of their rounds ({grace} of "
+            f"{rounds}). Give at most {rounds // 2}, use {without}, or more rounds.",
+            code="search.no-rungs",
+            key="--grace",
+            value=grace,
+            rounds=rounds,
+        )
+    raise ConfigError(
+        f"{spoken('--scheduler', 'scheduler')}: asha compares no trials in so few rounds (federation.rounds = "
+        f"{rounds}). Use {without}, or more rounds.",
+        code="search.no-rungs",
+        key="--scheduler",
+        value="asha",
+        rounds=rounds,
+    )
 
 
 def _check_splits(plan: SearchPlan) -> None:

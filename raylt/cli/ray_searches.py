@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from raylt.cli.options import Format, out, print_json
+from raylt.cli.options import Format, err, out, print_json
 from raylt.config import Config
 from raylt.errors import CheckpointError, ConfigError
 from raylt.store import followed
@@ -58,6 +58,7 @@ def search(
     fields = dict(choices)
     metrics: list[Any] = fields.pop("metrics") or [usual_metric(config, spaces)]
     check_metrics(metrics)
+    _check_comparisons(config, choices)
     if choices["scheduler"] == "pbt":
         check_exchangeable(space, method)
     name = name or f"search-{method}-{choices['scheduler']}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -81,6 +82,8 @@ def search(
             other_metrics=tuple(metrics[1:]),
             **{**fields, "samples": fields["samples"] or SAMPLES},
         )
+        trials = "all trials of the grid" if plan.searcher == "grid" else f"{plan.samples} trials"
+        err.print(f"search of {method} with Ray's {plan.scheduler}: {trials}, folder {target}", soft_wrap=True)
         return ray_search(target, plan)
 
     _show(_in_session(address, run), format)
@@ -119,6 +122,36 @@ def check_options(
             )
 
 
+def _check_comparisons(config: Config, choices: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a scheduler could never compare trials with these settings, or does not use them."""
+    scheduler, grace, samples = choices["scheduler"], choices["grace"], choices["samples"]
+    rounds = config.federation.rounds
+    if scheduler == "hyperband" and grace is not None:
+        raise ConfigError(
+            f"--grace: hyperband compares trials in brackets of its own ({grace}). Leave it out, or give --scheduler "
+            "median.",
+            code="config.conflict",
+            key="--grace",
+            value=grace,
+        )
+    if grace is not None and grace >= rounds:
+        raise ConfigError(
+            f"--grace: {scheduler} compares no trials before round {rounds}, their last ({grace}). Give at most "
+            f"{rounds - 1}, or more rounds.",
+            code="search.no-rungs",
+            key="--grace",
+            value=grace,
+            rounds=rounds,
+        )
+    if scheduler == "pbt" and samples == 1 and choices["searcher"] != "grid":
+        raise ConfigError(
+            f"--samples: pbt copies good trials over bad ones, and there is one trial ({samples}). Give at least 2.",
+            code="config.out-of-range",
+            key="--samples",
+            value=samples,
+        )
+
+
 def _in_session(address: str | None, run: Callable[[], "RaySearchResult"]) -> "RaySearchResult":
     """Run a search in a Ray session, after setting the environment variables that Tune reads on import."""
     from actors.cluster.session import environment, session
@@ -135,12 +168,22 @@ def _show(result: "RaySearchResult", format: Format) -> None:
     if format is Format.json:
         print_json({"folder": str(result.folder), "trials": result.rows})
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    title = f"{len(result.rows)} trials, best first; percent: {', '.join(result.metrics)} on validation samples"
+    table = Table(
+        title=f"{title}; front: on the Pareto front" if len(result.metrics) > 1 else title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
     for column in result.rows[0]:
         if column != "failed":
             table.add_column(column.rpartition(".")[2], justify="left" if column == "trial" else "right")
     for row in result.rows[:SHOWN]:
-        table.add_row(*(_text(value) for column, value in row.items() if column != "failed"))
+        cells = ((column in result.metrics, value) for column, value in row.items() if column != "failed")
+        table.add_row(*(_percent(value) if is_metric else _text(value) for is_metric, value in cells))
+    if len(result.rows) > SHOWN:
+        table.add_row(f"... {len(result.rows) - SHOWN} more in trials.csv")
     out.print(table)
     failed = [row for row in result.rows if row["failed"]]
     for row in failed:
@@ -148,6 +191,10 @@ def _show(result: "RaySearchResult", format: Format) -> None:
     out.print(f"best: {result.rows[0]['trial']}; {run_command(result.folder)}", soft_wrap=True)
     if result.exchanged:
         out.print("pbt changed values while trials ran: best.yaml has the best trial's last ones")
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f}"
 
 
 def _text(value: Any) -> str:

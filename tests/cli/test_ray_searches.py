@@ -18,6 +18,10 @@ RANGE = "local.lr=loguniform(0.01,0.3)"
         (["--scheduler", "pbt", "--name", "taken"], "search.exists"),
         (["--scheduler", "bohb"], "command.usage"),
         (["--scheduler", "median", "method=fednova", "local.optimiser=adam", "--fields", ""], "config.conflict"),
+        (["--scheduler", "hyperband", "--grace", "2"], "config.conflict"),
+        (["--scheduler", "median", "--grace", "4"], "search.no-rungs"),
+        (["--scheduler", "pbt", "--grace", "50"], "search.no-rungs"),
+        (["--scheduler", "pbt", "--samples", "1"], "config.out-of-range"),
         (["--scheduler", "median", "--metric", "few", "--metric", "few"], "config.conflict"),
     ],
 )
@@ -33,10 +37,10 @@ def test_what_does_not_go_with_a_scheduler_of_ray_is_refused_before_ray_starts(r
 def test_a_search_with_a_scheduler_of_ray_leaves_its_tables_and_can_be_resumed(raylt, ray_session, tmp_path, scheduler):
     metrics = ["--metric", "accuracy", "--metric", "many"]
     where = ["--name", "s", "--samples", "3", "--format", "json"]
-    ended = raylt(
-        "tune", *SETTINGS, RANGE, "--fields", "mu", "--scheduler", scheduler, "--grace", "2", *metrics, *where
-    )
+    grace = [] if scheduler == "hyperband" else ["--grace", "2"]
+    ended = raylt("tune", *SETTINGS, RANGE, "--fields", "mu", "--scheduler", scheduler, *grace, *metrics, *where)
     assert ended.code == 0, ended.err
+    assert f"Ray's {scheduler}: 3 trials, folder " in ended.err
     shown = json.loads(ended.out[ended.out.index("{\n") :])
     assert [row["failed"] for row in shown["trials"]] == [None] * 3
     scores = [row["accuracy"] for row in shown["trials"]]
@@ -49,4 +53,7 @@ def test_a_search_with_a_scheduler_of_ray_leaves_its_tables_and_can_be_resumed(r
     again = raylt("tune", "--resume", folder)
     assert again.code == 0, again.err
     assert f"best: {shown['trials'][0]['trial']}" in again.out
+    shown_text = " ".join(again.out.split())  # the title wraps above a narrow table
+    assert "3 trials, best first; percent: accuracy, many on validation samples; front: " in shown_text
+    assert f"{100 * scores[0]:.2f}" in again.out
     assert ("pbt changed values" in again.out) == (folder / "pbt_global.txt").is_file()

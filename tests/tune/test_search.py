@@ -48,6 +48,22 @@ def results(result):
     return [(r.id, r.values, r.outcome) for r in result.trials]
 
 
+@pytest.mark.parametrize(
+    ("changes", "code", "key"),
+    [
+        ({"scheduler": "none", "grace": 2}, "config.conflict", "--grace"),
+        ({"grace": 4}, "search.no-rungs", "--grace"),
+        ({"settings": ["federation.rounds=2"]}, "search.no-rungs", "--scheduler"),
+        ({"settings": ["federation.rounds=1"], "grace": 1}, "search.no-rungs", "--scheduler"),
+    ],
+)
+def test_a_first_comparison_that_never_comes_is_refused(tmp_path, changes, code, key):
+    settings = changes.pop("settings", [])
+    with refused(code, ConfigError, key=key):
+        small_search(tmp_path, *settings, **changes)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     return small_search(tmp_path_factory.mktemp("undisturbed"))
