@@ -42,6 +42,19 @@ def test_the_script_is_a_shells(tmp_path):
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
 
 
+def test_a_head_that_cannot_start_ends_the_job(tmp_path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    program(programs, "srun", '#!/bin/sh\ncase "$*" in *hostname*) echo 127.0.0.1;; *start*) exit 1;; esac\n')
+    program(programs, "scontrol", "#!/bin/sh\necho node1\n")
+    program(programs, "ray", "#!/bin/sh\nexit 1\n")
+    program(tmp_path, "job.sh", script())
+    environment = bare(tmp_path, SLURM_JOB_ID="1", SLURM_JOB_NODELIST="node1", SLURM_CPUS_PER_TASK="1")
+    environment["PATH"] = f"{programs}:{environment['PATH']}"
+    ended = subprocess.run(["bash", tmp_path / "job.sh", "run"], env=environment, capture_output=True, timeout=30)
+    assert ended.returncode != 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_job_of_two_nodes_runs_and_leaves_nothing(tmp_path):
