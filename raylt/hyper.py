@@ -6,6 +6,10 @@ from typing import Any
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError
+
+LARGEST = 1e30  # magnitude of a float in a method's field
+LARGEST_WHOLE = 2**53  # magnitude of a whole number there; torch takes none beyond 64 bits
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,21 @@ class LogUniform:
 
 
 Range = Choice | Uniform | LogUniform
+
+
+def not_too_large(value: Any) -> Any:
+    """Return a field's value; refuse a number of a very large magnitude as pydantic refuses one above `le`.
+
+    Computing with such a number would raise an OverflowError in the middle of a run.
+    """
+    if not isinstance(value, int | float):
+        return value
+    largest = LARGEST if isinstance(value, float) else LARGEST_WHOLE
+    if value > largest:
+        raise PydanticKnownError("less_than_equal", {"le": largest})
+    if value < -largest:
+        raise PydanticKnownError("greater_than_equal", {"ge": -largest})
+    return value
 
 
 def hp(default: Any, range: Range, source: str, **checks: Any) -> Any:

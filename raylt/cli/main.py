@@ -131,7 +131,8 @@ def main() -> None:
             reason += "" if reason.endswith((".", "?")) else "."
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "raylt"
-            err.print(f"error [{USAGE}]: {reason} Give what {command} --help lists.", soft_wrap=True)
+            usage = RayltError(f"{reason} Give what {command} --help lists.", code=USAGE)  # which shortens long words
+            err.print(f"error [{USAGE}]: {usage}", soft_wrap=True)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = 130

@@ -28,6 +28,7 @@ from raylt.core.training.loss_terms import asked_for, figure_of, reply_of
 from raylt.core.training.sgd import Objective, sgd, take_statistics
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task, TaskSpec
+from raylt.hyper import not_too_large
 from raylt.models.split import Params, SplitModel
 from raylt.recordability import recordable
 from raylt.tree import Tree
@@ -62,6 +63,8 @@ class Method(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    _not_too_large = field_validator("*")(not_too_large)
 
     name: ClassVar[str]
     paper: ClassVar[str]

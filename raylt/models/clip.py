@@ -26,12 +26,21 @@ from torch import Tensor, nn
 from raylt import store
 from raylt.data.samples import Samples
 from raylt.data.task import Task
+from raylt.disk import file_errors
 from raylt.errors import ConfigError, RayltError
+from raylt.models.clip_checks import (
+    check_features,
+    check_finite_weights,
+    check_image_tower,
+    check_number_of_parameters,
+    checked_description,
+)
 from raylt.models.teacher import FeatureFile, Teacher, TrainedPart, Wording, describe, shorten, teacher_error
 from raylt.seeds import seeded
 from raylt.store import Folder
 
 BATCH = 64  # fixed, because it affects the last bits of a feature
+ENDINGS = (".safetensors", ".bin", ".pth")  # of weights that open_clip looks for in a folder
 
 
 def open_teacher(name: str) -> Teacher:
@@ -103,13 +112,26 @@ class OpenClip(Teacher):
                 code="model.teacher-mismatch",
             )
         describe(task.class_names, "phrase", self.setting)
-        self._weights()
+        self._weight_files()
 
     def text(self, names: Sequence[str], wording: Wording, device: torch.device) -> Tensor:
         model = self.load().to(device)
-        tokens = self.tokenizer()(describe(names, wording, self.setting))
-        with torch.no_grad():
-            return torch.cat([model.encode_text(part.to(device)).cpu() for part in tokens.split(BATCH)])
+        texts = describe(names, wording, self.setting)
+        shape = (len(texts), self.dim)
+        try:
+            tokens = self.tokenizer()(texts)
+            with torch.no_grad():
+                features = torch.cat([model.encode_text(part.to(device)).cpu() for part in tokens.split(BATCH)])
+            check_features("the class names", features, shape)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # towers, tokenizers and the hub of Hugging Face raise many types
+            raise self._error(
+                f"the text tower cannot read the class names ({shorten(error)})",
+                "Take another model.",
+                code="model.teacher-mismatch",
+            ) from None
+        return features
 
     def tokenizer(self) -> Any:
         """Return the function from texts to tokens, int64 [n, L]."""
@@ -144,16 +166,16 @@ class OpenClip(Teacher):
     def _config(self) -> dict[str, Any]:
         import open_clip
 
-        try:
-            if self.tag is None:
-                store.plain(Path(self.model.removeprefix("local-dir:")) / "open_clip_config.json", store.MIB)
-            config = open_clip.get_model_config(self.model)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError, RayltError) as error:
-            raise self._error(
-                shorten(error),
-                "Give a folder with open_clip_config.json and weights.",
-                code="model.teacher-unavailable",
-            ) from None
+        if self.tag is None:
+            try:
+                return checked_description(store.read(self._folder / "open_clip_config.json", store.MIB))
+            except (ValueError, RayltError) as error:
+                raise self._error(
+                    f"open_clip_config.json cannot be used: {shorten(error)}",
+                    "Give a folder with open_clip_config.json and weights, as open_clip saves them.",
+                    code="model.teacher-unavailable",
+                ) from None
+        config = open_clip.get_model_config(self.model)
         if config is None:
             raise self._error(
                 f"open_clip has no model {self.model}",
@@ -177,19 +199,26 @@ class OpenClip(Teacher):
             )
         return source
 
+    @property
+    def _folder(self) -> Path:
+        return Path(self.model.removeprefix("local-dir:"))
+
+    def _weight_files(self) -> list[Path]:
+        """Return the paths of the files of which open_clip reads one; see `_weights`."""
+        if self.tag is not None:
+            return [self._weights()]
+        with file_errors(self._folder):
+            files = [file for file in sorted(self._folder.iterdir()) if file.suffix in ENDINGS]
+        if not files:  # open_clip would use random weights
+            raise self._error(
+                f"no weights in {self._folder}",
+                "Put open_clip_model.safetensors there.",
+                code="model.teacher-unavailable",
+            )
+        return files
+
     def _weights(self) -> Path:
-        """Return the path of the weight file; download it if it is missing, once per node."""
-        if self.tag is None:
-            folder = Path(self.model.removeprefix("local-dir:"))
-            endings = (".safetensors", ".bin", ".pth")
-            files = [file for file in sorted(folder.iterdir()) if file.suffix in endings and file.is_file()]
-            if not files:  # open_clip would use random weights
-                raise self._error(
-                    f"no weights in {folder}",
-                    "Put open_clip_model.safetensors there.",
-                    code="model.teacher-unavailable",
-                )
-            return files[0]
+        """Return the path of the weight file of a tag; download it if it is missing, once per node."""
         source = self._source()
         if self.file is None:
             return self._fetch(source)
@@ -206,9 +235,14 @@ class OpenClip(Teacher):
         import open_clip
 
         source: dict[str, Any] = {} if self.tag is None else self._source()
-        file = self._weights()
+        dim = self.dim
+        files = self._weight_files()
+        file = files[0] if len(files) == 1 else self._folder
         try:
-            store.check_archive(store.plain(file))
+            for each in files:
+                store.check_archive(store.plain(each))
+            if self.tag is None:
+                check_number_of_parameters(self._config(), max(each.stat().st_size for each in files))
             # open_clip draws initial weights before it loads the file; the draws must not affect the caller's
             with seeded(0, "teacher"):
                 model = open_clip.create_model(
@@ -218,13 +252,16 @@ class OpenClip(Teacher):
                     force_quick_gelu=source.get("quick_gelu", False),
                     force_preprocess_cfg=source,
                 )
+            model.eval().requires_grad_(False)
+            check_finite_weights(model)
+            check_image_tower(model.visual, dim)
         except Exception as error:  # torch and open_clip raise many types for a damaged or wrong file
             raise self._error(
                 f"{file} does not hold its weights ({shorten(error)})",
                 "Fetch them again.",
                 code="model.teacher-mismatch",
             ) from None
-        return model.eval().requires_grad_(False)
+        return model
 
     def _fetch(self, source: dict[str, Any]) -> Path:
         """Return the path of the weight file, from the cache or after a download."""

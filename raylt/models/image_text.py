@@ -153,6 +153,7 @@ def open_prompts(name: str, class_names: Sequence[str], context: int) -> Prompts
         ConfigError: the tower reads texts in another way or takes fewer vectors, or the class names are not readable.
     """
     tower = open_tower(name)
+    _texts(tower.name, tuple(class_names))  # its errors name the setting
     labels = describe(class_names, "label", "model")
     return open_clip_prompts(_loaded(tower.name), tower.tokenizer(), labels, context, name)
 

@@ -178,6 +178,13 @@ def test_a_missing_argument_with_choices_is_one_line(raylt):
     assert "example, study, method, cluster" in line
 
 
+def test_a_command_of_ten_thousand_letters_is_a_short_line(raylt):
+    ended = raylt("a" * 10_000)
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert len(line) < 2100
+
+
 @pytest.mark.parametrize("arguments", [["plot", "kurves"], ["lss"], ["run", "--flet", "local"]])
 def test_a_misspelt_command_is_one_line_of_whole_sentences(raylt, arguments):
     ended = raylt(*arguments)

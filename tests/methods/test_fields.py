@@ -1,6 +1,7 @@
 """Every field of every method changes a run; a field without an effect would be a false promise."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from raylt.contract.trace import Trace
 from raylt.core.method import Method
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, range_of
-from raylt.methods import METHODS
+from raylt.methods import METHODS, make_method
 
 # other settings that a field needs to act on so few images
 WITH: dict[tuple[str, str], dict[str, Any]] = {
@@ -48,6 +49,23 @@ FINE_TUNING = "squares", "target", "margin", "teacher_lr", "teacher_trains"
 @pytest.mark.parametrize("name", METHODS)
 def test_no_field_has_the_name_of_a_setting_of_local_training(name):
     assert OF_LOCAL_TRAINING.isdisjoint(METHODS[name].model_fields)
+
+
+NUMBERS = [
+    (name, field, value)
+    for name, method in METHODS.items()
+    for field, info in method.model_fields.items()
+    for kind, values in (("int", (2**53 + 1, -(2**63))), ("float", (1.1e30, -1e308)))
+    if re.search(rf"\b{kind}\b", str(info.annotation))
+    for value in values
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), NUMBERS)
+def test_no_number_is_so_large_that_a_run_ends_in_an_overflow(name, field, value):
+    with pytest.raises(ConfigError) as caught:
+        make_method({"name": name, field: value})
+    assert caught.value.details["key"] == f"method.{field}"
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ class Fleet(ABC):
             self.round, message, parts, cohort, self.sizes if weights is None else weights
         )
         vote = LayoutVote(aggregator)
-        outliers = Outliers(schema.usual_lengths if aggregator.compares else {}, schema.lengths_of)
+        outliers = Outliers(schema.length_bounds if aggregator.compares else {}, schema.lengths_of, self.all_sizes)
         privates: dict[int, Any] = {}
         errors: list[ClientError] = []
         for answer in self._counted(name, fn, cohort, message, schema, aggregator.summable):
@@ -350,6 +350,8 @@ class Fleet(ABC):
         remedy = ""
         if first.code in MAY_DIVERGE:
             remedy = f" If training diverged, lower local.lr ({self.config.local.lr:g})."
+            if self.config.federation.robust is None:
+                remedy += " If one of the clients may be hostile, set federation.robust."
         raise TooFewReplies(
             f"round {self.round}, {name}: {usable} of {cohort.needed} clients replied usably, federation.quorum = "
             f"{quorum:g} needs {needed}. The first failure: {str(first).rstrip('.')}.{remedy}",

@@ -7,13 +7,17 @@ rejected if one of its parts is longer than SHORT and longer than FACTOR times e
 - the median length of the part over the replies to the call,
 - the part as the server sent it, where the template has values.
 
+More samples mean more steps, and a longer part. So CLOSE takes the place of FACTOR where the samples do not explain the
+length: where the length per sample is also longer than CLOSE times its median over the replies.
+
 Parts with a template are compared if they become part of a model: a `mean`, or an `each` with the limit of a model's
 values (`up_to`), unless the limit is larger. At least FEWEST replies are needed, since two clients have no majority.
 Honest clients differ by far less: the longest such part in the contract's runs is 3.3 times the median, and a linear
-classifier that one client trains on 20,000 samples, and nine on 20 each, is 37 times as long.
+classifier that one client trains on 20,000 samples, and nine on 20 each, is 37 times as long (0.04 times per sample).
+Momentum of 0.9 makes each of many steps in one direction ten times as long as a single one.
 
-A `total` with a template is compared by its length per sample, with SHORT_SUM in place of SHORT: the second moment of
-features of length 1,000.
+A `total` with a template is compared by its length per sample, with SHORT_SUM in place of SHORT and without CLOSE: the
+second moment of features of length 1,000.
 
 Lengths below the bound, secure sums and uploads with noise are not compared. A server of secure sums sees no length,
 and a rejection that depends on other clients would reveal more than noise accounts for. Robust rules compare replies
@@ -22,8 +26,8 @@ themselves.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,9 +41,47 @@ from raylt.core.fleet.wire import Fault
 from raylt.tree import leaf_paths
 
 FACTOR = 500
+CLOSE = 50  # where a client's samples do not explain the length
 SHORT = 1000.0  # a length that no update of an honest client reaches in one round, unless all of them do
 SHORT_SUM = 1e6  # the same for the share of one sample in a sum
 FEWEST = 3  # replies
+
+
+@dataclass(frozen=True)
+class LengthBound:
+    """The bound on the length of one part of the replies to a call.
+
+    Attributes:
+        sent: length of the part as the server sent it, or 0.
+        per_sample: whether lengths are per sample, as those of sums are.
+    """
+
+    sent: float
+    per_sample: bool
+
+    @property
+    def short(self) -> float:
+        """The length up to which no reply is rejected."""
+        return SHORT_SUM if self.per_sample else SHORT
+
+    @property
+    def unsuspicious(self) -> float:
+        """The length up to which no reply is rejected, whatever the other replies are."""
+        return max(self.short, CLOSE * self.sent)
+
+    def is_exceeded(self, length: float, samples: int, usual: float, usual_per_sample: float) -> bool:
+        """Return whether a reply of this length is rejected.
+
+        Args:
+            samples: of its client.
+            usual: the median of the lengths.
+            usual_per_sample: the median of the lengths per sample.
+        """
+        usual = max(usual, self.sent)
+        if length > max(self.short, FACTOR * usual):
+            return True
+        explained = self.per_sample or length <= CLOSE * usual_per_sample * samples
+        return not explained and length > max(self.short, CLOSE * usual)
 
 
 def is_compared(part: Reduction, largest: float) -> bool:
@@ -68,14 +110,22 @@ class Outliers:
     """Sets replies with suspicious lengths aside until the lengths of all replies to the call are known.
 
     Args:
-        bounds: for each compared part, the length up to which a reply is not suspicious.
+        bounds: of the compared parts, by name.
         lengths_of: returns the lengths of a client's reply by the name of the part.
+        sizes: samples of each client, by id.
     """
 
-    def __init__(self, bounds: dict[str, float], lengths_of: Callable[[int, Reply], dict[str, float]]):
+    def __init__(
+        self,
+        bounds: Mapping[str, LengthBound],
+        lengths_of: Callable[[int, Reply], dict[str, float]],
+        sizes: Mapping[int, int],
+    ):
         self._bounds = bounds
         self._lengths_of = lengths_of
+        self._sizes = sizes
         self._lengths: dict[str, list[float]] = {name: [] for name in bounds}
+        self._per_sample: dict[str, list[float]] = {name: [] for name in bounds}
         self._suspicious: list[tuple[int, Reply, dict[str, float]]] = []
         self._store = ValueStore()
 
@@ -86,6 +136,7 @@ class Outliers:
         own = reply.lengths if isinstance(reply, SummedReply) else self._lengths_of(id, reply)
         for name, lengths in self._lengths.items():
             lengths.append(own[name])
+            self._per_sample[name].append(own[name] / self._sizes[id])
         if isinstance(reply, SummedReply) or not exceeds(own, self._bounds):
             return False
         self._suspicious.append((id, replace(reply, tree=self._store.keep(reply.tree)), own))
@@ -97,15 +148,16 @@ class Outliers:
         for id, reply, lengths in self._suspicious:
             fault = None
             for name, median in medians.items():
-                if lengths[name] > max(self._bounds[name], FACTOR * median):
+                per_sample = statistics.median(self._per_sample[name])
+                if self._bounds[name].is_exceeded(lengths[name], self._sizes[id], median, per_sample):
                     fault = _fault(name, lengths[name], median)
                     break
             yield id, reply, fault
 
 
-def exceeds(lengths: dict[str, float], bounds: dict[str, float]) -> bool:
-    """Return whether one of the lengths exceeds its bound."""
-    return any(lengths[name] > bound for name, bound in bounds.items())
+def exceeds(lengths: dict[str, float], bounds: Mapping[str, LengthBound]) -> bool:
+    """Return whether one of the lengths is suspicious."""
+    return any(lengths[name] > bound.unsuspicious for name, bound in bounds.items())
 
 
 def _fault(name: str, value: float, median: float) -> Fault:

@@ -12,7 +12,7 @@ from torch import Tensor
 from raylt import tree
 from raylt.core.client import Reply
 from raylt.core.fleet.block_sums import ReplyLayout, SummedReply, sum_replies
-from raylt.core.fleet.outliers import FACTOR, SHORT, SHORT_SUM, exceeds, is_compared, length
+from raylt.core.fleet.outliers import LengthBound, exceeds, is_compared, length
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.wire import Fault, Path, Unusable, dotted, shown
 from raylt.errors import one_line
@@ -43,6 +43,7 @@ class Schema:
 
     Attributes:
         parts: the reductions by name of the part.
+        length_bounds: of the parts whose lengths are compared (outliers.py), by name.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class Schema:
             for path, leaf in self._templates.get(MODEL, {}).items()  # a part of another name may hold differences
             if str(path[-1]).endswith(VARIANCE) and isinstance(leaf, Tensor) and not leaf.is_meta
         }
-        self.usual_lengths = {
-            name: SHORT_SUM if part.kind == "total" else max(SHORT, FACTOR * length(part.template))
+        self.length_bounds = {
+            name: LengthBound(0.0 if part.kind == "total" else length(part.template), part.kind == "total")
             for name, part in parts.items()
             if is_compared(part, LARGEST["mean"])
         }
@@ -124,7 +125,7 @@ class Schema:
             placeholders.append(reply)
             if isinstance(reply, Reply):
                 lengths = self.lengths_of(id, reply)
-                if not exceeds(lengths, self.usual_lengths):
+                if not exceeds(lengths, self.length_bounds):
                     positions.append(len(placeholders) - 1)
                     summable.append((reply, self.layout(reply), lengths))
         for position, summed in zip(positions, sum_replies(self.parts, summable), strict=True):
@@ -147,7 +148,7 @@ class Schema:
         labels = max(1, self._sizes[id]) * self._labels
         return {
             name: length(reply.tree[name]) / (labels if self.parts[name].kind == "total" else 1)
-            for name in self.usual_lengths
+            for name in self.length_bounds
         }
 
     def _weight_fault(self, id: int, weight: Any) -> Fault | None:
@@ -346,7 +347,7 @@ def _value_fault(leaf: Any, part: Reduction, largest: float, most: int) -> Fault
     if type(leaf) in (int, float):
         if isinstance(leaf, float) and not math.isfinite(leaf):
             return Fault("reply.not-finite", f"is {leaf}", leaf)
-        limit = largest if part.kind == "total" and isinstance(leaf, float) else LARGEST_NUMBER
+        limit = LARGEST_COUNT if isinstance(leaf, int) else largest if part.kind == "total" else LARGEST_NUMBER
         if abs(leaf) <= limit:
             return None
         return Fault("reply.out-of-range", f"is {shown(leaf)}, beyond {limit:.0e}")

@@ -9,7 +9,7 @@ from raylt.contract.case import Case
 from raylt.contract.lies import replaced
 from raylt.core.client import Reply
 from raylt.core.fleet.client_host import ClientHost
-from raylt.core.fleet.outliers import FACTOR, SHORT, SHORT_SUM, length
+from raylt.core.fleet.outliers import CLOSE, FACTOR, SHORT, SHORT_SUM, LengthBound, length
 from raylt.core.fleet.reductions import each, mean, total
 from raylt.core.fleet.schema import Schema
 from raylt.methods import METHODS
@@ -66,13 +66,42 @@ def test_the_bound_is_a_multiple_of_what_was_sent_and_never_short(factor, reject
     assert length(like) == pytest.approx(sent)
     unit = {"w": torch.tensor([0.8, -0.6])}
     replies = {id: Reply(1.0, {"model": unit}) for id in IDS[:4]}
-    bound = max(SHORT, FACTOR * sent)
+    bound = max(SHORT, CLOSE * sent)
     replies[IDS[2]] = Reply(1.0, {"model": {"w": unit["w"] * factor * bound}})
     schema = Schema({"model": mean.like(like)}, dict.fromkeys(IDS, 1))
-    assert schema.usual_lengths == {"model": pytest.approx(bound)}
+    assert schema.length_bounds["model"].unsuspicious == pytest.approx(bound)
     summed = schema.restricted_to(IDS[:4]).sum_block(IDS[:4], list(replies.values()))
     assert isinstance(summed[2], Reply) == rejected
     assert sum(isinstance(reply, Reply) for reply in summed) == rejected
+
+
+@pytest.mark.parametrize(
+    ("times_length", "times_samples", "rejected"),
+    [
+        (49, 1, False),
+        (51, 1, True),
+        (51, 0.1, True),
+        (51, 1.1, False),  # per sample 46 times
+        (400, 1, True),
+        (499, 1000, False),  # its samples explain the length
+        (501, 1000, True),
+    ],
+)
+def test_a_length_that_samples_do_not_explain_has_the_closer_bound(times_length, times_samples, rejected):
+    usual = 4 * SHORT
+    bound = LengthBound(sent=usual / 2, per_sample=False)
+    own = times_length * usual
+    assert own > bound.unsuspicious or not rejected
+    assert bound.is_exceeded(own, round(200 * times_samples), usual, usual / 200) == rejected
+    # a sum is compared per sample, which is explained already
+    assert LengthBound(0.0, True).is_exceeded(own * 1e6, 200, usual * 1e6, usual * 1e6 / 200) == (times_length > FACTOR)
+
+
+@pytest.mark.parametrize(("times_median", "times_sent"), [(1.0, 60.0), (60.0, 1.0)])
+def test_the_closer_bound_is_for_what_exceeds_the_median_and_what_was_sent(times_median, times_sent):
+    own = 100 * SHORT
+    bound = LengthBound(sent=own / times_sent, per_sample=False)
+    assert not bound.is_exceeded(own, 1, own / times_median, own / 60)
 
 
 def test_an_honest_client_with_most_of_the_samples_is_kept():
@@ -101,7 +130,8 @@ def test_parts_of_models_and_sums_are_compared():
         "without": mean,
         "sums": total.like(LIKE),
     }
-    assert Schema(parts, {1: 1}).usual_lengths == {"model": SHORT, "update": SHORT, "sums": SHORT_SUM}
+    bounds = {name: bound.unsuspicious for name, bound in Schema(parts, {1: 1}).length_bounds.items()}
+    assert bounds == {"model": SHORT, "update": SHORT, "sums": SHORT_SUM}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +169,17 @@ def test_robust_rules_and_secure_sums_compare_no_lengths(federation, compares):
     assert fleet.round_stats.rejected.keys() == ({IDS[1]} if compares else set())
 
 
+@pytest.mark.parametrize("federation", [{}, {"secure": True}, {"robust": "median"}])
+@pytest.mark.parametrize("number", [2**53 + 1, 2**63, -(2**70)])
+def test_a_whole_number_that_no_tensor_holds_is_rejected(federation, number):
+    answers = {id: Reply(reply_of(id).weight, {"loss": 0.5}) for id in IDS[:6]}
+    answers[IDS[1]] = Reply(answers[IDS[1]].weight, {"loss": number})
+    fleet = Scripted(answers, **federation)
+    got = fleet.ask(tell, IDS[:6], {}, loss=mean.like(0.0))
+    assert list(fleet.round_stats.rejected) == [IDS[1]]
+    assert got["loss"] == pytest.approx(0.5)
+
+
 def host(factor: float, part: str) -> type[ClientHost]:
     """Return a host whose client LIAR sends a part of its replies `factor` times as long."""
 
@@ -156,6 +197,8 @@ def host(factor: float, part: str) -> type[ClientHost]:
 @pytest.mark.parametrize(
     ("name", "part", "factor"),
     [
+        ("fedavg", "model", 400.0),
+        ("scaffold", "model", 400.0),
         ("fedavg", "model", 700.0),
         ("fedavg", "model", -1.0),
         ("fedavg", "model", 1e3),
