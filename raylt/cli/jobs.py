@@ -40,8 +40,7 @@ def submit(
 
     raylt sends the current folder, without runs, data and what .gitignore names.
 
-    Without --out and data.root, the job makes run folders in ~/raylt/runs and reads data sets from ~/raylt/data on the
-    cluster.
+    Without --out and data.root, it uses ~/raylt/runs and ~/raylt/data on the cluster.
     """
     from raylt.registry import plugin_files, resolve
 
