@@ -8,6 +8,7 @@ FEDIC. Settings of new runs must have the new names.
 from collections.abc import Mapping
 from typing import Any
 
+from raylt.errors import CheckpointError
 from raylt.methods import METHODS
 
 PREFIXED = ("rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "schedule")
@@ -28,12 +29,27 @@ def former_name(method: str, field: str) -> str:
 
 
 def current_settings(settings: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """Return settings, nested or dotted, in which the fields of a method have their present names."""
-    current = {_current_key(key, method): value for key, value in settings.items()}
+    """Return settings, nested or dotted, in which the fields of a method have their present names.
+
+    Raises:
+        CheckpointError: a field has a value under its former name and another under its present name.
+    """
+    current = _renamed(settings, {key: _current_key(key, method) for key in settings})
     fields = current.get("method")
     if isinstance(fields, Mapping):
-        current["method"] = {current_name(method, key): value for key, value in fields.items()}
+        current["method"] = _renamed(fields, {key: current_name(method, key) for key in fields})
     return current
+
+
+def _renamed(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    if len(set(names.values())) < len(names):
+        twice = next(key for key, name in names.items() if name != key and name in settings)
+        raise CheckpointError(
+            f"{names[twice]}: a record gives it twice, also by its former name ({twice}). Use an intact copy.",
+            code="file.malformed",
+            key=names[twice],
+        )
+    return {names[key]: value for key, value in settings.items()}
 
 
 def former_settings(settings: Mapping[str, Any], method: str) -> dict[str, Any]:

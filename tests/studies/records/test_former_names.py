@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from made import write_run
+from refusals import refused
 
+from raylt.errors import CheckpointError
 from raylt.methods import METHODS
 from raylt.studies.definition import define, read_definition
 from raylt.studies.records.former_names import (
@@ -109,3 +111,16 @@ def record_with_former_names(record):
 
 def outcome(asked):
     return {"asked": asked, "values": {}, "score": 0.5, "trials": 3, "client_steps": 90, "budget": 99}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": {"name": "ccvr", "epochs": 3, "retrain_epochs": 5}},
+        {"method": {"retrain_epochs": 5, "epochs": 3}},
+        {"method.epochs": 3, "method.retrain_epochs": 5},
+    ],
+)
+def test_a_field_with_two_values_by_two_names_is_refused(settings):
+    with refused("file.malformed", CheckpointError):
+        current_settings(settings, "ccvr")
