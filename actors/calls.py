@@ -26,7 +26,7 @@ from raylt.core.training.stacked_sgd import FEW, SAMPLES
 from raylt.errors import ClientError, ClientLost, RayltError
 from raylt.tree import Tree, from_arrays, to_arrays
 
-SMALL = SAMPLES  # of a client that shares a call
+SMALL = 32  # samples of a client that shares a call; SAMPLES where such clients train in stacks
 MOST = 64  # clients of a call
 SPREAD = 4  # fewest calls per actor, so that no actor waits long for the last call
 
@@ -107,8 +107,10 @@ class ClientCalls(Job):
         self.deadline = None if limit is None else time.monotonic() + limit
         waits_for_all = enough >= len(ids) and limit is None
         size = len(ids) // (SPREAD * len(fleet.slots))
+        self._most_samples = SMALL
         if fleet.config.local.stacked == "auto":
             size = max(size, min(FEW, len(ids) // len(fleet.slots)))
+            self._most_samples = SAMPLES
         self._block_size = min(MOST, size) if waits_for_all else 1
         blocks = split_into_blocks(ids) if sums is not None and self._block_size >= BLOCK else []
         self._blocks = [block for block in blocks if all(map(self._shares, block))]
@@ -156,7 +158,7 @@ class ClientCalls(Job):
         return ids
 
     def _shares(self, id: int) -> bool:
-        return self.fleet.all_sizes[id] <= SMALL and id not in self._alone
+        return self.fleet.all_sizes[id] <= self._most_samples and id not in self._alone
 
     def _submit(self, slot: ActorSlot, ids: list[int], sums: Schema | None = None) -> tuple[Any, Call]:
         shards = self.fleet.shards

@@ -38,7 +38,7 @@ from raylt.registry import resolve
 
 RECORD = Path(__file__).parent / "results" / "stacked.json"
 CPU = torch.device("cpu")
-CLIENTS = 64
+CLIENTS = 32
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,14 @@ class Training:
     batch: int
     samples: int
     precision: str = "float32"
+    fewest: int | None = None  # samples of a client, where they differ; `samples` is the most
+    clients: int = CLIENTS
 
     def __str__(self) -> str:
         precision = "" if self.precision == "float32" else f", {self.precision}"
         height, width, channels = self.shape
-        return f"{self.model} {height}x{width}x{channels}, batches of {self.batch}{precision}"
+        sizes = "" if self.fewest is None else f", {self.clients} clients of {self.fewest} to {self.samples}"
+        return f"{self.model} {height}x{width}x{channels}, batches of {self.batch}{precision}{sizes}"
 
     def host(self, stacked: str) -> ClientHost:
         """Return a host whose clients train in stacks or alone, whatever `auto` would decide."""
@@ -71,7 +74,8 @@ class Training:
 
     def shard(self, seed: int) -> Shard:
         rng = np.random.default_rng(seed)
-        return Shard(rng.integers(0, 256, (self.samples, *self.shape), dtype=np.uint8), np.arange(self.samples) % 10)
+        n = self.samples if self.fewest is None else int(rng.integers(self.fewest, self.samples + 1))
+        return Shard(rng.integers(0, 256, (n, *self.shape), dtype=np.uint8), np.arange(n) % 10)
 
 
 TRAININGS = (
@@ -89,6 +93,16 @@ TRAININGS = (
     Training("cnn", (32, 32, 3), 5, 10),
     Training("resnet32", (32, 32, 3), 5, 10),
     Training("resnet8", (32, 32, 3), 5, 10),
+    *(
+        Training(model, shape, batch, most, fewest=4, clients=clients)
+        for model, shape, batch, most in (
+            ("small", (8, 8, 1), 5, 32),
+            ("small", (8, 8, 1), 32, 128),
+            ("cnn", (28, 28, 1), 5, 32),
+            ("cnn", (28, 28, 1), 10, 128),
+        )
+        for clients in (1, 12, 64)
+    ),
 )
 
 
@@ -96,23 +110,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="models, or thousand; all by default")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--clients", type=int, default=CLIENTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     stacked_sgd.MOST_WORK = float("inf")
     for training in TRAININGS:
         if not arguments.cases or training.model in arguments.cases:
-            keep(str(training), compare(training, arguments.turns, arguments.clients))
+            keep(str(training), compare(training, arguments.turns))
     if not arguments.cases or "thousand" in arguments.cases:
         keep("thousand clients, in bare loops", thousand(arguments.turns))
 
 
-def compare(training: Training, turns: int, clients: int) -> dict[str, Any]:
+def compare(training: Training, turns: int) -> dict[str, Any]:
     """Return the ratio of CPU seconds of clients in stacks and alone."""
     hosts = {stacked: training.host(stacked) for stacked in ("auto", "off")}
     method, model = hosts["off"].setup.method, hosts["off"].model
     message = {"model": tree.snapshot(method.shared(model))}
-    calls = [ClientCall(id, training.shard(id), None) for id in range(clients)]
+    calls = [ClientCall(id, training.shard(id), None) for id in range(training.clients)]
 
     def alone() -> None:
         for call in calls:
@@ -120,18 +133,19 @@ def compare(training: Training, turns: int, clients: int) -> dict[str, Any]:
 
     def together() -> None:
         outcomes = hosts["auto"].run_stacks(method.train, message, 1, calls)
-        assert len(outcomes) == clients
+        assert len(outcomes) == training.clients
 
     alone()
     together()
     seconds = [(seconds_of(together), seconds_of(alone)) for _ in range(turns)]
-    steps = clients * -(-training.samples // training.batch)
+    local = hosts["off"].setup.config.local
+    steps = sum(local.step_count(len(call.shard or ())) for call in calls)
     return {
         "ratio": round(statistics.median(stacked / single for stacked, single in seconds), 3),
         "alone, ms a step": round(1e3 * min(single for _, single in seconds) / steps, 3),
         "stacked, ms a step": round(1e3 * min(stacked for stacked, _ in seconds) / steps, 3),
         "work": Workload.of(model, hosts["off"].spec, training.batch).multiplications,
-        "clients of a stack": hosts["auto"]._stack.slots,
+        "clients of a stack": hosts["auto"]._stack.together,
     }
 
 

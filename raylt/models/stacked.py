@@ -136,7 +136,6 @@ class StackedModel:
     Attributes:
         entries: the state-dict entries of all slots by name, [slots, ...].
         trained: names of the trained parameters.
-        untrained: names of the other entries.
     """
 
     def __init__(self, model: SplitModel, slots: int):
@@ -144,7 +143,6 @@ class StackedModel:
         self.entries: Params = {name: _copies(value, slots) for name, value in model.state_dict().items()}
         names = trained_names(model)
         self.trained = [name for name in self.entries if name in names]
-        self.untrained = [name for name in self.entries if name not in names]
         self._span = _Span()
         self._net = _replaced(copy.deepcopy(model), self._span)
         self._owners = {name: self._net.get_submodule(name.rpartition(".")[0]) for name in self.entries}
@@ -258,6 +256,11 @@ def _replaced(module: Any, span: _Span) -> Any:
             case _:
                 _replaced(child, span)
     return module
+
+
+def as_rows(values: Tensor) -> Tensor:
+    """Return the values of several slots as a matrix [slots, n] in the order of memory, which it shares."""
+    return values.as_strided((len(values), values.stride(0)), (values.stride(0), 1))
 
 
 def _copies(value: Tensor, slots: int) -> Tensor:

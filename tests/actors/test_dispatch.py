@@ -105,6 +105,20 @@ def test_each_waiting_client_is_looked_at_once_or_twice_however_many_wait(monkey
     assert len(looked) < 3 * clients
 
 
+@pytest.mark.parametrize(
+    ("stacked", "sent"), [("off", [[3], [2], [0, 1], [4, 5]]), ("auto", [[3], [2, 0, 1, 4], [5, 6, 7, 8]])]
+)
+def test_clients_that_train_in_stacks_share_a_call_with_more_samples_and_more_clients(monkeypatch, stacked, sent):
+    monkeypatch.setattr(ClientCalls, "_submit", lambda self, slot, ids, *sums: ids)
+    config = configure(9)
+    config = config.model_copy(update={"local": config.local.model_copy(update={"stacked": stacked})})
+    sizes = dict.fromkeys(range(9), 5) | {3: 129, 2: 128}
+    slots = [SimpleNamespace(own=frozenset(range(9)))] * (1 if stacked == "off" else 2)
+    fleet = SimpleNamespace(config=config, all_sizes=sizes, slots=slots)
+    calls = ClientCalls(fleet, trouble.count, list(range(9)), None, 9, None, None)
+    assert [calls.submit(slots[0], own=True) for _ in sent] == sent
+
+
 @pytest.mark.slow
 def test_a_block_whose_process_dies_is_asked_again_one_by_one(fleet, task, undisturbed, blocks, tmp_path):
     config = configure(CLIENTS, retries=1)

@@ -3,10 +3,10 @@
 Each client keeps what decides its result: its order of batches, its augmentation's draws, its objective and its
 BatchNorm statistics. `ClientStack.train` computes what `Method.train` computes at each client, up to rounding.
 
-The clients are sorted, those with most samples first. A step is taken by every client that has a batch left, and these
-are always the first slots of the stack. Batches of one step may differ in length, because the last batch of a pass is
-shorter. Neighbours with equally long batches are computed together. A client without such a neighbour is computed in a
-stack of two, with itself.
+Batches of different lengths cannot be computed together, and the last batch of a pass may be shorter. So each client
+keeps its own place in its training, and a step is taken by clients whose next batches are equally long: as many as
+possible, until all are done. Clients in neighbouring slots are computed where they are, others in copies. A client
+without a companion is computed in a stack of two, with itself.
 
 torch.func.vmap would train several clients without a line for each layer. It leaves the channels-last layout, and is
 half as fast as a stack.
@@ -14,9 +14,8 @@ half as fast as a stack.
 # pyright: reportPrivateImportUsage=false
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -32,13 +31,14 @@ from raylt.data.augment import is_own
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
 from raylt.models.split import Params, SplitModel
-from raylt.models.stacked import StackedModel, unstackable_layer
+from raylt.models.stacked import StackedModel, as_rows, unstackable_layer
 from raylt.tree import nbytes
 
 FEW = 8  # clients of one task that are worth fewer tasks for each process, where they train in stacks
-SAMPLES = 32  # of the largest client that trains in a stack
+SAMPLES = 128  # of the largest client that trains in a stack
 MOST_WORK = 40e6  # multiplications of a client's forward step, beyond which a stack is not faster than single clients
-MOST_CLIENTS = 32
+MOST_CLIENTS = 32  # that are computed together
+MOST_SLOTS = 64  # clients that wait for each other
 CACHE = 8 * 2**20  # bytes that the outputs of a stack's layers may take, so that they stay in the processor's cache
 WEIGHTS = 256 * 2**20  # bytes that the weights of a stack may take
 
@@ -128,14 +128,16 @@ class ClientStack:
 
     Attributes:
         slots: the largest number of clients.
+        together: the largest number of clients that take a step together.
     """
 
     def __init__(self, model: SplitModel, spec: TaskSpec, batch: int):
         outputs, weights = Workload.of(model, spec, batch).outputs, nbytes(dict(model.state_dict()))
-        self.slots = max(2, min(int(CACHE / outputs), int(WEIGHTS / weights), MOST_CLIENTS))
+        self.slots = max(2, min(int(WEIGHTS / weights), MOST_SLOTS))
+        self.together = max(2, min(int(CACHE / outputs), self.slots, MOST_CLIENTS))
         self._model = model
         self._stack = StackedModel(model, self.slots)
-        self._pair = StackedModel(model, 2)
+        self._copies = StackedModel(model, self.together)
 
     @property
     def first(self) -> Params:
@@ -163,7 +165,7 @@ class ClientStack:
         try:
             for client, view in zip(clients, views, strict=True):
                 client.model = cast(SplitModel, view)
-            training = _Training(stack, self._pair, views, clients, method, message)
+            training = _Training(stack, self._copies, views, clients, method, message)
             training.run()
         finally:
             for client in clients:
@@ -235,20 +237,22 @@ class _Training:
     def __init__(
         self,
         stack: StackedModel,
-        pair: StackedModel,
+        copies: StackedModel,
         views: Sequence[SlotModel],
         clients: Sequence[Client],
         method: Method,
         message: Message,
     ):
-        self._stack, self._pair = stack, pair
+        self._stack, self._copies = stack, copies
         self._views = views
         self._clients = clients
         self.objectives: list[Any] = [method.objective(client, message) for client in clients]
         local = clients[0].config.local
         self._optimiser = SGD([], learning_rate(clients[0]), local.momentum, local.weight_decay)
-        trained = [stack.entries[name] for name in stack.trained]
-        self._velocity = [torch.zeros_like(values) for values in trained] if local.momentum else []
+        self._velocity, self._copied_velocity = (
+            [torch.zeros_like(each.entries[name]) for name in stack.trained] if local.momentum else []
+            for each in (stack, copies)
+        )
         self._totals = torch.zeros(len(clients), device=clients[0].device)  # of each client, the sum of its losses
         self._seen = [0] * len(clients)
 
@@ -261,75 +265,106 @@ class _Training:
         batch = self._clients[0].config.local.batch
         left = [client.steps() for client in self._clients]
         batches = [client.rows(None, batch) for client in self._clients]
-        while left[0]:
-            active = sum(1 for steps in left if steps)
-            rows = [next(batches[slot]) for slot in range(active)]
-            for _, group in groupby(range(active), key=lambda slot: len(rows[slot])):
-                slots = list(group)
-                last = [slot for slot in slots if left[slot] == 1]
-                self._step(slots[0], slots[-1] + 1, rows, last)
-            for slot in range(active):
+        rows = {slot: next(batches[slot]) for slot, steps in enumerate(left) if steps}
+        while rows:
+            slots = self._companions({slot: len(of_client) for slot, of_client in rows.items()})
+            self._step(slots, rows, [slot for slot in slots if left[slot] == 1])
+            for slot in slots:
                 left[slot] -= 1
-                self._seen[slot] += len(rows[slot])
+                self._seen[slot] += len(rows.pop(slot))
+                if left[slot]:
+                    rows[slot] = next(batches[slot])
 
-    def _step(self, start: int, stop: int, rows: Sequence[Tensor], last: Sequence[int]) -> None:
-        """Take a step of the clients in neighbouring slots, whose batches are equally long.
+    def _companions(self, lengths: dict[int, int]) -> list[int]:
+        """Return the slots, ascending, of the clients that take the next step.
+
+        They are some of the largest group with equally long batches, if possible neighbours.
 
         Args:
-            rows: each client's sample indices.
+            lengths: of each client's next batch, by slot.
+        """
+        together = self._copies.slots
+        groups: dict[int, list[int]] = {}
+        for slot in sorted(lengths):
+            groups.setdefault(lengths[slot], []).append(slot)
+        group = max(groups.values(), key=len)
+        block = group[0] // together
+        neighbours = [slot for slot in group if slot // together == block]
+        return neighbours if len(neighbours) > 1 else group[:together]
+
+    def _step(self, slots: list[int], rows: Mapping[int, Tensor], last: Sequence[int]) -> None:
+        """Take a step of some clients, whose batches are equally long.
+
+        Args:
+            rows: each client's sample indices, by slot.
             last: slots of the clients that take their last step.
         """
-        batches = [self._clients[slot].batch(rows[slot]) for slot in range(start, stop)]
-        objectives = self.objectives[start:stop]
+        batches = [self._clients[slot].batch(rows[slot]) for slot in slots]
+        objectives = [self.objectives[slot] for slot in slots]
+        views = [self._views[slot] for slot in slots]
+        start, stop = slots[0], slots[-1] + 1
+        in_place = 1 < len(slots) == stop - start
+        network, velocity, images = self._stack, self._velocity, [batch.x for batch in batches]
+        if not in_place:
+            pair = slots if len(slots) > 1 else slots * 2
+            self._copy(pair)
+            start, stop = 0, len(pair)
+            network, velocity, images = self._copies, self._copied_velocity, images * (len(pair) // len(slots))
         terms: list[dict[str, Tensor]] = []
         with autocast(self._clients[0]):
-            params = self._compute(start, stop, [batch.x for batch in batches])
+            z, logits = network(start, stop, side_by_side(images))
+            for view, x, own_z, own_logits in zip(views, images, z.unbind(), logits.unbind(), strict=False):
+                view.show(x, own_z, own_logits)
             if last and isinstance(objectives[0], Terms):
                 terms = [objective.split(batch) for objective, batch in zip(objectives, batches, strict=True)]
                 losses = torch.stack([added(of_client) for of_client in terms])
             else:
                 losses = torch.stack([fn(batch) for fn, batch in zip(objectives, batches, strict=True)])
+        params = network.parameters(start, stop)
         if terms:
-            self._measure(terms, params, start, last)
-        gradients = self._gradients(losses.sum(), params, start, stop)
+            self._measure(terms, params, slots, last)
+        gradients = self._gradients(losses.sum(), params, views)
         with torch.no_grad():
-            self._move(gradients, start, stop)
-            self._totals[start:stop] += losses.detach() * len(rows[start])
+            self._move(network, gradients, velocity, start, start + len(slots))
+            if not in_place:
+                self._copy_back(slots)
+            self._totals[slots] += losses.detach() * len(rows[slots[0]])
 
-    def _compute(self, start: int, stop: int, images: list[Tensor]) -> list[Tensor]:
-        """Compute the clients' features and logits, and show each client its own.
+    @torch.no_grad()
+    def _copy(self, slots: list[int]) -> None:
+        """Copy the entries and velocities of some slots into the first slots of the copies."""
+        chosen = torch.tensor(slots, device=self._totals.device)
+        for values, copied in self._copied():
+            torch.index_select(values, 0, chosen, out=copied[: len(slots)])
 
-        Args:
-            images: each client's batch, [B, C, H, W].
+    def _copy_back(self, slots: list[int]) -> None:
+        chosen = torch.tensor(slots, device=self._totals.device)
+        for values, copied in self._copied():
+            values.index_copy_(0, chosen, copied[: len(slots)])
 
-        Returns:
-            The parameters that were computed with: of these clients or, for a single client, of a pair.
-        """
-        if stop - start > 1:
-            z, logits = self._stack(start, stop, side_by_side(images))
-            params = self._stack.parameters(start, stop)
-        else:
-            self._pair.load(slice(0, 2), self._stack.slot(start))
-            z, logits = self._pair(0, 2, side_by_side(images * 2))
-            with torch.no_grad():
-                for name in self._stack.untrained:
-                    self._stack.entries[name][start].copy_(self._pair.entries[name][0])
-            params = self._pair.parameters(0, 2)
-        for slot, x, own_z, own_logits in zip(range(start, stop), images, z.unbind(), logits.unbind(), strict=False):
-            self._views[slot].show(x, own_z, own_logits)
-        return params
+    def _copied(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each entry and velocity of the stack, as rows, with its counterpart among the copies."""
+        for name, values in self._stack.entries.items():
+            yield as_rows(values), as_rows(self._copies.entries[name])
+        for values, copied in zip(self._velocity, self._copied_velocity, strict=True):
+            yield as_rows(values), as_rows(copied)
 
     def _gradients(
-        self, loss: Tensor, params: list[Tensor], start: int, stop: int, retain: bool = False
+        self, loss: Tensor, params: list[Tensor], views: Sequence[SlotModel], retain: bool = False
     ) -> list[Tensor | None]:
-        """Return the gradients of a loss by the clients' parameters; None for a parameter that is not in the loss."""
-        leaves = [leaf for view in self._views[start:stop] for leaf in view.leaves]
+        """Return the gradients of a loss by the clients' parameters; None for a parameter that is not in the loss.
+
+        Args:
+            params: of the clients, or of a single client twice.
+            views: of the clients.
+        """
+        leaves = [leaf for view in views for leaf in view.leaves]
         all_gradients = torch.autograd.grad(loss, [*params, *leaves], retain_graph=retain, allow_unused=True)
         gradients: list[Tensor | None] = []
         for number, name in enumerate(self._stack.trained):
             gradient = all_gradients[number]
-            if gradient is not None:  # without that of a pair's second copy
-                gradient = gradient[: len(gradient) * (stop - start) // max(stop - start, 2)]
+            if gradient is not None and len(views) == 1:  # without that of the client's second copy
+                gradient = gradient[: len(gradient) // 2]
             of_leaves = all_gradients[len(params) + number :: len(params)]
             if any(part is not None for part in of_leaves):
                 direct = self._stack.flat(name, torch.stack(list(of_leaves)))
@@ -337,22 +372,30 @@ class _Training:
             gradients.append(gradient)
         return gradients
 
-    def _move(self, gradients: list[Tensor | None], start: int, stop: int) -> None:
-        """Move the clients' parameters along their gradients."""
-        params = self._stack.parameters(start, stop)
+    def _move(
+        self,
+        network: StackedModel,
+        gradients: list[Tensor | None],
+        velocity: list[Tensor],
+        start: int,
+        stop: int,
+    ) -> None:
+        """Move the parameters of some slots of a network along their gradients."""
+        params = network.parameters(start, stop)
         used = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        velocity = []
-        if self._velocity:
-            velocity = [self._stack.flat(self._stack.trained[i], self._velocity[i][start:stop]) for i in used]
         self._optimiser.move(
-            [params[i] for i in used], [gradient for gradient in gradients if gradient is not None], velocity
+            [params[number] for number in used],
+            [gradient for gradient in gradients if gradient is not None],
+            [network.flat(network.trained[i], velocity[i][start:stop]) for i in used] if velocity else [],
         )
 
-    def _measure(self, terms: list[dict[str, Tensor]], params: list[Tensor], start: int, last: Sequence[int]) -> None:
+    def _measure(
+        self, terms: list[dict[str, Tensor]], params: list[Tensor], slots: list[int], last: Sequence[int]
+    ) -> None:
         """Set the norms of the terms' gradients for the clients in the slots `last`.
 
         Args:
-            terms: of the clients in the slots from `start` on.
+            terms: of the clients in `slots`.
         """
         clients = len(terms)
         norms: dict[str, list[float]] = {}
@@ -360,12 +403,12 @@ class _Training:
             loss = torch.stack([of_client[name] for of_client in terms]).sum()
             gradients = []
             if loss.requires_grad:
-                gradients = self._gradients(loss, params, start, start + clients, retain=True)
+                gradients = self._gradients(loss, params, [self._views[slot] for slot in slots], retain=True)
             parts = [gradient.reshape(clients, -1) for gradient in gradients if gradient is not None]
             # client by client: norms of all rows at once round in another way for the last ones
             norms[name] = [length([part[number] for part in parts]) for number in range(clients)]
         for slot in last:
-            self.objectives[slot].norms = {name: of_term[slot - start] for name, of_term in norms.items()}
+            self.objectives[slot].norms = {name: of_term[slots.index(slot)] for name, of_term in norms.items()}
 
 
 def side_by_side(images: list[Tensor]) -> Tensor:

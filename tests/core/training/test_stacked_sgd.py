@@ -24,7 +24,7 @@ from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedbn import FedBN
 from raylt.methods.fedprox import FedProx
 
-SIZES = (1, 2, 3, 7, 8, 9, 13, 13, 16, 31, 32, 33)  # samples of a client; the last one is no small client
+SIZES = (1, 2, 3, 7, 8, 9, 13, 13, 16, 31, 128, 129)  # samples of a client; the last one is no small client
 SPEC = TaskSpec("random", ("a", "b", "c"), (7, 7, 3), (0.5,) * 3, (0.25,) * 3)
 
 
@@ -139,20 +139,27 @@ def test_a_stack_leaves_nothing_behind():
 
 def test_more_clients_than_slots_train_in_several_stacks(monkeypatch):
     whole = train_stack(make_host(), range(11))
-    monkeypatch.setattr("raylt.core.training.stacked_sgd.MOST_CLIENTS", 4)
+    monkeypatch.setattr("raylt.core.training.stacked_sgd.MOST_CLIENTS", 3)
+    assert fingerprint(train_stack(make_host(), range(11))) == fingerprint(whole)
+    monkeypatch.setattr("raylt.core.training.stacked_sgd.MOST_SLOTS", 4)
     assert fingerprint(train_stack(make_host(), range(11))) == fingerprint(whole)
 
 
-def test_the_number_of_slots_follows_from_the_outputs_of_a_step():
+def test_the_size_of_a_stack_follows_from_the_outputs_of_a_step_and_from_the_weights(monkeypatch):
     model = tiny_odd(3, (7, 7, 3))
     work = Workload.of(model, SPEC, 5)
     # 6 x 7 x 7 outputs from 27 inputs, 16 x 3 x 3 from 27, then 16 from 16, and 3 from 16
     assert work.multiplications == 5 * (6 * 49 * 27 + 16 * 9 * 27 + 16 * 16 + 3 * 16)
     # of one image: three maps of 6 x 7 x 7, one of 6 x 3 x 3, three of 16 x 3 x 3, five vectors of 16, the logits
     assert work.outputs == 5 * 4 * (3 * 6 * 49 + 6 * 9 + 3 * 16 * 9 + 5 * 16 + 3)
-    assert ClientStack(model, SPEC, 5).slots == MOST_CLIENTS
-    assert ClientStack(model, SPEC, 500).slots == int(8 * 2**20 / (100 * work.outputs))
-    assert ClientStack(model, SPEC, 50_000).slots == 2
+    assert [ClientStack(model, SPEC, batch).together for batch in (5, 500, 50_000)] == [
+        MOST_CLIENTS,
+        int(8 * 2**20 / (100 * work.outputs)),
+        2,
+    ]
+    weights = 4 * sum(value.numel() for value in model.state_dict().values()) + 4  # the counter has 8 bytes
+    monkeypatch.setattr("raylt.core.training.stacked_sgd.WEIGHTS", 10 * weights)
+    assert ClientStack(model, SPEC, 5).slots == ClientStack(model, SPEC, 5).together == 10
 
 
 # what cannot be stacked
