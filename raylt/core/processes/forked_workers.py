@@ -1,22 +1,29 @@
-"""`ForkedWorkers`: processes that this process forks, and that work on tasks side by side.
+"""`ForkedWorkers`: processes that are forked from this one, and that work on tasks side by side.
 
-A forked process shares the memory of this one until either writes to it. So it starts in milliseconds, with torch, data
-and plug-ins loaded, and takes little memory of its own.
+A forked process shares the memory of its origin until either writes to it. So it starts in milliseconds, with torch,
+data and plug-ins loaded, and takes little memory of its own.
+
+torch cannot compute gradients in a fork of a process that has computed some. So this process forks once, before the run
+computes anything: the nursery, which computes nothing and forks all workers, also those that replace a lost one.
 """
 
 import contextlib
 import ctypes
 import multiprocessing
+import os
 import pickle
 import signal
+import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
+
+from raylt.errors import RayltError
 
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent ends
 FORK = "This process .* is multi-threaded, use of fork"
@@ -26,18 +33,14 @@ Work = Callable[[bytes, Any], Any]
 
 @dataclass(frozen=True)
 class Lost:
-    """The result of a task whose process ended before it had one.
+    """The result of a task whose process ended before it had one."""
 
-    Attributes:
-        cause: one line.
-    """
-
-    cause: str
+    cause: str = "its process ended before it answered"
 
 
 @dataclass
 class _Worker:
-    process: BaseProcess
+    pid: int
     connection: Connection
     knows: bytes | None = None  # what all tasks under way share, once it was sent
 
@@ -53,9 +56,19 @@ class ForkedWorkers:
     """
 
     def __init__(self, work: Work, number: int):
-        self._work = work
         self._workers: list[_Worker] = []
         self._busy: dict[Connection, tuple[_Worker, Any]] = {}
+        own_end, nursery_end = multiprocessing.Pipe()
+        nursery = multiprocessing.get_context("fork").Process(
+            target=_nurse, args=(work, nursery_end, own_end, os.getpid()), daemon=True
+        )
+        with warnings.catch_warnings():
+            # the threads of this process draw its progress and never hold what a client's call needs
+            warnings.filterwarnings("ignore", FORK, DeprecationWarning)
+            nursery.start()
+        nursery_end.close()
+        self._nursery = nursery
+        self._control = own_end
         for _ in range(number):
             self._fork()
 
@@ -92,6 +105,9 @@ class ForkedWorkers:
             _end(worker)
         self._workers.clear()
         self._busy.clear()
+        self._nursery.kill()
+        self._nursery.join()
+        self._control.close()
 
     def _give(self, shared: bytes, tasks: deque[Any]) -> None:
         """Hand tasks to processes that have none."""
@@ -116,11 +132,8 @@ class ForkedWorkers:
         try:
             return task, pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            worker.process.join()
-            code = worker.process.exitcode or 0
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
             self._replace(worker)
-            return task, Lost(f"its process ended with {how}")
+            return task, Lost()
 
     def _replace(self, worker: _Worker) -> None:
         _end(worker)
@@ -128,35 +141,58 @@ class ForkedWorkers:
         self._fork()
 
     def _fork(self) -> None:
-        own_end, child_end = multiprocessing.Pipe()
-        inherited = [worker.connection for worker in self._workers]
-        process = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(self._work, child_end, [own_end, *inherited]), daemon=True
-        )
-        with warnings.catch_warnings():
-            # the threads of this process draw its progress and never hold what a client's call needs
-            warnings.filterwarnings("ignore", FORK, DeprecationWarning)
-            process.start()
-        child_end.close()
-        self._workers.append(_Worker(process, own_end))  # pyright: ignore[reportArgumentType]
+        try:
+            self._control.send_bytes(b"")
+            connection = Connection(reduction.recv_handle(self._control))
+            pid = self._control.recv()
+        except (EOFError, OSError):
+            raise RayltError(
+                "fleet: the process that forks the clients' processes has ended. Resume the run.",
+                code="client.not-started",
+            ) from None
+        self._workers.append(_Worker(pid, connection))
 
 
 def _end(worker: _Worker) -> None:
-    worker.process.kill()
-    worker.process.join()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker.pid, signal.SIGKILL)
     worker.connection.close()
 
 
-def _serve(work: Work, connection: Connection, inherited: list[Connection]) -> None:
-    """Answer tasks in a forked process until the process that forked it closes the connection or ends."""
+def _nurse(work: Work, control: Connection, other_end: Connection, origin: int) -> None:
+    """Fork a worker for each message, and send its pid and the other end of its connection."""
+    other_end.close()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that forked this one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the origin decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in inherited:
-        other.close()
-    shared = b""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no worker that ends remains as a zombie
     with contextlib.suppress(EOFError, OSError):
+        while True:
+            control.recv_bytes()
+            origin_end, worker_end = multiprocessing.Pipe()
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                origin_end.close()
+                _serve(work, worker_end)  # pyright: ignore[reportArgumentType]
+            worker_end.close()
+            reduction.send_handle(control, origin_end.fileno(), origin)
+            control.send(pid)
+            origin_end.close()
+
+
+def _serve(work: Work, connection: Connection) -> None:
+    """Answer tasks in a worker until the connection is closed; never return."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    shared = b""
+    try:
         while True:
             sent, task = pickle.loads(connection.recv_bytes())
             shared = shared if sent is None else sent
             connection.send_bytes(pickle.dumps(work(shared, task)))
+            sys.stdout.flush()
+    except (EOFError, OSError):
+        os._exit(0)
+    except BaseException:
+        os._exit(1)

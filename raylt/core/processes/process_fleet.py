@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import torch
 
 from raylt.config import Config
 from raylt.core.client import ClientFunction
@@ -20,7 +21,7 @@ from raylt.core.fleet.wire import Fault, packed, unpacked
 from raylt.core.processes.forked_workers import ForkedWorkers, Lost
 from raylt.core.training.stacked_sgd import FEW
 from raylt.data.task import Task
-from raylt.errors import ClientError, ClientLost, RayltError, one_line
+from raylt.errors import ClientError, ClientLost, ConfigError, RayltError, one_line
 from raylt.machine import cores
 from raylt.tree import Tree, from_arrays, to_arrays
 
@@ -40,6 +41,11 @@ CallResult = tuple[Any, bytes] | Fault | Lost
 
 
 @dataclass(frozen=True)
+class _Probe:
+    """The question whether gradients can be computed in a forked process."""
+
+
+@dataclass(frozen=True)
 class _Item:
     """An item of `Fleet.map`."""
 
@@ -54,6 +60,9 @@ class ProcessFleet(LocalFleet):
 
     Args:
         host: has called no client yet; each process calls clients with its own copy.
+
+    Raises:
+        ConfigError: this process has computed gradients, so that its forks cannot.
     """
 
     def __init__(self, config: Config, task: Task, host: ClientHost):
@@ -61,6 +70,16 @@ class ProcessFleet(LocalFleet):
         wanted = config.resources.actors
         number = len(cores()) if wanted == "auto" else wanted
         self._workers = ForkedWorkers(self._work, min(number, len(self.all_sizes)))
+        [(_, answer)] = self._workers.run(b"", deque([_Probe()]))
+        if answer is not None:
+            self.close()
+            raise ConfigError(
+                "fleet: this process has computed gradients with torch, so that forks of it cannot (processes). Start "
+                "the run in a new process, or use fleet local or ray.",
+                code="config.conflict",
+                key="fleet",
+                value="processes",
+            )
 
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
         name = getattr(fn, "__name__", "map")
@@ -132,8 +151,10 @@ class ProcessFleet(LocalFleet):
 
     # what a forked process does
 
-    def _work(self, shared: bytes, task: _Calls | _Item) -> object:
+    def _work(self, shared: bytes, task: _Calls | _Item | _Probe) -> object:
         """Call clients, or compute an item; an exception becomes a `Fault`."""
+        if isinstance(task, _Probe):
+            return _probe()
         if isinstance(task, _Item):
             return self._compute(shared, task)
         calls = [
@@ -162,6 +183,15 @@ class ProcessFleet(LocalFleet):
             return to_arrays(compute(fn, item, threads, self._host.device))
         except Exception as error:
             return Fault("server.map-failed", one_line(error))
+
+
+def _probe() -> Fault | None:
+    """Compute a gradient; return the reason why this process cannot."""
+    try:
+        torch.zeros(1, requires_grad=True).sum().backward()
+    except RuntimeError as error:
+        return Fault.of(error)
+    return None
 
 
 def _outcomes_of(task: _Calls, result: list[CallResult] | Lost) -> list[tuple[int, CallResult]]:

@@ -1,231 +1,59 @@
-"""Clients in forked processes: the bits of one process, and what happens when a process ends or hangs."""
+"""The tests of forked_runs.py, in a process in which no other test has computed gradients on another device."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
+from collections import deque
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from refusals import refused
-from small_runs import QUICK
 from tiny import configure, make_experiment
 
-from raylt.contract.trace import finish
-from raylt.core.method import Method
+from raylt.core.fleet.wire import Fault
+from raylt.core.processes import process_fleet
+from raylt.core.processes.forked_workers import ForkedWorkers, Lost
 from raylt.core.processes.process_fleet import ProcessFleet
-from raylt.errors import ConfigError, RayltError
-from raylt.methods import METHODS
-from raylt.runs.in_process import forked_fleet
+from raylt.errors import ConfigError
 
-IDS = [0, 1, 2, 3, 5]
+RUNS = Path(__file__).with_name("forked_runs.py")
 
 
-@pytest.fixture
-def run(tiny_task, tmp_path):
-    """Return `run(config, method=None)`, which does a run in two forked processes."""
-    made = []
-
-    def do(config, method=None):
-        experiment = make_experiment(config, tiny_task, tmp_path, method, fleet=ProcessFleet)
-        made.append(experiment)
-        return finish(experiment)
-
-    yield do
-    for experiment in made:
-        experiment.fleet.close()
-
-
-def forked(**parts):
-    return configure(resources={"actors": 2}, **parts)
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("fedavg", {"federation": {"participation": 0.5, "over_select": 0.5}}),
-        ("fedavg", {"local": {"stacked": "auto"}}),
-        ("scaffold", {}),
-        ("mupfl", {"evaluation": {"personal": 1}}),
-        ("sfd", {}),  # its last phase maps items
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
-def test_forked_processes_give_the_bits_of_one_process(run, tiny_task, tmp_path, name, parts):
-    method = METHODS[name](**QUICK.get(name, {}))
-    alone = finish(make_experiment(configure(**parts), tiny_task, tmp_path, method))
-    beside = run(forked(**parts), method)
-    assert beside.bits == alone.bits
-    assert [report.retried for report in beside.reports] == [report.retried for report in alone.reports]
-    assert len(beside.experiment.fleet._workers) == 2
-
-
-class Base(Method):
-    """FedAvg, with trouble in the first round."""
-
-    name: ClassVar[str] = "base"
-    paper: ClassVar[str] = "for tests"
-    where: str = ""
-
-    def trouble(self, client):
-        raise NotImplementedError
-
-    def train(self, client, message):
-        if client.id == 2 and client.round == 1:
-            self.trouble(client)
-        return super().train(client, message)
-
-
-class Killed(Base):
-    """Method whose client 2 loses its process in the first call."""
-
-    def trouble(self, client):
-        mark = Path(self.where) / "seen"
-        if not mark.exists():
-            mark.write_text("")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Doomed(Base):
-    """Method whose client 2 loses its process in each call."""
-
-    def trouble(self, client):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Failing(Base):
-    """Method whose client 2 raises an error."""
-
-    def trouble(self, client):
-        raise ValueError("no such luck")
-
-
-class Leaving(Base):
-    """Method whose client 2 ends its process."""
-
-    def trouble(self, client):
-        sys.exit(3)
-
-
-class Sleeping(Base):
-    """Method whose client 2 does not come back in time."""
-
-    def trouble(self, client):
-        time.sleep(60)
-
-
-def test_a_client_whose_process_is_killed_is_asked_again_with_the_same_result(run, tiny_task, tmp_path):
-    undisturbed = finish(make_experiment(configure(), tiny_task, tmp_path))
-    trace = run(forked(), Killed(where=str(tmp_path)))
-    assert trace.reports[0].retried == [2]
-    assert trace.reports[0].lost == []
-    model = undisturbed.experiment.export_model()
-    assert trace.experiment.export_model() == model
-
-
-@pytest.mark.parametrize(
-    ("method", "code", "said"),
-    [
-        (Doomed, "client.lost", "its process ended with signal SIGKILL"),
-        (Failing, "client.failed", "ValueError: no such luck"),
-        (Leaving, "client.failed", "SystemExit: 3"),
-    ],
-)
-def test_a_client_that_fails_again_and_again_is_left_out_and_named(run, method, code, said):
-    trace = run(forked(federation={"quorum": 0.5, "retries": 1}), method())
-    assert [(report.lost, report.retried) for report in trace.reports] == [([2], [2]), ([], [])]
-    with pytest.raises(RayltError) as caught:
-        run(forked(federation={"quorum": 1.0, "retries": 0}), method())
-    assert caught.value.details["cause"] == code
-    assert "client 2, round 1, train: " in str(caught.value)
-    assert said in str(caught.value)
-
-
-def test_a_client_that_misses_the_deadline_is_left_out_and_its_process_replaced(run):
-    start = time.monotonic()
-    trace = run(forked(federation={"quorum": 0.5, "deadline_s": 5, "rounds": 2}), Sleeping())
-    assert time.monotonic() - start < 40
-    assert trace.reports[0].lost == [2]
-    assert trace.reports[1].lost == []
-
-
-def halve(item):
-    if item["value"] == 6:
-        raise ValueError("not this one")
-    return {"value": item["value"] / 2}
-
-
-def kill_once(item):
-    mark = Path(item["where"])
-    if not mark.exists():
-        mark.write_text("")
-        os.kill(os.getpid(), signal.SIGKILL)
-    return {"value": item["value"] + 1}
-
-
-def test_items_are_mapped_in_order_and_a_failure_names_its_item(run, tmp_path):
-    fleet = run(forked(federation={"rounds": 1})).experiment.fleet
-    assert fleet.map(halve, [{"value": value} for value in range(5)]) == [{"value": value / 2} for value in range(5)]
-    with refused("server.map-failed", RayltError, item=3):
-        fleet.map(halve, [{"value": value} for value in (1, 2, 4, 6, 6)])
-    items = [{"value": value, "where": str(tmp_path / "killed")} for value in range(4)]
-    assert fleet.map(kill_once, items) == [{"value": value + 1} for value in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("key", "resources", "platform"),
-    [
-        ("fleet", {}, "darwin"),
-        ("resources.cpus_per_client", {"cpus_per_client": 2}, "linux"),
-    ],
-)
-def test_what_a_fork_cannot_do_is_refused(tiny_task, tmp_path, monkeypatch, key, resources, platform):
-    host = make_experiment(configure(), tiny_task, tmp_path).fleet._host
-    monkeypatch.setattr(sys, "platform", platform)
-    with refused("config.conflict", ConfigError, key=key):
-        forked_fleet(configure(resources=resources), tiny_task, host)
-
-
-SCRIPT = """
-import os, signal, sys, time
-import raylt
-
-class Waits(raylt.Method):
-    name = "waits"
-    paper = "for tests"
-
-    def train(self, client, message):
-        open(f"pid{os.getpid()}", "w").close()
-        time.sleep(120)
-
-raylt.register(Waits)
-raylt.run("waits", data="digits", fleet="processes", out=".", name="run", quiet=True)
-"""
-
-
-def test_no_process_outlives_a_killed_run(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    process = subprocess.Popen(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+@pytest.mark.timeout(300)
+def test_runs_in_forked_processes():
+    root = RUNS.parents[3]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--rootdir={root}", str(RUNS)],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    end = time.monotonic() + 100
-    while not (marks := list(tmp_path.glob("pid*"))):
-        assert time.monotonic() < end
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.kill()
-    process.wait()
-    time.sleep(1)
-    assert not any(alive(int(mark.name.removeprefix("pid"))) for mark in marks)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
-def alive(pid: int) -> bool:
+def test_forks_that_cannot_compute_gradients_are_refused(tiny_task, tmp_path, monkeypatch):
+    monkeypatch.setattr(process_fleet, "_probe", lambda: Fault("client.failed", "no gradients after a fork"))
+    with refused("config.conflict", ConfigError, key="fleet", value="processes"):
+        make_experiment(configure(), tiny_task, tmp_path, fleet=ProcessFleet)
+
+
+def work(shared, task):
+    if task == "leave":
+        os._exit(3)
+    return shared, task, os.getpid()
+
+
+def test_a_lost_worker_is_replaced_and_the_others_go_on():
+    workers = ForkedWorkers(work, 2)
     try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
+        results = list(workers.run(b"one", deque(["a", "leave", "b", "c"])))
+        assert sorted(task for task, _ in results) == ["a", "b", "c", "leave"]
+        assert [task for task, result in results if result == Lost()] == ["leave"]
+        again = list(workers.run(b"two", deque(range(20))))
+        assert {result[0] for _, result in again} == {b"two"}
+        assert len(workers) == 2
+        assert os.getpid() not in {result[2] for _, result in again}
+    finally:
+        workers.close()
