@@ -15,6 +15,7 @@ import pickle
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator
@@ -35,8 +36,6 @@ Work = Callable[[bytes, Any], Any]
 class Lost:
     """The result of a task whose process ended before it had one."""
 
-    cause: str = "its process ended before it answered"
-
 
 @dataclass
 class _Worker:
@@ -51,7 +50,8 @@ class ForkedWorkers:
     A process that ends is replaced by a new fork. All processes end with this one, also if it is killed.
 
     Args:
-        work: `work(shared, task)` computes a task's result in a forked process. An exception of it ends the process.
+        work: `work(shared, task)` computes a task's result in a forked process. If it raises an exception, the process
+            prints the traceback and ends.
         number: of processes.
     """
 
@@ -195,4 +195,5 @@ def _serve(work: Work, connection: Connection) -> None:
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:
+        traceback.print_exc()
         os._exit(1)

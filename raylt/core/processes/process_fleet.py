@@ -25,6 +25,7 @@ from raylt.errors import ClientError, ClientLost, ConfigError, RayltError, one_l
 from raylt.machine import cores
 from raylt.tree import Tree, from_arrays, to_arrays
 
+LOST = "its process ended before it answered"
 SHARES = 4  # tasks of a process in a call with many clients, so that no process waits long for another
 
 
@@ -93,7 +94,7 @@ class ProcessFleet(LocalFleet):
                 tries[task.number] -= 1
                 tasks.append(task)
             elif isinstance(result, Lost | Fault):
-                faults[task.number] = result.cause if isinstance(result, Lost) else result.text
+                faults[task.number] = LOST if isinstance(result, Lost) else result.text
             else:
                 results[task.number] = from_arrays(result)
                 self.show_items(fn, len(results), len(items))
@@ -142,8 +143,8 @@ class ProcessFleet(LocalFleet):
 
     def _answer(self, id: int, name: str, outcome: CallResult) -> Answer:
         match outcome:
-            case Lost(cause):
-                return Answer(id, None, None, ClientLost(id, self.round, name, cause))
+            case Lost():
+                return Answer(id, None, None, ClientLost(id, self.round, name, LOST))
             case Fault(code, text):
                 return Answer(id, None, None, ClientError(id, self.round, name, text, code=code))
             case sent, state:
@@ -177,10 +178,9 @@ class ProcessFleet(LocalFleet):
         return outcomes
 
     def _compute(self, shared: bytes, task: _Item) -> Tree | Fault:
-        threads = max(1, int(self.config.resources.cpus_per_client))
         try:
             fn, item = pickle.loads(shared), pickle.loads(task.item)
-            return to_arrays(compute(fn, item, threads, self._host.device))
+            return to_arrays(compute(fn, item, 1, self._host.device))
         except Exception as error:
             return Fault("server.map-failed", one_line(error))
 
