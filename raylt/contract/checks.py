@@ -95,10 +95,11 @@ def spread_over_processes(case: Case) -> None:
 def trains_in_stacks_as_alone(case: Case) -> None:
     """If the method is `stackable`, clients in stacks train as alone, and their bits depend on no other client."""
     config = case.config(local={"batch": 8, "stacked": "auto"})
-    trace = case.run(config, host=InStacks)
-    host = trace.experiment.fleet._host  # pyright: ignore[reportAttributeAccessIssue]
+    experiment = case.experiment(config, host=InStacks)
+    host = experiment.fleet._host  # pyright: ignore[reportAttributeAccessIssue]
     if host.why_alone is not None:
         return
+    trace = finish(experiment)
     expect(host.compared > 0, "no client trains in a stack")
     expect(host.difference <= STACKED_DIFFERENCE, f"in a stack, a number differs from alone by {host.difference:.1e}")
     _same(trace, case.run(config, host=OwnHosts))

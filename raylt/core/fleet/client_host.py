@@ -100,7 +100,7 @@ class ClientHost:
         outcomes: dict[int, Outcome] = {}
         while small:
             stack, small = small[: self._stack.slots], small[self._stack.slots :]
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):
                 outcomes |= self._run_stack(fn, message, round, stack)
         return outcomes
 

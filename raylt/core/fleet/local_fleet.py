@@ -107,15 +107,16 @@ class LocalFleet(Fleet):
                 return Answer(id, None, None, ClientError(id, self.round, name, cause, code="client.late"))
             return self._ask(call, id, name)
 
-        for block in split_into_blocks(ids) if self._host.stacks(fn) else [ids]:
+        if not self._host.stacks(fn):
+            yield from map(answer, ids)
+            return
+        for block in split_into_blocks(ids):
             stacked = self._ask_stacks(call, block)
             yield from (stacked.get(id) or answer(id) for id in block)
 
     def _ask_stacks(self, call: bytes, ids: Sequence[int]) -> dict[int, Answer]:
         """Return the answers of clients that train in stacks; see `ClientHost.run_stacks`."""
         fn, message = pickle.loads(call)
-        if not self._host.stacks(fn):
-            return {}
         calls = [ClientCall(id, self._shards[id], self._private_state(id)) for id in ids]
         answers = {}
         for id, outcome in self._host.run_stacks(fn, from_arrays(message), self.round, calls).items():

@@ -144,11 +144,14 @@ class Outliers:
 
     def decided(self) -> Iterator[tuple[int, Reply, Fault | None]]:
         """Yield each reply that was set aside, in ascending order of client ids, with its fault or None."""
-        medians = {name: statistics.median(values) for name, values in self._lengths.items() if len(values) >= FEWEST}
+        medians = {
+            name: (statistics.median(values), statistics.median(self._per_sample[name]))
+            for name, values in self._lengths.items()
+            if len(values) >= FEWEST
+        }
         for id, reply, lengths in self._suspicious:
             fault = None
-            for name, median in medians.items():
-                per_sample = statistics.median(self._per_sample[name])
+            for name, (median, per_sample) in medians.items():
                 if self._bounds[name].is_exceeded(lengths[name], self._sizes[id], median, per_sample):
                     fault = _fault(name, lengths[name], median)
                     break

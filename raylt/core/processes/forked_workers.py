@@ -111,21 +111,17 @@ class ForkedWorkers:
 
     def _give(self, shared: bytes, tasks: deque[Any]) -> None:
         """Hand tasks to processes that have none."""
-        for worker in list(self._workers):
-            if not tasks:
-                return
-            if worker.connection in self._busy:
-                continue
-            task = tasks.popleft()
+        idle = deque(worker for worker in self._workers if worker.connection not in self._busy)
+        while tasks and idle:
+            worker = idle.popleft()
             sent = None if worker.knows is shared else shared
             try:
-                worker.connection.send_bytes(pickle.dumps((sent, task)))
+                worker.connection.send_bytes(pickle.dumps((sent, tasks[0])))
             except OSError:  # it ended while it was idle
-                self._replace(worker)
-                tasks.appendleft(task)
+                idle.append(self._replace(worker))
                 continue
             worker.knows = shared
-            self._busy[worker.connection] = worker, task
+            self._busy[worker.connection] = worker, tasks.popleft()
 
     def _take(self, connection: Connection) -> tuple[Any, Any]:
         worker, task = self._busy.pop(connection)
@@ -135,12 +131,12 @@ class ForkedWorkers:
             self._replace(worker)
             return task, Lost()
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: _Worker) -> _Worker:
         _end(worker)
         self._workers.remove(worker)
-        self._fork()
+        return self._fork()
 
-    def _fork(self) -> None:
+    def _fork(self) -> _Worker:
         try:
             self._control.send_bytes(b"")
             connection = Connection(reduction.recv_handle(self._control))
@@ -150,7 +146,9 @@ class ForkedWorkers:
                 "fleet: the process that forks the clients' processes has ended. Resume the run.",
                 code="client.not-started",
             ) from None
-        self._workers.append(_Worker(pid, connection))
+        worker = _Worker(pid, connection)
+        self._workers.append(worker)
+        return worker
 
 
 def _end(worker: _Worker) -> None:

@@ -118,7 +118,9 @@ class ProcessFleet(LocalFleet):
         with closing(self._workers.run(call, tasks, until)) as ended:
             for task, result in ended:
                 for id, outcome in _outcomes_of(task, result):
-                    if isinstance(outcome, Lost | Fault) and tries[id]:
+                    if isinstance(outcome, Lost) and len(task.clients) > 1:
+                        tasks.append(self._calls([id]))  # alone, since any of them may have ended the process
+                    elif isinstance(outcome, Lost | Fault) and tries[id]:
                         tries[id] -= 1
                         self.round_stats.retried.append(id)
                         tasks.append(self._calls([id]))
@@ -162,8 +164,10 @@ class ProcessFleet(LocalFleet):
             ClientCall(id, self._shards[id], None if state is None else from_arrays(pickle.loads(state)))
             for id, state in task.clients
         ]
-        fn, message = pickle.loads(shared)
-        stacked = self._host.run_stacks(fn, from_arrays(message), task.round, calls)
+        stacked = {}
+        if self._host.why_alone is None:
+            fn, message = pickle.loads(shared)
+            stacked = self._host.run_stacks(fn, from_arrays(message), task.round, calls)
         outcomes = []
         for call in calls:
             try:

@@ -398,7 +398,6 @@ class _Training:
             terms: of the clients in `slots`.
         """
         clients = len(terms)
-        norms: dict[str, list[float]] = {}
         for name in terms[0]:
             loss = torch.stack([of_client[name] for of_client in terms]).sum()
             gradients = []
@@ -406,9 +405,8 @@ class _Training:
                 gradients = self._gradients(loss, params, [self._views[slot] for slot in slots], retain=True)
             parts = [gradient.reshape(clients, -1) for gradient in gradients if gradient is not None]
             # client by client: norms of all rows at once round in another way for the last ones
-            norms[name] = [length([part[number] for part in parts]) for number in range(clients)]
-        for slot in last:
-            self.objectives[slot].norms = {name: of_term[slots.index(slot)] for name, of_term in norms.items()}
+            for slot in last:
+                self.objectives[slot].norms[name] = length([part[slots.index(slot)] for part in parts])
 
 
 def side_by_side(images: list[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from test_block_sums import IDS, LIKE, PARTS, Scripted, ask, outcome, reply_of, 
 from raylt.contract.case import Case
 from raylt.contract.lies import replaced
 from raylt.core.client import Reply
+from raylt.core.fleet import outliers
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.outliers import CLOSE, FACTOR, SHORT, SHORT_SUM, LengthBound, length
 from raylt.core.fleet.reductions import each, mean, total
@@ -48,6 +49,15 @@ def test_where_most_replies_are_long_none_is_rejected(blocked, part):
     weights = sum(reply.weight for reply in answers.values())
     plain = sum(reply.weight * reply.tree["model"]["w"].double() for reply in answers.values()) / weights
     assert torch.allclose(got["model"]["w"], plain.float(), rtol=1e-5)
+
+
+def test_the_medians_are_computed_once_however_many_replies_are_suspicious(monkeypatch):
+    computed = []
+    median = outliers.statistics.median
+    monkeypatch.setattr(outliers.statistics, "median", lambda values: computed.append(1) or median(values))
+    fleet, _ = ask({id: times(1e4, reply_of(id)) for id in IDS}, quorum=0.5)
+    assert not fleet.round_stats.rejected
+    assert 0 < len(computed) <= 2 * len(PARTS)
 
 
 @pytest.mark.parametrize(("count", "rejected"), [(2, set()), (3, {IDS[1]})])

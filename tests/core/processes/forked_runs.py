@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +18,10 @@ from small_runs import QUICK
 from tiny import configure, make_experiment
 
 from raylt.contract.trace import finish
+from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.core.fleet.reductions import mean
 from raylt.core.method import Method
+from raylt.core.processes import process_fleet
 from raylt.core.processes.process_fleet import ProcessFleet
 from raylt.errors import ConfigError, RayltError
 from raylt.methods import METHODS
@@ -144,6 +148,37 @@ def test_a_client_that_fails_again_and_again_is_left_out_and_named(run, method, 
     assert caught.value.details["cause"] == code
     assert "client 2, round 1, train: " in str(caught.value)
     assert said in str(caught.value)
+
+
+def test_clients_that_share_a_task_with_a_client_that_ends_its_process_lose_nothing(run, monkeypatch):
+    monkeypatch.setattr(process_fleet, "SHARES", 1)  # tasks of two clients
+    trace = run(forked(federation={"quorum": 0.5, "retries": 0}), Doomed())
+    assert [(report.lost, report.retried) for report in trace.reports] == [([2], []), ([], [])]
+
+
+class Unpickled:
+    """Client function that records in a file how often it was unpickled."""
+
+    __name__ = "unpickled"
+
+    def __init__(self, path):
+        self.path = path
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        with Path(self.path).open("a") as stream:
+            stream.write(".")
+
+    def __call__(self, client, message):
+        return client.reply(x=1.0)
+
+
+@pytest.mark.parametrize("kind", [ProcessFleet, LocalFleet])
+def test_without_stacks_function_and_message_are_unpickled_once_for_each_client(tiny_task, tmp_path, kind):
+    with closing(make_experiment(forked(), tiny_task, tmp_path, fleet=kind).fleet) as fleet:
+        fleet.begin(1)
+        fleet.ask(Unpickled(tmp_path / "count"), IDS, {}, x=mean)
+    assert (tmp_path / "count").read_text() == "." * len(IDS)
 
 
 def test_a_client_that_misses_the_deadline_is_left_out_and_its_process_replaced(run):

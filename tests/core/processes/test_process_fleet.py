@@ -1,8 +1,10 @@
 """The tests of forked_runs.py, in a process in which no other test has computed gradients on another device."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from pathlib import Path
 
@@ -55,5 +57,22 @@ def test_a_lost_worker_is_replaced_and_the_others_go_on():
         assert {result[0] for _, result in again} == {b"two"}
         assert len(workers) == 2
         assert os.getpid() not in {result[2] for _, result in again}
+    finally:
+        workers.close()
+
+
+@pytest.mark.timeout(60)
+def test_workers_that_were_killed_while_they_were_idle_are_replaced():
+    workers = ForkedWorkers(work, 2)
+    try:
+        pids = {result[2] for _, result in workers.run(b"one", deque(range(20)))}
+        for worker in workers._workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        time.sleep(0.5)
+        results = list(workers.run(b"two", deque(range(3))))
+        assert sorted(task for task, _ in results) == [0, 1, 2]
+        assert {result[0] for _, result in results} == {b"two"}
+        assert pids.isdisjoint({result[2] for _, result in results})
+        assert len(workers) == 2
     finally:
         workers.close()

@@ -235,7 +235,7 @@ def test_other_functions_than_train_run_alone():
 
 
 class Troubled(Method):
-    """FedAvg in which one client's objective raises, or makes its model infinite, from its second batch on."""
+    """FedAvg in which one client raises from its second batch on, or leaves, or makes its model infinite."""
 
     name: ClassVar[str] = "troubled"
     paper: ClassVar[str] = "for tests"
@@ -251,6 +251,8 @@ class Troubled(Method):
             batches += 1
             if client.id == self.who and batches > 1 and self.how == "raises":
                 raise ValueError("no such luck")
+            if client.id == self.who and self.how == "leaves":
+                raise SystemExit(3)
             scale = torch.inf if client.id == self.who and self.how == "diverges" else 1.0
             return scale * F.cross_entropy(client.model(batch.x), batch.y)
 
@@ -267,14 +269,14 @@ def round_of(tmp_path, method, stacked="auto", **federation):
     return fleet, got["model"]
 
 
-@pytest.mark.parametrize("how", ["raises", "diverges"])
+@pytest.mark.parametrize("how", ["raises", "leaves", "diverges"])
 def test_a_client_that_fails_in_a_stack_is_named_and_harms_no_other(tmp_path, how):
     _, undisturbed = round_of(tmp_path, Troubled(who=-1))
     fleet, models = round_of(tmp_path, Troubled(how=how))
     assert list(models) == [0, 2, 3, 5]
     assert all(fingerprint(models[id]) == fingerprint(undisturbed[id]) for id in models)
     stats = fleet.round_stats
-    assert (stats.lost, list(stats.rejected)) == (([1], []) if how == "raises" else ([], [1]))
+    assert (stats.lost, list(stats.rejected)) == (([], [1]) if how == "diverges" else ([1], []))
     with refused("reply.too-few", TooFewReplies, client=1) as caught:
         round_of(tmp_path, Troubled(how=how), quorum=1.0)
     assert ("ValueError: no such luck (test_stacked_sgd.py:" in str(caught.value)) == (how == "raises")
