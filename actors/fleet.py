@@ -176,9 +176,10 @@ class RayFleet(Fleet):
     ) -> Iterator[Answer]:
         job = ClientCalls(self, fn, ids, ray.put(to_arrays(message)), enough, usable, sums)
         dispatcher = Dispatcher(self.slots, job, self.note)
-        for id in ids:
+        for yielded, id in enumerate(ids):
             while id not in job.answers and not dispatcher.over:
                 dispatcher.advance()
+                self._show_arrived(job.name, yielded + len(job.answers), len(ids))
             answer = job.answers.pop(id, None)
             if answer is not None:
                 yield answer

@@ -109,12 +109,9 @@ class Slowly(Method):
     paper: ClassVar[str] = "none"
 
     def train(self, client, message):
+        time.sleep(0.3)  # so that the progress of a round is seen between two rounds
         reply = super().train(client, message)
         return replace(reply, weight=1e9) if client.id == 1 else reply
-
-    def round(self, server, fleet):
-        time.sleep(0.5)
-        super().round(server, fleet)
 '''
 
 

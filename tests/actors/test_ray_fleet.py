@@ -315,3 +315,14 @@ def test_ray_shows_calls_by_client_function_and_round(pool, tiny_task, tmp_path)
     while not {"task::train, round 1", "task::train, round 2"} <= (names := {event["cat"] for event in ray.timeline()}):
         assert time.monotonic() < deadline, names
         time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_progress_counts_answers_that_wait_for_one_of_a_lower_id(make_fleet):
+    fleet = make_fleet(configure(), 2)
+    shown = []
+    fleet.on_progress = lambda stage, done, total: shown.append((done, time.monotonic()))
+    fleet.begin(1)
+    fleet.ask(trouble.wait_at_first, IDS, {})
+    assert [done for done, _ in shown] == [0, 1, 2, 3, 4, 5]
+    assert shown[-1][1] - shown[4][1] > 1

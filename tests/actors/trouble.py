@@ -115,3 +115,10 @@ def scatter(client: Client, message: Message) -> Reply:
     """Reply with numbers of so different sizes that the last bits of their float64 sum depend on the order."""
     generator = torch.Generator().manual_seed(client.id)
     return client.reply(x=torch.randn(8, generator=generator) * 10.0 ** torch.randint(-6, 7, (8,), generator=generator))
+
+
+def wait_at_first(client: Client, message: Message) -> Reply:
+    """Answer at once, but for client 0, which has the lowest id."""
+    if client.id == 0:
+        time.sleep(3)
+    return client.reply()

@@ -79,6 +79,7 @@ class Fleet(ABC):
         self.round_stats = RoundStats()
         self.changed: set[int] = set()
         self.on_progress: ProgressHook | None = None
+        self._arrived = -1  # answers to the call under way, as the observer knows it
         self.on_items: ItemsHook | None = None
         self.protection = Protection(config, self.all_sizes)
         self._diverging = -2, -2  # first and last of the latest rounds in a row with updates that are too large
@@ -261,9 +262,9 @@ class Fleet(ABC):
             schema if summable and all_needed else None,
         )
         done = 0
+        self._arrived = -1
         while True:
-            if self.on_progress is not None:
-                self.on_progress(name, done, len(cohort))
+            self._show_arrived(name, done, len(cohort))
             with self.round_stats.timings.time(name):
                 answer = next(answers, None)
             if answer is None:
@@ -275,6 +276,12 @@ class Fleet(ABC):
                 traffic.up += tree.nbytes(reply.tree) if isinstance(reply, Reply) else reply.nbytes
                 traffic.replies += 1
             yield answer
+
+    def _show_arrived(self, name: str, arrived: int, asked: int) -> None:
+        """Tell the observer how many answers have arrived, also those that wait for the answer of a lower id."""
+        if self.on_progress is not None and arrived > self._arrived:
+            self._arrived = arrived
+            self.on_progress(name, arrived, asked)
 
     def _take_in(
         self, answer: Answer, name: str, schema: Schema, vote: LayoutVote, outliers: Outliers

@@ -126,6 +126,7 @@ class ProcessFleet(LocalFleet):
                         tasks.append(self._calls([id]))
                     else:
                         answers[id] = self._answer(id, name, outcome)
+                self._show_arrived(name, len(ids) - len(waiting) + len(answers), len(ids))
                 while waiting and waiting[0] in answers:
                     yield answers.pop(waiting.popleft())
         for id in waiting:

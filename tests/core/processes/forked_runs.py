@@ -189,6 +189,26 @@ def test_a_client_that_misses_the_deadline_is_left_out_and_its_process_replaced(
     assert trace.reports[1].lost == []
 
 
+class SlowestFirst(Base):
+    """Method whose client 0, with the lowest id, answers last."""
+
+    def train(self, client, message):
+        if client.id == 0:
+            time.sleep(1.5)
+        return super().train(client, message)
+
+
+def test_progress_counts_answers_that_wait_for_one_of_a_lower_id(tiny_task, tmp_path):
+    experiment = make_experiment(forked(), tiny_task, tmp_path, SlowestFirst(), fleet=ProcessFleet)
+    shown = []
+    with closing(experiment.fleet):
+        experiment.fleet.on_progress = lambda stage, done, total: shown.append((stage, done, total, time.monotonic()))
+        experiment.step()
+    training = [(done, at) for stage, done, total, at in shown if stage == "train" and total == len(IDS)]
+    assert [done for done, _ in training] == [0, 1, 2, 3, 4, 5]
+    assert training[-1][1] - training[4][1] > 0.5
+
+
 def halve(item):
     if item["value"] == 6:
         raise ValueError("not this one")
