@@ -92,7 +92,7 @@ class Short(Method):
     [
         {"epochs": 1, "momentum": 0.0},
         {"epochs": 2, "weight_decay": 0.01},
-        {"steps": 3, "lr": 0.1},
+        {"steps": 3, "lr": 0.1, "warm_up": 3},
         {"epochs": 0.5},
         {"epochs": 2, "augment": "crop_flip"},
     ],
