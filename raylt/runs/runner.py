@@ -9,6 +9,7 @@ from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Seal
 from raylt.core.encoding import encode
 from raylt.core.experiment import ENDED_EARLY
+from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.report import RoundReport
 from raylt.core.setup import Setup
@@ -146,7 +147,7 @@ def _take_steps(
         facts = experiment.describe()
         provenance.check_device(journal.folder, setup.config, facts)
         provenance.note(journal.folder, fleet, len(journal.reports()), setup.config, facts)
-        if (facts["stacked"] or "").startswith("no client"):
+        if facts["stacked"] not in (None, IN_STACKS):
             callback.on_message(f"local.stacked=auto stacks {facts['stacked']}")
         while not experiment.done:
             report = experiment.advance(journal.seal)

@@ -12,6 +12,7 @@ from actors.calls import ClientCalls
 from raylt.core.checkpoint.checkpoint import latest
 from raylt.core.experiment import Experiment
 from raylt.core.fleet.block_sums import BLOCK, SummedReply, split_into_blocks
+from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.reductions import each, mean
 from raylt.methods.fedper import FedPer
@@ -91,7 +92,7 @@ def test_each_waiting_client_is_looked_at_once_or_twice_however_many_wait(monkey
 
     monkeypatch.setattr(ClientCalls, "_submit", lambda self, slot, ids, *sums: sent.append(ids) or ids)
     clients = 4000
-    slots = [SimpleNamespace(own=frozenset(range(start, clients, 2))) for start in (0, 1)]
+    slots = [SimpleNamespace(own=frozenset(range(start, clients, 2)), device={}) for start in (0, 1)]
     fleet = SimpleNamespace(config=configure(clients), all_sizes=dict.fromkeys(range(clients), 3), slots=slots)
     calls = ClientCalls(fleet, trouble.count, list(range(clients)), None, clients, None, None)
     calls.waiting = Looked(calls.waiting)
@@ -106,15 +107,18 @@ def test_each_waiting_client_is_looked_at_once_or_twice_however_many_wait(monkey
 
 
 @pytest.mark.parametrize(
-    ("stacked", "sent"), [("off", [[3], [2], [0, 1], [4, 5]]), ("auto", [[3], [2, 0, 1, 4], [5, 6, 7, 8]])]
+    ("stacked", "sent"),
+    [
+        (None, [[3], [2], [0], [1], [4]]),
+        ("no client, because the clients' device is cuda", [[3], [2], [0], [1], [4]]),
+        (IN_STACKS, [[3], [2, 0, 1, 4], [5, 6, 7, 8]]),
+    ],
 )
 def test_clients_that_train_in_stacks_share_a_call_with_more_samples_and_more_clients(monkeypatch, stacked, sent):
     monkeypatch.setattr(ClientCalls, "_submit", lambda self, slot, ids, *sums: ids)
-    config = configure(9)
-    config = config.model_copy(update={"local": config.local.model_copy(update={"stacked": stacked})})
     sizes = dict.fromkeys(range(9), 5) | {3: 129, 2: 128}
-    slots = [SimpleNamespace(own=frozenset(range(9)))] * (1 if stacked == "off" else 2)
-    fleet = SimpleNamespace(config=config, all_sizes=sizes, slots=slots)
+    slots = [SimpleNamespace(own=frozenset(range(9)), device={"stacked": stacked})] * 2
+    fleet = SimpleNamespace(config=configure(9), all_sizes=sizes, slots=slots)
     calls = ClientCalls(fleet, trouble.count, list(range(9)), None, 9, None, None)
     assert [calls.submit(slots[0], own=True) for _ in sent] == sent
 

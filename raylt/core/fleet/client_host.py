@@ -26,6 +26,7 @@ from raylt.seeds import seeded
 from raylt.tree import Tree
 
 T = TypeVar("T")
+IN_STACKS = "small clients"  # the description of a host in which small clients train in stacks
 Outcome = tuple[Reply | Unusable, Tree]  # a reply and the client's private state
 
 
@@ -76,7 +77,7 @@ class ClientHost:
 
         "stacked" is None where the configuration asks for no stacks.
         """
-        stacked = "small clients" if self.why_alone is None else f"no client, because {self.why_alone}"
+        stacked = IN_STACKS if self.why_alone is None else f"no client, because {self.why_alone}"
         return describe(self.device) | {"stacked": None if self.setup.config.local.stacked == "off" else stacked}
 
     def stacks(self, fn: ClientFunction) -> bool:
