@@ -223,6 +223,12 @@ def kill_once(item):
     return {"value": item["value"] + 1}
 
 
+def kill_always(item):
+    if item["value"] == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
 def test_items_are_mapped_in_order_and_a_failure_names_its_item(run, tmp_path):
     fleet = run(forked(federation={"rounds": 1})).experiment.fleet
     assert fleet.map(halve, [{"value": value} for value in range(5)]) == [{"value": value / 2} for value in range(5)]
@@ -230,6 +236,9 @@ def test_items_are_mapped_in_order_and_a_failure_names_its_item(run, tmp_path):
         fleet.map(halve, [{"value": value} for value in (1, 2, 4, 6, 6)])
     items = [{"value": value, "where": str(tmp_path / "killed")} for value in range(4)]
     assert fleet.map(kill_once, items) == [{"value": value + 1} for value in range(4)]
+    with refused("server.map-failed", RayltError, item=2) as caught:
+        fleet.map(kill_always, items)
+    assert "its process ended" in str(caught.value)
 
 
 @pytest.mark.parametrize(
