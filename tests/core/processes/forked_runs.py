@@ -156,6 +156,16 @@ def test_clients_that_share_a_task_with_a_client_that_ends_its_process_lose_noth
     assert [(report.lost, report.retried) for report in trace.reports] == [([2], []), ([], [])]
 
 
+@pytest.mark.parametrize(("stacked", "sizes"), [("off", {5: 1, 40: 5, 2000: 64}), ("auto", {5: 2, 40: 8, 2000: 64})])
+def test_a_task_has_eight_clients_that_train_in_stacks_if_each_process_gets_that_many(
+    tiny_task, tmp_path, stacked, sizes
+):
+    config = forked(local={"stacked": stacked})
+    with closing(make_experiment(config, tiny_task, tmp_path, fleet=ProcessFleet).fleet) as fleet:
+        train = METHODS["fedavg"]().train
+        assert {asked: fleet._task_size(train, asked) for asked in sizes} == sizes
+
+
 class Unpickled:
     """Client function that records in a file how often it was unpickled."""
 
