@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import teachers
@@ -15,6 +16,7 @@ from raylt import registry
 from raylt.config import Config
 from raylt.core.experiment import Experiment
 from raylt.data.task import Task
+from raylt.models.image_text import open_tower
 from raylt.own_code.module_sources import PLUGIN
 
 
@@ -83,6 +85,18 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clip")
     teachers.save_clip(folder)
     return folder
+
+
+@pytest.fixture
+def clip_name(clip_folder: Path) -> str:
+    """Return the name of the tiny open_clip model as a model of raylt."""
+    return f"clip:local-dir:{clip_folder}"
+
+
+@pytest.fixture
+def clip_network(clip_name: str) -> Any:
+    """Return the tiny open_clip model as open_clip loads it."""
+    return open_tower(clip_name).load()
 
 
 @pytest.fixture(scope="session")

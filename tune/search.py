@@ -37,6 +37,7 @@ from raylt.registry import Plugin, plugins
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import NotebookProgress
 from raylt.runs.callbacks.trackers import check_trackers
+from raylt.runs.runner import check_fleet
 from raylt.runs.start import preview_run
 from raylt.store import Folder, folder_for, followed
 from raylt.studies.running.tuning import Count
@@ -178,7 +179,7 @@ def search(
         lag=0,
     )
     check_arguments(plan, parallel)
-    check_execution(fleet, address)
+    check_fleet(fleet, address, get_args(FleetKind))
     if name is not None:
         check_name(name, "name")
     name = name or f"search-{'-'.join(by_method)}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -220,7 +221,7 @@ def resume(
             code="search.not-found",
             path=str(folder),
         )
-    check_execution(fleet, address)
+    check_fleet(fleet, address, get_args(FleetKind))
     with Folder.open(folder) as search_folder:
         plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
     with _in_folder(plan.start):
@@ -428,25 +429,6 @@ def check_tracked(track: Sequence[str], fleet: str) -> None:
             code="config.conflict",
             key="--track",
             value=track[0],
-        )
-
-
-def check_execution(fleet: FleetKind, address: str | None) -> None:
-    """Raise ConfigError if there is no such fleet for trials, or if it is given an address that it cannot use."""
-    if fleet not in get_args(FleetKind):
-        raise ConfigError(
-            f"fleet: no such fleet ({fleet!r}). Give ray or local.",
-            code="config.unknown-name",
-            key="fleet",
-            value=fleet,
-        )
-    if fleet == "local" and address is not None:
-        raise ConfigError(
-            f"address: a cluster is used by fleet ray alone, and this fleet is local ({address}). Give no address, or "
-            "set the fleet to ray.",
-            code="config.conflict",
-            key="address",
-            value=address,
         )
 
 

@@ -280,7 +280,11 @@ def _unknown_key(key: str, prefix: str, model: type[BaseModel]) -> str:
 def _hint(key: str, prefix: str, model: type[BaseModel]) -> str:
     """Return a question such as "Did you mean X?" for an unknown key, or "" if no key is similar."""
     section, _, name = key.rpartition(".")
-    hint = did_you_mean(name, model.model_fields, f"{section}." if section else "")
+    below = f"{section}." if section else ""
+    hint = did_you_mean(name, model.model_fields, below)
+    longer = [field for field in model.model_fields if field.endswith(f"_{name}")]  # retrain_lr for lr
+    if not hint and len(longer) == 1:
+        return did_you_mean(longer[0], longer, below)
     elsewhere = [] if prefix else [other for other, _ in settings() if other.rpartition(".")[2] == name]
     return hint or (did_you_mean(elsewhere[0], elsewhere) if elsewhere else "")
 

@@ -1,6 +1,6 @@
 """Carries out a run from its first step to its summary, in this process or on Ray."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -39,11 +39,15 @@ class Steps(Protocol):
     def export_model(self) -> dict[str, str]: ...
 
 
-def check_fleet(fleet: FleetKind, address: str | None) -> None:
-    """Raise ConfigError if there is no such fleet, or if it is given an address and uses no Ray cluster."""
-    if fleet not in get_args(FleetKind):
+def check_fleet(fleet: str, address: str | None, kinds: Sequence[str] = get_args(FleetKind)) -> None:
+    """Raise ConfigError if there is no such fleet, or if it is given an address and uses no Ray cluster.
+
+    Args:
+        kinds: fleets that the caller has.
+    """
+    if fleet not in kinds:
         raise ConfigError(
-            f"fleet: must be ray, local or processes ({fleet!r}). Give one of these.",
+            f"fleet: no such fleet ({fleet!r}). Give {', '.join(kinds[:-1])} or {kinds[-1]}.",
             code="config.unknown-name",
             key="fleet",
             value=fleet,

@@ -484,6 +484,19 @@ def test_field_of_a_method_is_checked(overrides, code, key):
     assert (error.code, error.details["key"]) == (code, key)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "meant"),
+    [
+        (["method=ccvr", "method.lr=0.1"], "method.retrain_lr"),
+        (["method=sfd", "method.epochs=5"], "method.retrain_epochs"),
+        (["method=sfd", "method.lr=0.1"], None),  # several fields end like this
+    ],
+)
+def test_a_field_without_its_prefix_is_answered_with_the_whole_name(overrides, meant):
+    text = str(refusal(*overrides))
+    assert f"Did you mean {meant}?" in text if meant else "Did you mean" not in text
+
+
 def test_method_is_immutable():
     with pytest.raises(ValidationError, match="frozen"):
         method_of("method=fedprox").mu = 2

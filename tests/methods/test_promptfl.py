@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import naive
 import pytest
@@ -23,25 +24,12 @@ from raylt.data.images.cache import load
 from raylt.errors import ConfigError
 from raylt.methods.promptfl import PromptFL
 from raylt.models import build_model
-from raylt.models.image_text import open_tower
+from raylt.models.prompts import _ends
+from raylt.models.trainable import frozen_entries
 from raylt.seeds import seeded
 
 WIDTH = CLIP["text_cfg"]["width"]
 NAMES = ("a", "grey_fire_engine", "low left", "d")
-
-
-@pytest.fixture
-def name(tmp_path):
-    folder = tmp_path / "clip"
-    folder.mkdir()
-    save_clip(folder)
-    return f"clip:local-dir:{folder}"
-
-
-@pytest.fixture
-def network(name):
-    """Return the model of open_clip that `name` names."""
-    return open_tower(name).load()
 
 
 @pytest.fixture
@@ -79,23 +67,23 @@ def texts_of(network, context):
 
 
 @pytest.mark.parametrize("context", ["unified", "specific"])
-def test_the_logits_are_those_of_coops_code(name, network, task, tmp_path, context):
-    model = setup_of(name, PromptFL(length=5, context=context), tmp_path).new_model(task.spec)
+def test_the_logits_are_those_of_coops_code(clip_name, clip_network, task, tmp_path, context):
+    model = setup_of(clip_name, PromptFL(length=5, context=context), tmp_path).new_model(task.spec)
     own = model.classifier.context
     assert own.shape == ((5, WIDTH) if context == "unified" else (4, 5, WIDTH))
     x = torch.rand(3, 1, 8, 8)
     with torch.no_grad():
         z = F.normalize(model.encoder(x), dim=1)
-        expected = network.logit_scale.exp() * z @ texts_of(network, own).T
+        expected = clip_network.logit_scale.exp() * z @ texts_of(clip_network, own).T
         assert torch.allclose(model(x), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("context", ["unified", "specific"])
-def test_two_rounds_equal_naive_code(name, network, task, tmp_path, context):
+def test_two_rounds_equal_naive_code(clip_name, clip_network, task, tmp_path, context):
     with seeded(0, "model"):
-        encoder = build_model(name, 4, (8, 8, 1)).encoder.eval()
+        encoder = build_model(clip_name, 4, (8, 8, 1)).encoder.eval()
         own = torch.randn((3, WIDTH) if context == "unified" else (4, 3, WIDTH)) * 0.02
-    length = math.sqrt(network.logit_scale.exp())
+    length = math.sqrt(clip_network.logit_scale.exp())
     for t in (1, 2):
         models, sizes = [], []
         for id in naive.clients_of(task):
@@ -105,7 +93,7 @@ def test_two_rounds_equal_naive_code(name, network, task, tmp_path, context):
             local = own.clone().requires_grad_()
 
             def loss(rows, local=local, z=z, y=y):
-                logits = length * z[rows] @ texts_of(network, local).T
+                logits = length * z[rows] @ texts_of(clip_network, local).T
                 return -logits.log_softmax(1)[torch.arange(len(rows)), y[rows]].mean()
 
             batches = naive.epochs_of(len(y), naive.generator("order", "train", t, id))
@@ -113,13 +101,13 @@ def test_two_rounds_equal_naive_code(name, network, task, tmp_path, context):
             models.append({"context": local.detach()})
             sizes.append(len(y))
         own = naive.average(models, sizes)["context"]
-    experiment = run(name, task, tmp_path, PromptFL(length=3, context=context), 2)
+    experiment = run(clip_name, task, tmp_path, PromptFL(length=3, context=context), 2)
     assert torch.allclose(experiment.server.model.classifier.context, own, atol=1e-5)
 
 
-def test_only_the_vectors_travel_and_learn(name, task, tmp_path):
+def test_only_the_vectors_travel_and_learn(clip_name, task, tmp_path):
     method = PromptFL()
-    experiment = run(name, task, tmp_path, method, 1)
+    experiment = run(clip_name, task, tmp_path, method, 1)
     model = experiment.server.model
     sent = method.message(experiment.server)["model"]
     assert {entry: value.shape for entry, value in sent.items()} == {"classifier.context": (16, WIDTH)}
@@ -127,13 +115,21 @@ def test_only_the_vectors_travel_and_learn(name, task, tmp_path):
     assert tree.nbytes(dict(method.shared(model))) == 4 * 16 * WIDTH
     tower = model.classifier.prompts.body
     assert not any(value.requires_grad for value in tower.parameters())
+    assert "classifier.prompts.body.projection" in frozen_entries(model)  # the run's hash of frozen entries covers it
 
 
-def test_words_start_as_the_zero_shot_model(name, task, tmp_path):
-    zero_shot = setup_of(name, PromptFL(length=4), tmp_path, classifier="text").zero_shot_model(task.spec)
+def test_a_text_ends_where_open_clip_reads_it():
+    tokens = torch.tensor([[1, 9, 2, 0], [1, 5, 9, 2]])
+    assert _ends(SimpleNamespace(pool_type="argmax"), tokens).tolist() == [1, 2]
+    assert _ends(SimpleNamespace(pool_type="eos", eos_id=2), tokens).tolist() == [2, 3]
+    assert _ends(SimpleNamespace(text_pool_type="eos", text_eos_id=2), tokens).tolist() == [2, 3]
+
+
+def test_words_start_as_the_zero_shot_model(clip_name, task, tmp_path):
+    zero_shot = setup_of(clip_name, PromptFL(length=4), tmp_path, classifier="text").zero_shot_model(task.spec)
     x = torch.rand(3, 1, 8, 8)
     for length, close in ((4, True), (6, False)):
-        model = setup_of(name, PromptFL(length=length, initial="words"), tmp_path).new_model(task.spec)
+        model = setup_of(clip_name, PromptFL(length=length, initial="words"), tmp_path).new_model(task.spec)
         with torch.no_grad():
             assert torch.allclose(model(x), zero_shot(x), atol=1e-4) == close
 
@@ -148,8 +144,8 @@ def test_words_are_the_last_vectors():
         PromptFL(length=1, initial="words").first_context(words, 2)
 
 
-def test_the_exported_model_has_the_texts_as_classifier(tmp_path, name):
-    settings = (f"model={name}", "trainable=classifier", f"data.root={tmp_path}", "local.lr=0.5")
+def test_the_exported_model_has_the_texts_as_classifier(tmp_path, clip_name):
+    settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", "local.lr=0.5")
     run = make_tiny_run(tmp_path, "promptfl", *settings, "federation.rounds=4", "classifier=text")
     model = raylt.load_model(raylt.export(run))
     right = (model.predict(load(run.task.test.x)).labels == torch.as_tensor(run.task.test.y)).float().mean().item()
@@ -167,16 +163,16 @@ def test_the_exported_model_has_the_texts_as_classifier(tmp_path, name):
         (["model={name}", "trainable=lora:2"], "trainable"),
     ],
 )
-def test_other_models_are_refused(tmp_path, name, settings, key):
+def test_other_models_are_refused(tmp_path, clip_name, settings, key):
     with refused("config.conflict", ConfigError, key=key):
-        make_tiny_run(tmp_path, "promptfl", *(setting.format(name=name) for setting in settings))
+        make_tiny_run(tmp_path, "promptfl", *(setting.format(name=clip_name) for setting in settings))
 
 
-def test_more_vectors_than_the_tower_takes_are_refused(name, task, tmp_path):
+def test_more_vectors_than_the_tower_takes_are_refused(clip_name, task, tmp_path):
     # 77 positions: start, "grey fire engine", end; so 72 are left
-    setup_of(name, PromptFL(length=72), tmp_path).new_model(task.spec)
+    setup_of(clip_name, PromptFL(length=72), tmp_path).new_model(task.spec)
     with refused("config.out-of-range", ConfigError, key="method.length", value=73, most=72):
-        setup_of(name, PromptFL(length=73), tmp_path).new_model(task.spec)
+        setup_of(clip_name, PromptFL(length=73), tmp_path).new_model(task.spec)
 
 
 def test_a_tower_that_reads_in_both_directions_is_refused(tmp_path, task):

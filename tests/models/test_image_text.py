@@ -17,37 +17,23 @@ from raylt.data.images.cache import load
 from raylt.errors import ConfigError
 from raylt.models import build_model
 from raylt.models.clip import open_teacher
-from raylt.models.image_text import ImageTower, open_tower
+from raylt.models.image_text import ImageTower
 from raylt.models.trainable import FrozenEncoder, blocks_of
 
 NAMES = ("up left", "up right", "low left", "low right")
 
 
-@pytest.fixture
-def name(tmp_path):
-    folder = tmp_path / "clip"
-    folder.mkdir()
-    save_clip(folder)
-    return f"clip:local-dir:{folder}"
-
-
-@pytest.fixture
-def network(name):
-    """Return the model of open_clip that `name` names."""
-    return open_tower(name).load()
-
-
-def test_features_are_those_of_the_image_tower(name, network):
-    model = build_model(name, 4, (32, 32, 3)).eval()
+def test_features_are_those_of_the_image_tower(clip_name, clip_network):
+    model = build_model(clip_name, 4, (32, 32, 3)).eval()
     x = torch.rand(5, 3, 32, 32)
     mean, std = (torch.tensor(PREPROCESS[key])[:, None, None] for key in ("mean", "std"))
-    expected = F.normalize(network.encode_image((x - mean) / std), dim=1)
+    expected = F.normalize(clip_network.encode_image((x - mean) / std), dim=1)
     with torch.no_grad():
         z = model.encoder(x)
     assert model.dim == DIM
     assert torch.allclose(F.normalize(z, dim=1), expected, atol=1e-6)
     # features and texts of the length sqrt(s) have inner products s cos(z, t)
-    assert torch.allclose(z.norm(dim=1).square(), network.logit_scale.exp().expand(5), rtol=1e-5)
+    assert torch.allclose(z.norm(dim=1).square(), clip_network.logit_scale.exp().expand(5), rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(40, 60), (60, 40)])
@@ -66,24 +52,25 @@ def test_images_of_any_size_are_prepared_as_open_clip_prepares_them(size):
     assert torch.allclose(given[0], torch.as_tensor(expected), atol=0.02)  # open_clip rounds to 8 bits after resizing
 
 
-def test_grey_images_count_as_three_equal_colours(name):
-    model = build_model(name, 4, (8, 8, 1)).eval()
+def test_grey_images_count_as_three_equal_colours(clip_name):
+    model = build_model(clip_name, 4, (8, 8, 1)).eval()
     grey = torch.rand(2, 1, 8, 8)
     with torch.no_grad():
         assert torch.equal(model.encoder(grey), model.encoder(grey.repeat(1, 3, 1, 1)))
 
 
 @pytest.mark.parametrize("trainable", ["classifier", "last:1", "norm", "lora:2", "all"])
-def test_a_classifier_from_texts_gives_the_logits_of_the_image_text_model(name, network, tiny_task, trainable):
-    setup = make_setup(configure(model=name, classifier="text", trainable=trainable))
+def test_a_classifier_from_texts_gives_the_models_own_logits(clip_name, clip_network, tiny_task, trainable):
+    setup = make_setup(configure(model=clip_name, classifier="text", trainable=trainable))
     model = setup.new_model(tiny_task.spec).eval()
     x = torch.rand(5, tiny_task.spec.shape[2], *tiny_task.spec.shape[:2])
-    texts = open_teacher(name.removeprefix("clip:")).text(tiny_task.class_names, "phrase", torch.device("cpu"))
+    texts = open_teacher(clip_name.removeprefix("clip:")).text(tiny_task.class_names, "phrase", torch.device("cpu"))
     inner = model.encoder.body if isinstance(model.encoder, FrozenEncoder) else model.encoder
     assert isinstance(inner, ImageTower)
     with torch.no_grad():
-        images = F.normalize(network.encode_image((inner._resized(x.expand(-1, 3, -1, -1)) - inner.mean) / inner.std))
-        expected = network.logit_scale.exp() * images @ F.normalize(texts, dim=1).T
+        pixels = (inner._resized(x.expand(-1, 3, -1, -1)) - inner.mean) / inner.std
+        images = F.normalize(clip_network.encode_image(pixels))
+        expected = clip_network.logit_scale.exp() * images @ F.normalize(texts, dim=1).T
         assert torch.allclose(model(x), expected, atol=1e-4)
 
 
@@ -105,8 +92,8 @@ def test_images_that_a_tower_would_pad_are_refused(tmp_path):
         build_model(name, 4, (32, 48, 3))
 
 
-def test_a_run_from_texts_has_its_accuracy_before_training(tmp_path, name):
-    settings = (f"model={name}", "trainable=classifier", f"data.root={tmp_path}", "local.lr=1e-9")
+def test_a_run_from_texts_has_its_accuracy_before_training(tmp_path, clip_name):
+    settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", "local.lr=1e-9")
     random = make_tiny_run(tmp_path, "fedavg", *settings, name="random")
     run = make_tiny_run(tmp_path, "fedavg", *settings, "classifier=text", name="text")
     assert "zero_shot" not in random.summary["figures"]
@@ -124,21 +111,21 @@ def test_a_run_from_texts_has_its_accuracy_before_training(tmp_path, name):
     assert right == pytest.approx(zero_shot["accuracy"])
 
 
-def test_a_run_that_goes_on_says_it_once(tmp_path, name):
-    settings = (f"model={name}", "trainable=classifier", f"data.root={tmp_path}", "classifier=text")
+def test_a_run_that_goes_on_says_it_once(tmp_path, clip_name):
+    settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", "classifier=text")
     make_tiny_run(tmp_path, "fedavg", *settings)
     longer = raylt.resume(tmp_path / "fedavg", ["federation.rounds=3"], fleet="local", quiet=True)
     assert ["zero_shot" in report["figures"] for report in longer.reports] == [False, False, True]
 
 
-def test_features_of_the_tower_are_computed_once(name, tiny_task, tmp_path):
-    config = configure(model=name, trainable="classifier", data={"clients": 6, "root": str(tmp_path)})
+def test_features_of_the_tower_are_computed_once(clip_name, tiny_task, tmp_path):
+    config = configure(model=clip_name, trainable="classifier", data={"clients": 6, "root": str(tmp_path)})
     _, task = encode(make_setup(config), tiny_task)
     assert task.test.x.shape == (len(tiny_task.test), 1, DIM)
 
 
-def test_the_encoder_normalises_in_place_of_the_data(name):
-    assert not raylt.config.load(None, ["method=fedavg", f"model={name}"]).data.normalise
+def test_the_encoder_normalises_in_place_of_the_data(clip_name):
+    assert not raylt.config.load(None, ["method=fedavg", f"model={clip_name}"]).data.normalise
     assert raylt.config.load(None, ["method=fedavg", "model=small"]).data.normalise
 
 
@@ -163,11 +150,11 @@ def test_paths_start_where_the_run_was_made(tmp_path):
         (["model={name}", "data.normalise=true"], "config.conflict", "model"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, name, settings, code, key):
+def test_what_does_not_fit_is_refused(tmp_path, clip_name, settings, code, key):
     with refused(code, ConfigError, key=key):
-        make_tiny_run(tmp_path, "fedavg", *(setting.format(name=name) for setting in settings))
+        make_tiny_run(tmp_path, "fedavg", *(setting.format(name=clip_name) for setting in settings))
 
 
-def test_images_of_five_channels_are_refused(name):
+def test_images_of_five_channels_are_refused(clip_name):
     with refused("model.wrong-input", ConfigError, key="model"):
-        build_model(name, 4, (32, 32, 5))
+        build_model(clip_name, 4, (32, 32, 5))

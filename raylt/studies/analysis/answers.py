@@ -23,11 +23,13 @@ class Flips:
 
     Attributes:
         answers: number of images times number of seeds.
+        images: number of test images, which the seeds share.
         better_alone: answers that are correct with the arm that a claim calls better, and wrong with the other.
         worse_alone: answers that are correct with the other arm alone.
     """
 
     answers: int
+    images: int
     better_alone: int
     worse_alone: int
 
@@ -39,11 +41,12 @@ class Flips:
 
     @property
     def largest(self) -> float:
-        """The share of answers that may flip at most, if none of these did (the 97.5 % bound of Clopper and Pearson).
+        """The share of images that may flip at most, if none of these did (the 97.5 % bound of Clopper and Pearson).
 
-        A difference of accuracies up to this share stays open.
+        A difference of accuracies up to this share stays open. Further seeds answer the same images and do not make it
+        smaller.
         """
-        return 1 - 0.025 ** (1 / self.answers)
+        return 1 - 0.025 ** (1 / self.images)
 
 
 def flips(better: Mapping[int, RunRecord], worse: Mapping[int, RunRecord]) -> Flips | None:
@@ -57,11 +60,14 @@ def flips(better: Mapping[int, RunRecord], worse: Mapping[int, RunRecord]) -> Fl
         None if no seed has the answers of both arms. Older runs lack them, as do clients' own models.
     """
     counts = np.zeros(3, dtype=np.int64)
+    images = 0
     for seed in sorted(better.keys() & worse.keys()):
         one, other = _answers(better[seed]), _answers(worse[seed])
         if one is not None and other is not None and len(one) == len(other):
             counts += len(one), (one & ~other).sum(), (other & ~one).sum()
-    return Flips(*counts.tolist()) if counts[0] else None
+            images = max(images, len(one))
+    answers, better_alone, worse_alone = counts.tolist()
+    return Flips(answers, images, better_alone, worse_alone) if answers else None
 
 
 def by_cell(records: Sequence[RunRecord], better: str, worse: str) -> dict[str, Flips]:

@@ -303,10 +303,12 @@ def _answers(comparison: Comparison) -> list[str]:
 def answers_text(flips: Flips) -> str:
     """Return as text how many answers differ between two arms, and what this says."""
     if not flips.better_alone + flips.worse_alone:
-        return f"none of {flips.answers:,} answers differs, so up to {100 * flips.largest:.2f} points stay open"
+        open_points = f"{100 * flips.largest:.2f} points"
+        return f"none of {flips.answers:,} answers differs; with {flips.images:,} images up to {open_points} stay open"
     return (
         f"of {flips.answers:,} answers {flips.better_alone:,} are right with the first alone and "
-        f"{flips.worse_alone:,} with the second alone; exact McNemar p = {flips.p:.3f}"
+        f"{flips.worse_alone:,} with the second alone; exact McNemar p = {flips.p:.3f}, as if all answers were "
+        "independent"
     )
 
 

@@ -160,6 +160,12 @@ def test_fine_tuning_of_the_encoder_trains_the_whole_image_tower(tiny_task, clip
     assert not torch.equal(trained["proj"], start["proj"])
 
 
+def test_a_file_of_features_teaches_where_nothing_is_fine_tuned(tiny_task, npz):
+    prepare(FedSM(teacher=npz, teacher_trains="encoder"), tiny_task)
+    with refused("model.teacher-mismatch", ConfigError, key="method.teacher", value=npz):
+        prepare(FedSM(teacher=npz, **ENCODER), tiny_task)
+
+
 def test_client_continues_with_the_encoder_that_it_has_trained(tiny_task, clip_folder):
     name = f"local-dir:{clip_folder}"
     client = open_client(tiny_task, FedSM(teacher=name, **ENCODER), state=states_of(tiny_task))

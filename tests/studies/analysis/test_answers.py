@@ -43,23 +43,26 @@ def test_truth_values_come_back_from_their_text():
 def test_flips_are_counted_over_the_seeds_that_both_have():
     better = {seed: with_answers("b", seed, [1, 1, 1, 0, 1]) for seed in (0, 1, 3)}
     worse = {seed: with_answers("a", seed, [1, 0, 0, 1, 1]) for seed in (0, 1, 2)}
-    assert flips(better, worse) == Flips(answers=10, better_alone=4, worse_alone=2)
+    assert flips(better, worse) == Flips(answers=10, images=5, better_alone=4, worse_alone=2)
     assert flips(better, {2: worse[2]}) is None
 
 
 def test_the_mcnemar_test_is_exact():
     # 4 against 2 of 6 fair coins: 2 (C(6,4) + C(6,5) + C(6,6)) / 2^6
-    assert Flips(10, 4, 2).p == pytest.approx(2 * (15 + 6 + 1) / 64)
-    assert Flips(10, 5, 0).p == pytest.approx(2 / 32)
-    assert Flips(1800, 0, 0).p == 1
-    # no flip: the largest rate under which none of n answers flips in 2.5 % of cases
-    assert Flips(1800, 0, 0).largest == pytest.approx(1 - math.exp(math.log(0.025) / 1800))
-    assert 100 * Flips(1800, 0, 0).largest == pytest.approx(0.20, abs=0.01)
+    assert Flips(10, 5, 4, 2).p == pytest.approx(2 * (15 + 6 + 1) / 64)
+    assert Flips(10, 5, 5, 0).p == pytest.approx(2 / 32)
+    assert Flips(1800, 300, 0, 0).p == 1
+
+
+def test_what_stays_open_depends_on_the_images_and_not_on_the_seeds():
+    # the largest rate under which none of n images flips in 2.5 % of cases
+    assert Flips(1800, 300, 0, 0).largest == pytest.approx(1 - math.exp(math.log(0.025) / 300))
+    assert Flips(300, 300, 0, 0).largest == Flips(1800, 300, 0, 0).largest
 
 
 def test_answers_count_only_where_they_are_those_of_the_judged_model():
     whole = {0: with_answers("a", 0, [1, 0, 1])}
-    assert flips({0: with_answers("b", 0, [1, 1, 1])}, whole) == Flips(3, 1, 0)
+    assert flips({0: with_answers("b", 0, [1, 1, 1])}, whole) == Flips(3, 3, 1, 0)
     own_models = with_answers("b", 0, [1, 1, 1])
     own_models.summary["accuracy"]["last"] = 0.9  # of clients' own models
     assert flips({0: own_models}, whole) is None
@@ -76,21 +79,28 @@ def test_answers_that_cannot_be_read_are_refused():
 def test_a_claim_without_a_clear_verdict_has_a_line_on_its_answers():
     right = [1] * 290 + [0] * 10
     records = [with_answers(arm, seed, right) for seed in range(6) for arm in "ab"]
-    assert by_cell(records, "b", "a") == {"": Flips(1800, 0, 0)}
+    assert by_cell(records, "b", "a") == {"": Flips(1800, 300, 0, 0)}
     compared = compare(records, "a", [Claim("b", "a", "accuracy"), Claim("b", "a", "few")])
     assert [(each.verdict, each.flips) for each in compared.claims] == [
-        ("no difference", Flips(1800, 0, 0)),
+        ("no difference", Flips(1800, 300, 0, 0)),
         ("no difference", None),
     ]
     for table in (comparison_table(compared), claims_table({"study": compared})):
         text = table.markdown()
-        assert "none of 1,800 answers differs, so up to 0.20 points stay open" in text
+        assert "none of 1,800 answers differs; with 300 images up to 1.22 points stay open" in text
         assert "n = 300 test images, one image is 0.33 points" in text
+    best = compare(records, "a", [Claim("b", "a", "accuracy")], at="best")
+    assert best.claims[0].flips is None  # the answers are those of the last round
+    clear = [with_answers("b", seed, [1] * (292 + seed) + [0] * (8 - seed)) for seed in range(6)]
+    judged = compare(clear + records[::2], "a", [Claim("b", "a", "accuracy")])
+    assert judged.claims[0].verdict == "holds"
+    assert judged.claims[0].flips is not None
+    assert "McNemar" not in claims_table({"study": judged}).markdown()
     other = [1] * 289 + [0] * 10 + [1]
     mixed = [with_answers("a", seed, right) for seed in range(6)] + [
         with_answers("b", seed, other) for seed in range(6)
     ]
     assert (
-        "6 are right with the first alone and 6 with the second alone; exact McNemar p = 1.000"
-        in claims_table({"study": compare(mixed, "a", [Claim("b", "a", "accuracy")])}).markdown()
+        "6 are right with the first alone and 6 with the second alone; exact McNemar p = 1.000, as if all answers "
+        "were independent" in claims_table({"study": compare(mixed, "a", [Claim("b", "a", "accuracy")])}).markdown()
     )

@@ -9,7 +9,7 @@ from rich.console import Console
 from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
 from raylt.studies.analysis.claims import Claim, read_claim
-from raylt.studies.analysis.comparison import compare
+from raylt.studies.analysis.comparison import compare, judged_on
 from raylt.studies.analysis.measures import value_of
 from raylt.studies.analysis.time_to_accuracy import reached
 from raylt.studies.report import comparison_tables
@@ -338,6 +338,15 @@ def test_latex_comments_say_what_a_caption_needs():
     assert any("bold" in line for line in comments)
     assert sum("n = 300" in line and "few 90" in line for line in comments) == len(CELLS)
     assert len(compared.tests) == len(CELLS)
+
+
+def test_one_image_is_a_number_of_points_in_classification_alone():
+    (each, *_) = records()
+    groups = {"many": 90, "medium": 120, "few": 90}
+    each.summary["tests"] = {"images": 300, "groups": groups, "thresholds": [20, 60], "own": None, "one_class": []}
+    assert "one image is 0.33 points" in judged_on([each])
+    each.summary["task"] = "segmentation"
+    assert "points" not in judged_on([each])
 
 
 def test_negative_differences_and_absent_figures_are_set_as_such_in_latex():

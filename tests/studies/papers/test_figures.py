@@ -1,6 +1,7 @@
 """Figures of the papers as studies: the settings of their runs, and the rounds until an accuracy."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from made import write_run
@@ -22,6 +23,12 @@ TINY = Figure(
     {"evaluation.every": 1, "evaluation.personal": 1, "local.epochs": 1, "data.clients": 3},
     "matched",
     targets={"digits, IF 10": 0.01},
+)
+TWO_CELLS = replace(
+    TINY,
+    arms={"FedAvg": {"method": "fedavg"}},
+    recipes=dict.fromkeys(("digits, IF 10", "digits, IF 5"), "demo"),
+    targets={"digits, IF 10": 0.01, "digits, IF 5": 0.02},
 )
 
 
@@ -78,7 +85,8 @@ def test_rounds_until_a_value_of_clients_own_models_are_counted_on_their_curve(t
 @pytest.mark.parametrize("form", ["table", "json"])
 def test_a_figures_command_runs_it_and_prints_the_rounds_until_its_targets(tmp_path, monkeypatch, form):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(figures.FIGURES, ("mupfl", "6"), TINY)
+    figure = TINY if form == "table" else TWO_CELLS
+    monkeypatch.setitem(figures.FIGURES, ("mupfl", "6"), figure)
     command = ["reproduce", "mupfl", "fig6", "--seeds", "1", "--scale", "0.05", "--parallel", "1", "--format", form]
     if form == "table":
         plan = CliRunner().invoke(app, [*command, "--dry-run"])
@@ -87,10 +95,12 @@ def test_a_figures_command_runs_it_and_prints_the_rounds_until_its_targets(tmp_p
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0
     if form == "json":
-        (rows,) = json.loads(result.stdout)["targets"].values()
-        assert [(row["arm"], row["target"], row["rounds"]) for row in rows] == [
-            ("FedPer", 0.01, 1),
-            ("FedAvg", 0.01, 1),
-        ]
+        targets = json.loads(result.stdout)["targets"]
+        assert {
+            cell: [(row["cell"], row["target"], row["rounds"]) for row in rows] for cell, rows in targets.items()
+        } == {
+            "digits, IF 10": [("digits, IF 10", 0.01, 1)],
+            "digits, IF 5": [("digits, IF 5", 0.02, 1)],
+        }
     else:
         assert "until matched 1 %" in result.stdout
