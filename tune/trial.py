@@ -89,7 +89,7 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """Return whether the trial has its final score."""
+        """Return whether `step` has returned the final score."""
         return len(self._finals) == self._splits
 
     def step(self) -> list[Score]:

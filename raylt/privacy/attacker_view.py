@@ -119,7 +119,8 @@ def private_images(experiment: Experiment) -> Images:
     """Return the images of all clients, which an attacker tries to reconstruct.
 
     Raises:
-        ConfigError: clients have running statistics of their own, so the server has no encoder to see them by.
+        ConfigError: clients have running statistics of their own, so the server has no encoder to see them by; or they
+            trained on features of a frozen encoder, so there are no images.
     """
     if experiment.server.model.local_buffers:
         raise ConfigError(
@@ -128,6 +129,15 @@ def private_images(experiment: Experiment) -> Images:
             code="privacy.nothing-to-attack",
             key="federation.batchnorm",
             value="local",
+        )
+    if experiment.task.test.x.ndim != 4:
+        trainable = experiment.config.trainable
+        raise ConfigError(
+            f"trainable: the encoder was frozen, so clients trained on its features, and attacks need the images "
+            f"({trainable}). Attack a run with all.",
+            code="privacy.nothing-to-attack",
+            key="trainable",
+            value=trainable,
         )
     parts = [encode_images(experiment, shard, k) for k, shard in enumerate(experiment.task.shards) if len(shard)]
     return Images(*(torch.cat([getattr(part, name) for part in parts]) for name in ("x", "y", "z", "client")))

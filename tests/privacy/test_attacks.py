@@ -202,6 +202,11 @@ def test_statistics_that_only_clients_have_are_not_attacked(tmp_path):
         attack(make_run(tmp_path, "run", "method=fedncm", "federation.batchnorm=local"))
 
 
+def test_runs_on_features_of_a_frozen_encoder_are_not_attacked(tmp_path):
+    with refused("privacy.nothing-to-attack", ConfigError, key="trainable", value="classifier"):
+        attack(make_run(tmp_path, "run", "method=fedavg", "trainable=classifier"))
+
+
 def test_class_gradients_in_a_secure_sum_hide_each_client_s(ended):
     experiment = ended.experiment()
     images = [encode_images(experiment, ended.task.shards[k], k) for k in (0, 1)]
@@ -321,6 +326,10 @@ def test_every_upload_of_every_method_is_attacked_or_refused_in_a_line(tmp_path,
     monkeypatch.setattr("raylt.privacy.attack.FEW", 2)
     monkeypatch.setattr("raylt.privacy.attack.invert_gradient", partial(invert_gradient, steps=2, tries=1))
     run = make_tiny_run(tmp_path, method)
+    if run.config.trainable == "classifier":
+        with refused("privacy.nothing-to-attack", ConfigError, key="trainable", value="classifier"):
+            attack(run)
+        return
     for upload in ("features", *uploads_of(run.method)):
         for finding in attack(run, upload, epochs=1):
             assert finding.upload == upload
