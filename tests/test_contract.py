@@ -25,7 +25,7 @@ from raylt.methods import METHODS
 
 CASES = [(name, kind) for name, method in METHODS.items() for kind in method.problems]
 # the other methods run with the slow tests
-QUICKLY = ("fedavg", "fedper", "scaffold", "sfd", "fedsm", "mupfl")
+QUICKLY = ("fedavg", "scaffold", "sfd", "fedsm", "mupfl")
 
 
 @pytest.fixture(scope="module")

@@ -84,8 +84,13 @@ def comments_in(file: str, source: str) -> Iterator[tuple[str, str]]:
             yield f"{file}:{token.start[0]}", token.string
 
 
-def prose_of_tests() -> Iterator[tuple[str, str]]:
-    """Yield the docstrings and comments of tests, and the comments of mutants and studies, with their places."""
+@cache
+def prose_of_tests() -> tuple[tuple[str, str], ...]:
+    """Return the docstrings and comments of tests, and the comments of mutants and studies, with their places."""
+    return tuple(_prose_of_tests())
+
+
+def _prose_of_tests() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         file, source = path.relative_to(ROOT).as_posix(), path.read_text()
         yield from docstrings_in(file, ast.parse(source))

@@ -135,6 +135,7 @@ def test_a_block_whose_process_dies_is_asked_again_one_by_one(fleet, task, undis
     assert all([id] in blocks for id in again)
 
 
+@pytest.mark.slow
 def test_a_client_that_raises_fails_alone(fleet, blocks):
     fleet.begin(1)
     fleet._private.clear()
@@ -145,6 +146,7 @@ def test_a_client_that_raises_fails_alone(fleet, blocks):
     assert NOBODY not in got["id"]
 
 
+@pytest.mark.slow
 def test_where_not_all_are_waited_for_everyone_has_a_call_of_its_own(fleet, blocks):
     fleet.begin(1)
     fleet.config = configure(CLIENTS)

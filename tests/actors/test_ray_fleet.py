@@ -86,7 +86,9 @@ def pool(make_fleet):
     return get
 
 
-@pytest.mark.parametrize("actors", [1, 2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "actors", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_fleets_agree_bit_for_bit(pool, undisturbed, tiny_task, tmp_path, actors):
     config, method = configure(), Private()
     assert train(config, method, tiny_task, pool(actors), tmp_path)[0] == undisturbed(config, method)
@@ -102,6 +104,7 @@ def test_fleets_agree_when_everything_travels_and_some_are_asked(make_fleet, und
     assert [report.traffic["train"]["replies"] for report in reports] == [3, 3]
 
 
+@pytest.mark.slow
 def test_stacks_have_the_same_bits_whichever_clients_an_actor_puts_into_one(
     make_fleet, undisturbed, tiny_task, tmp_path
 ):
@@ -119,6 +122,7 @@ def stacked_config():
     return config.model_copy(update={"local": config.local.model_copy(update={"stacked": "auto"})})
 
 
+@pytest.mark.slow
 def test_clients_that_die_are_asked_again_with_the_same_result(pool, undisturbed, tiny_task, tmp_path):
     config = configure()
     mortal = Private(victims=(0, 5), folder=str(tmp_path))
@@ -280,6 +284,7 @@ def test_more_actors_than_clients_with_samples_are_not_started(pool):
     assert [slot.name.split("/")[1] for slot in pool(2).slots] == ["clients-000-002-005", "clients-001-003"]
 
 
+@pytest.mark.slow
 def test_an_actor_that_is_lost_before_the_first_call_is_described_and_then_replaced(pool):
     fleet = pool(1)
     ray.kill(fleet.slots[0].actor)
@@ -308,6 +313,7 @@ def test_labels_say_whose_data_an_actor_holds(tiny_task):
     assert label_of([0, 2, 5], tiny_task.sizes, tiny_task.client_counts) == "clients 0, 2, 5 · 45 samples"
 
 
+@pytest.mark.slow
 def test_ray_shows_calls_by_client_function_and_round(pool, tiny_task, tmp_path):
     config, fleet = configure(), pool(2)
     train(config, FedAvg(), tiny_task, fleet, tmp_path)

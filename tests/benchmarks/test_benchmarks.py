@@ -180,6 +180,7 @@ def test_single_functions_are_timed_as_they_are_on_a_gpu(gpu):
     assert next(gpu.synthesis(600, (4,), "cpu", 20, 10, 2))["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_what_a_part_found_is_kept_when_it_crashes_or_hangs(gpu):
     found = "print('{}', flush=True)"
     crashed = list(gpu.findings_of([sys.executable, "-c", f"{found}; raise ValueError('x')"], 60))

@@ -111,6 +111,7 @@ def test_a_missing_daemon_is_a_finding_and_what_there_is_no_time_for_is_left_out
     assert found == {"mps": "not started", "problem": "nvidia-cuda-mps-control is not on the PATH of this machine"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "problem"),
     [

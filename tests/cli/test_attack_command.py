@@ -7,6 +7,7 @@ import pytest
 from commands import refused
 
 
+@pytest.mark.slow
 def test_an_attack_is_reported_in_figures_and_a_picture(raylt, finished):
     pytest.importorskip("torchmetrics")
     folder, _ = finished

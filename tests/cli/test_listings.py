@@ -49,6 +49,7 @@ def test_imported_split_is_the_exported_one_whatever_the_seed(raylt, tmp_path):
     assert drawn["sha256"] != exported["sha256"]
 
 
+@pytest.mark.slow
 def test_split_of_a_run_can_be_imported(raylt, finished):
     folder, (_, out, _) = finished
     imported = json.loads(raylt("data", *SMALL, "--import", folder / "split.json", "--format", "json").out)

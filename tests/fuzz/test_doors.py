@@ -574,6 +574,7 @@ def test_signatures(fixture, folder):
     return contents, act
 
 
+@pytest.mark.slow
 def test_a_small_file_that_unpacks_to_gigabytes_takes_no_memory(tmp_path):
     """A teacher of 2 MB holds 2 GiB of zeros as features, and is refused before an array is made."""
     import resource

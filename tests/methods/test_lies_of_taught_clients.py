@@ -117,6 +117,7 @@ def test_a_lie_that_no_samples_make_is_rejected(case_of, kind, part, lie):
     assert refused == ({LIAR} if lied else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("part", "lie"), lies(BELIEVED))
 def test_a_lie_that_looks_honest_ends_no_run_and_blames_nobody(case_of, kind, part, lie):

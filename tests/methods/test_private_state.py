@@ -15,7 +15,7 @@ from raylt.methods import METHODS
 # only judges, on few images
 FIELDS: dict[str, dict[str, Any]] = {"mupfl": {"next_init": "cluster"}}
 
-QUICKLY = ("sfd", "fedsm", "mupfl", "bpfed")  # the other methods run with the slow tests
+QUICKLY = ("sfd", "fedsm", "bpfed")  # the other methods run with the slow tests
 
 
 def end(experiment: Experiment) -> tuple[Any, ...]:

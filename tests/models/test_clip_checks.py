@@ -97,6 +97,7 @@ def test_the_largest_numbers_and_the_settings_of_open_clips_own_models_are_kept(
     checked_description(json.dumps(tree).encode())
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_its_weights_is_refused_before_it_takes_memory(folder):
     (folder / "open_clip_config.json").write_text(json.dumps(changed("model_cfg.text_cfg.layers", MOST_LAYERS)))
     assert "parameters, more than the" in assert_refused(folder)

@@ -26,6 +26,7 @@ def finished(tmp_path_factory) -> Run:
     return make_run(tmp_path_factory.mktemp("clusters"), "one", *MUPFL)
 
 
+@pytest.mark.slow
 def test_picture_is_a_figure_that_is_also_written(finished, tmp_path):
     path = tmp_path / "clusters.png"
     assert draw_clusters(finished, path=path)._repr_png_().startswith(b"\x89PNG")

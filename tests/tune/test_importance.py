@@ -16,6 +16,7 @@ def searched(**changes):
     return settings, run(SearchState(settings, sizes), random.Random(0), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["none", "asha"])
 def test_the_setting_that_decides_the_scores_has_nearly_all_importance(scheduler):
     settings, state = searched(scheduler=scheduler)

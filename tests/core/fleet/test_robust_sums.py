@@ -91,6 +91,7 @@ class Enlarged(FedNCM):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [CCVR(virtual=20, retrain_epochs=1), Fed3R(), Enlarged()], ids=lambda method: method.name
 )

@@ -21,6 +21,7 @@ from raylt.errors import ConfigError
 RUNS = Path(__file__).with_name("forked_runs.py")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_runs_in_forked_processes():
     root = RUNS.parents[3]
@@ -61,6 +62,7 @@ def test_a_lost_worker_is_replaced_and_the_others_go_on():
         workers.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_workers_that_were_killed_while_they_were_idle_are_replaced():
     workers = ForkedWorkers(work, 2)

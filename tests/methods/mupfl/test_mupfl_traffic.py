@@ -12,6 +12,7 @@ from raylt.data.task import Shard
 from raylt.methods.mupfl.method import MuPFL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

@@ -82,6 +82,7 @@ def test_rounds_until_a_value_of_clients_own_models_are_counted_on_their_curve(t
         reached([record], 0.5, "bytes_up")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["table", "json"])
 def test_a_figures_command_runs_it_and_prints_the_rounds_until_its_targets(tmp_path, monkeypatch, form):
     monkeypatch.chdir(tmp_path)
