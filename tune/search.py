@@ -494,15 +494,7 @@ def check_plan(plan: SearchPlan) -> None:
         )
     for name, space in plan.spaces.items():
         check_trials(plan.base, name, space, plan.seed)
-    for metric in plan.metrics:
-        if metric in GROUPS and metric not in _judged_groups(task_of(plan.base)):
-            raise ConfigError(
-                f"{spoken('--metric', 'metric')}: no {metric}-shot class has a validation sample ({metric}). "
-                f"Choose another metric, or set data.groups or data.validation.",
-                code="search.no-class",
-                key="--metric",
-                value=metric,
-            )
+    check_judged(plan.metrics, plan.base)
     _check_splits(plan)
     _check_rungs(plan)
     for method, sequence in SearchState(plan, sizes).sequences.items():
@@ -517,6 +509,23 @@ def check_plan(plan: SearchPlan) -> None:
                 key="--budget",
                 value=plan.budget,
                 cost=record.whole_cost,
+            )
+
+
+def check_judged(metrics: Iterable[str], base: Config) -> None:
+    """Raise ConfigError if a metric is the accuracy on a class group without validation samples.
+
+    Args:
+        base: settings of all trials, with `data.validation`.
+    """
+    for metric in metrics:
+        if metric in GROUPS and metric not in _judged_groups(task_of(base)):
+            raise ConfigError(
+                f"{spoken('--metric', 'metric')}: no {metric}-shot class has a validation sample ({metric}). "
+                f"Choose another metric, or set data.groups or data.validation.",
+                code="search.no-class",
+                key="--metric",
+                value=metric,
             )
 
 

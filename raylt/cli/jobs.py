@@ -123,12 +123,12 @@ def follow_job(name: str, address: str, every_s: float) -> None:
 
 
 def list_jobs(address: str, format: Format) -> None:
-    """Print a table of raylt's jobs on a cluster."""
+    """Print a table of raylt's jobs on a cluster, without those by which `raylt stop` reaches a run."""
     claim()
     from actors.cluster.jobs import connect
 
     with connect(address) as jobs:
-        listed = jobs.list()
+        listed = [job for job in jobs.list() if job.command.split(maxsplit=1)[0] in COMMANDS]
     if format is Format.json:
         print_json([asdict(job) for job in listed])
         return

@@ -43,7 +43,7 @@ def search(
     """
     from tune.changes import check_exchangeable
     from tune.plan import SAMPLES
-    from tune.search import check_metrics, check_trials, usual_metric, with_validation
+    from tune.search import check_judged, check_metrics, check_trials, usual_metric, with_validation
     from tune.space import to_text
 
     if len(spaces) > 1:
@@ -70,7 +70,9 @@ def search(
             path=str(target),
         )
 
-    check_trials(with_validation(config), method, space, choices["seed"])
+    base = with_validation(config)
+    check_trials(base, method, space, choices["seed"])
+    check_judged(metrics, base)
 
     def run() -> "RaySearchResult":
         from tune.ray_search import RaySearchPlan, ray_search
@@ -101,10 +103,15 @@ def resume(folder: Path, address: str | None, format: Format) -> None:
 
 
 def check_options(
-    fleet: str, budget: int | None, count: str, splits: int, track: Sequence[str], scheduler: str
+    fleet: str, budget: int | None, count: str, splits: int, track: Sequence[str], scheduler: str, chosen: str | None
 ) -> None:
-    """Raise ConfigError for options that only raylt's own schedulers support."""
+    """Raise ConfigError for options that Ray's schedulers do not support.
+
+    Args:
+        chosen: the searcher that the user gave.
+    """
     given = {
+        "--searcher tpe": scheduler == "pbt" and chosen == "tpe",
         "--fleet local": fleet == "local",
         "--budget": budget is not None,
         "--count": count != "steps",
@@ -114,7 +121,7 @@ def check_options(
     for option, is_given in given.items():
         if is_given:
             raise ConfigError(
-                f"{option}: does not go with Ray's own schedulers (--scheduler {scheduler}). Leave it out, or give "
+                f"{option}: does not go with this scheduler of Ray (--scheduler {scheduler}). Leave it out, or give "
                 "--scheduler asha.",
                 code="config.conflict",
                 key=option,

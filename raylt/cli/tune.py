@@ -109,10 +109,7 @@ def tune(
     execution: dict[str, Any] = {"parallel": parallel, "fleet": fleet.value, "address": address, "track": track or []}
     if resume is not None:
         fixed = [
-            key
-            for key in context.params
-            if key not in (*execution, "resume", "format")
-            and getattr(context.get_parameter_source(key), "name", "") == "COMMANDLINE"
+            key for key in context.params if key not in (*execution, "resume", "format") and _is_given(context, key)
         ]
         if fixed:
             names = ", ".join(sorted(fixed)).replace("folder", "out")
@@ -151,7 +148,15 @@ def tune(
         if scheduler not in ("asha", "none"):
             choices = {"metrics": metrics, "searcher": searcher, "scheduler": scheduler, "grace": grace, "seed": seed}
             choices |= {"samples": samples, "retries": retries, "parallel": parallel}
-            ray_searches.check_options(fleet.value, budget, count, splits, track or [], scheduler)
+            ray_searches.check_options(
+                fleet.value,
+                budget,
+                count,
+                splits,
+                track or [],
+                scheduler,
+                searcher if _is_given(context, "searcher") else None,
+            )
             ray_searches.search(config, spaces, folder, name, address, choices, format)
             return
         with say_how_to_resume() as started:
@@ -189,6 +194,11 @@ def tune(
         for line in (*importance_lines(result.folder), *front_lines(result.folder, result.plan, result.state)):
             out.print(line, soft_wrap=True)
         out.print(f"best: {result.best.id}; {run_command(result.folder)}", soft_wrap=True)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Return whether the user gave a parameter on the command line."""
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
 
 
 def _methods(tree: dict[str, Any], names: list[str]) -> tuple[Config, list[str]]:

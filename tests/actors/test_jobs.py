@@ -118,6 +118,8 @@ def test_a_run_survives_its_terminal_is_followed_stopped_at_a_checkpoint_and_res
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     followed = call("follow", job, "--address", url)
     assert "continue with raylt resume" in followed.stdout
+    [listed] = json.loads(call("ls", "--address", url, "--format", "json").stdout)  # without the job of `stop`
+    assert (listed["id"], listed["state"]) == (job, "STOPPED")
     run = raylt.Run.open(folder)
     assert run.state == "stopped"
     assert 0 < len(run.reports) < ROUNDS

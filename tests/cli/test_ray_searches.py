@@ -23,6 +23,8 @@ RANGE = "local.lr=loguniform(0.01,0.3)"
         (["--scheduler", "pbt", "--grace", "50"], "search.no-rungs"),
         (["--scheduler", "pbt", "--samples", "1"], "config.out-of-range"),
         (["--scheduler", "median", "--metric", "few", "--metric", "few"], "config.conflict"),
+        (["--scheduler", "median", "--metric", "few", "data.groups=[1, 5]"], "search.no-class"),
+        (["--scheduler", "pbt", "--searcher", "tpe"], "config.conflict"),
     ],
 )
 def test_what_does_not_go_with_a_scheduler_of_ray_is_refused_before_ray_starts(raylt, tmp_path, arguments, code):
