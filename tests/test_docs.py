@@ -9,6 +9,7 @@ import torch
 import typer
 
 from raylt.cli.main import app
+from raylt.config import DEMO
 from raylt.methods import METHODS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -117,6 +118,11 @@ def test_readme_is_short():
     lines = (DOCS.parent / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     assert max(map(len, lines)) <= 120
+
+
+def test_readme_gives_the_demonstration_from_python_too():
+    sixty_seconds = (DOCS.parent / "README.md").read_text().partition("## Sixty seconds")[2].partition("\n## ")[0]
+    assert re.findall(r'raylt\.run\("(.+?)"', sixty_seconds) == [f"recipe:{DEMO}"]
 
 
 def headings(page: Path) -> set[str]:
