@@ -86,6 +86,7 @@ time.sleep(60)
 
 def test_a_line_that_is_being_written_is_no_report_yet(plain, tmp_path):
     run = copied(plain, tmp_path / "run")
+    (run.folder / "summary.json").unlink()
     with (run.folder / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 4, "acc')
     assert [report["step"] for report in run.reports] == [1, 2, 3]
@@ -121,6 +122,7 @@ def test_clients_are_one_value_a_row(plain):
 
 def test_frames_of_a_run_without_steps_have_their_columns(plain, tmp_path):
     run = copied(plain, tmp_path / "run")
+    (run.folder / "summary.json").unlink()
     (run.folder / "metrics.jsonl").unlink()
     assert run.metrics.empty
     assert list(run.clients.columns) == ["step", "phase", "metric", "client", "value"]

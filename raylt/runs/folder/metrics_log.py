@@ -2,7 +2,8 @@
 
 Each line has the SHA-256 of the line before under `previous`; the first line has the SHA-256 of the run (identity.py).
 A checkpoint has the same hash as the line of its step, and the report of that line; summary.json has the hash of the
-last line. So no line can be changed, left out, swapped or taken from another run without being noticed.
+last line. Each line also has a hash of its own content, since nothing follows the last line of an unfinished run. So
+no line can be changed, left out, swapped or taken from another run without being noticed.
 """
 
 import hashlib
@@ -17,13 +18,14 @@ from raylt.core.report import JUDGED, Figure, RoundReport, Sha256
 from raylt.errors import CheckpointError
 from raylt.runs.folder.provenance import SCHEMA
 from raylt.store import Folder
-from raylt.typed_json import as_json, closed
+from raylt.typed_json import as_json, closed, hash_json
 
 if TYPE_CHECKING:
     from raylt.core.checkpoint.checkpoint import Checkpoint
 
 FILE = "metrics.jsonl"
 LIMIT = 4 * 2**30  # bytes
+SELF = "sha256"  # in a line: the hash of its other fields
 
 
 class MetricsLine(RoundReport):
@@ -37,6 +39,7 @@ class MetricsLine(RoundReport):
     version: Annotated[int, Field(alias="schema"), Figure("version of the format")]
     previous: Annotated[Sha256, Figure("SHA-256 of the line before; of the first line, that of the run")]
     date: Annotated[str | None, Figure("time in UTC; null where the line was restored from a checkpoint")]
+    sha256: Annotated[Sha256 | None, Figure("SHA-256 of all other fields; early versions wrote none")] = None
 
 
 @closed
@@ -74,12 +77,14 @@ class Lines:
         texts: the lines without their ends.
         reports: the content of the lines.
         torn: whether an incomplete line follows: one that a kill cut off, or that is being written.
+        sealed: whether the last line has a hash of its own, which lines of early versions lack.
     """
 
     root: str
     texts: list[str]
     reports: list[dict[str, Any]]
     torn: bool
+    sealed: bool = True
 
     def head(self, step: int | None = None) -> str:
         """Return the hash of a step's line (by default the last), which the next line must repeat."""
@@ -132,7 +137,8 @@ def as_record(report: RoundReport) -> dict[str, Any]:
 
 def write_line(report: dict[str, Any], previous: str, date: str | None) -> str:
     """Return a report as one line of JSON for metrics.jsonl, without the line break."""
-    return json.dumps({"schema": SCHEMA, "previous": previous, "date": date, **report})
+    content = json.loads(json.dumps({"schema": SCHEMA, "previous": previous, "date": date, **report}))
+    return json.dumps({**content, SELF: hash_json(content)})
 
 
 def restored_line(saved: "Checkpoint", previous: str) -> str:
@@ -165,8 +171,18 @@ def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:
     texts: list[str] = []
     reports: list[dict[str, Any]] = []
     previous = root
+    sealed = False
     for number, line in enumerate(lines[:most], 1):
         report = _read_line(line, number, f"{folder.path / FILE}, line {number}")
+        own = report.pop(SELF, None)
+        if own is None and sealed:
+            raise _changed_log(
+                f"{folder.path / FILE}, line {number}: has no hash, and the line before it has one. Put the original "
+                "back.",
+                path=str(folder.path / FILE),
+                line=number,
+            )
+        sealed = own is not None
         if report["previous"] != previous:
             cause = f"line {number - 1} or this line was changed, or one" if number > 1 else "it"
             raise _changed_log(
@@ -177,7 +193,7 @@ def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:
         texts.append(line.decode())
         reports.append(report)
         previous = hash_line(texts[-1])
-    return Lines(root, texts, reports, bool(rest))
+    return Lines(root, texts, reports, bool(rest), sealed or not texts)
 
 
 def was_saved(lines: Lines) -> bool:
@@ -191,6 +207,8 @@ def was_saved(lines: Lines) -> bool:
 def _read_line(line: bytes, number: int, where: str) -> dict[str, Any]:
     as_json(line, _LINE, where)
     report: dict[str, Any] = json.loads(line)
+    if report.get(SELF) is not None and report[SELF] != hash_json({k: v for k, v in report.items() if k != SELF}):
+        raise _changed_log(f"{where}: the line was changed. Put the original back.", line=number)
     for name in JUDGED:
         report.setdefault(name, None)  # a figure that was added after the line was written
     if report["schema"] != SCHEMA:

@@ -30,6 +30,7 @@ from raylt.typed_json import as_json, chain, hash_json, is_chained
 
 SCHEMA = 2  # version of summary.json and of the lines of metrics.jsonl
 FILE = "provenance.jsonl"
+STEPS = "metrics.jsonl"  # see metrics_log.py, which imports this module
 START = "directory"  # the key of the working directory, in which the relative paths of a run's settings start
 BOUND = "provenance"  # in summary.json: the hash of the last line
 LINKS = frozenset({"previous", "sha256"})  # in a line: what binds it to the line before
@@ -199,7 +200,14 @@ def _read(run: Folder) -> tuple[list[dict[str, Any]], str]:
                 raise _changed(run, f"line {number} has no hash, and the line before it has one")
             head = hash_json([*lines, line])  # an early version wrote it
         lines.append(line)
+    if _has_steps(run) and (not lines or lines[0].get("after_step", 0) != 0):
+        raise _changed(run, "lacks the line of the process that started the run")
     return lines, head
+
+
+def _has_steps(run: Folder) -> bool:
+    """Return whether a step of the run was committed."""
+    return run.has(STEPS) and (run.path / STEPS).stat().st_size > 0
 
 
 def _changed(run: Folder, problem: str) -> CheckpointError:

@@ -135,7 +135,20 @@ class Files:
             check_version(self.identity, folder)
 
     def lines(self) -> Lines:
-        """Return the lines of metrics.jsonl, one for each committed step."""
+        """Return the lines of metrics.jsonl, one for each committed step.
+
+        Raises:
+            CheckpointError: a line was changed, or the lines are not those with which the run ended.
+        """
+        ended = self.ended  # before the lines are read, since a run may end in the meantime
+        lines = self.lines_alone()
+        if ended:
+            with self._open() as folder:
+                summary.read_summary(folder, lines)
+        return lines
+
+    def lines_alone(self) -> Lines:
+        """Return the lines of metrics.jsonl as they follow each other, without a comparison with summary.json."""
         root = self.identity["sha256"]
         with self._open() as folder:
             return read_lines(folder, root)
@@ -171,7 +184,7 @@ class Files:
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json."""
-        lines = self.lines()
+        lines = self.lines_alone()
         with self._open() as folder:
             content = summary.read_summary(folder, lines)
             provenance.check_summary(folder, content)
@@ -187,7 +200,7 @@ class Files:
 
         saved = checkpoint.latest(self.path / "checkpoints")[0]
         if saved is not None:
-            self.lines().check(saved)
+            self.lines_alone().check(saved)
         return saved
 
     def checkpoint_after(self, step: int) -> "Checkpoint":
@@ -203,7 +216,7 @@ class Files:
                 path=str(self.path),
                 step=step,
             ) from None
-        self.lines().check(saved)
+        self.lines_alone().check(saved)
         return saved
 
     def model(self) -> "dict[str, Tensor]":

@@ -8,10 +8,12 @@ import yaml
 from refusals import refused
 from small_runs import make_run
 
-from raylt import Run
+import raylt
+from raylt import Callback, Run
 from raylt.errors import CheckpointError
 from raylt.runs.debug import replay
 from raylt.runs.folder import identity
+from raylt.runs.verify import verify
 from raylt.store import Folder
 from raylt.studies.study import of_runs
 
@@ -71,6 +73,20 @@ def stopped(run):
     return run
 
 
+def stopped_after(folder, step, every):
+    """Do a run that stops after a step, with a checkpoint every few rounds."""
+
+    class Stop(Callback):
+        def on_step(self, report):
+            if report.step == step:
+                raise KeyboardInterrupt
+
+    settings = ["federation.rounds=6", "local.epochs=1", "data.clients=3", f"output.checkpoint_every={every}"]
+    with pytest.raises(KeyboardInterrupt):
+        raylt.run("fedprox", out=folder, name="s", fleet="local", quiet=True, callbacks=[Stop()], overrides=settings)
+    return Run.open(folder / "s")
+
+
 def edit(file, change):
     """Change the content of a JSON file."""
     tree = json.loads(file.read_text())
@@ -84,6 +100,11 @@ def lines_of(run):
 
 def write_lines(run, *lines):
     (run.folder / "metrics.jsonl").write_text("".join(lines))
+
+
+def without_hash(line):
+    """Return a line as early versions wrote it, without a hash of its own."""
+    return json.dumps({key: value for key, value in json.loads(line).items() if key != "sha256"}) + "\n"
 
 
 def content(folder):
@@ -184,8 +205,11 @@ def test_a_checkpoint_under_another_number_is_damaged(stopped):
         (lambda one, two, three: (one, three, two), {"line": 2, "step": 3}),
         (lambda one, two, three: (one, two, two, three), {"line": 3, "step": 2}),
         (lambda one, two, three: (two, three), {"line": 1, "step": 2}),
-        (lambda one, two, three: (one, two.replace('"seconds": ', '"seconds": 1'), three), {"line": 3}),
-        (lambda one, two, three: (one, two, three.replace('"macro": 0.', '"macro": 0.9')), {"line": 3, "key": "macro"}),
+        (lambda one, two, three: (one, two.replace('"seconds": ', '"seconds": 1'), three), {"line": 2}),
+        (lambda one, two, three: (one, two, three.replace('"macro": 0.', '"macro": 0.9')), {"line": 3}),
+        (lambda one, two, three: (one, two, three.replace('"date": "', '"date": "1')), {"line": 3}),
+        (lambda one, two, three: (one, two, three.replace('"figures": {', '"figures": {"more": 1, ')), {"line": 3}),
+        (lambda one, two, three: (one, two, without_hash(three)), {"line": 3}),
         (lambda one, two, three: (one,), {}),
         (lambda one, two, three: (), {}),
         (lambda one, two, three: (one, two.replace('"seconds": ', '"seconds": 1')), {"line": 2}),
@@ -213,6 +237,40 @@ def test_lines_with_other_content_are_named_with_the_field(stopped, change, line
     write_lines(stopped, *change(*lines_of(stopped)))
     message = assert_resume_refused(stopped, "file.malformed", key=key)
     assert f"metrics.jsonl, line {line}: " in message
+
+
+def test_a_line_of_another_run_is_named(stopped, made):
+    write_lines(stopped, lines_of(made[1])[0], *lines_of(stopped)[1:])
+    assert_resume_refused(stopped, "run.changed", line=1)
+
+
+def test_a_line_of_an_early_version_is_read_and_compared_with_the_checkpoint(tmp_path):
+    run = stopped_after(tmp_path, 1, every=1)
+    (line,) = lines_of(run)
+    write_lines(run, without_hash(line))
+    (finding,) = [finding for finding in verify(run.folder) if finding.what == "metrics.jsonl"]
+    assert (finding.whole, "line 1 unsealed" in finding.detail) == (True, True)
+    write_lines(run, without_hash(line.replace('"macro": 0.', '"macro": 0.9')))
+    assert_resume_refused(run, "run.changed", line=1, key="macro")
+
+
+def test_a_line_after_the_last_checkpoint_is_refused_if_it_was_changed(tmp_path):
+    run = stopped_after(tmp_path, 3, every=2)
+    assert all(finding.whole for finding in verify(run.folder))
+    one, two, three = lines_of(run)
+    write_lines(run, one, two, three.replace('"macro": 0.', '"macro": 0.9'))
+    with refused("run.changed", CheckpointError, line=3):
+        _ = run.reports
+    assert not all(finding.whole for finding in verify(run.folder))
+
+
+@pytest.mark.parametrize("lost", [1, 2], ids=["cut off", "left out"])
+def test_a_finished_run_does_not_pass_off_an_earlier_step_as_its_last(run, lost):
+    one, two, three = lines_of(run)
+    write_lines(run, one, two, *[three[:-1]][: 2 - lost])
+    for read in (run.matrices, lambda: run.reports, lambda: run.metrics, lambda: run.clients):
+        with refused("run.changed", CheckpointError):
+            read()
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -52,6 +52,16 @@ def test_a_changed_line_of_provenance_is_refused(folder, name):
     assert not all(finding.whole for finding in verify(folder))
 
 
+@pytest.mark.parametrize("name", ["removed", "cut off"])
+def test_an_unfinished_run_does_not_lose_the_line_of_its_start(folder, name):
+    (folder / "summary.json").unlink()
+    file = folder / provenance.FILE
+    file.write_text("" if name == "removed" else file.read_text()[:-9])
+    with refused("run.changed", path=str(file)):
+        Run.open(folder).resume(fleet="local", quiet=True)
+    assert provenance.FILE in [finding.what for finding in verify(folder) if not finding.whole]
+
+
 def test_a_continued_run_chains_its_lines(made):
     (line,) = provenance.read(made.folder)
     assert line["previous"] == Run.open(made.folder).sha256
