@@ -104,6 +104,7 @@ CODES: dict[str, str] = {
     # disk
     "disk.full": "A file could not be written because the disk, or the user's quota, is full.",
     # export
+    "export.changed": "An exported file was changed after it was written.",
     "export.malformed": "The file is damaged, or raylt export did not write it.",
     "export.not-a-graph": "torch.export cannot follow the model.",
     "export.not-rebuildable": "The model cannot be rebuilt from its entries.",

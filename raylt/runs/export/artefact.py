@@ -8,6 +8,7 @@ In a file of several clients' models, an entry that is the same for all clients 
 distinct value of any other entry is stored once as NAME@ID, where ID is the first client with this value.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from raylt.models.split import Params, with_classifier
 from raylt.registry import check_origins, resolve, seek
 from raylt.runs.export.trained_model import TrainedModel
 from raylt.runs.folder.identity import PluginRecord
-from raylt.typed_json import as_json, closed, printable
+from raylt.typed_json import as_json, closed, hash_json, printable
 
 FORMAT = 2
 KEY = "raylt"  # of the metadata
@@ -83,7 +84,8 @@ class ModelDescription(TypedDict):
     `model` and `method` are the architecture, as a configuration names it; `side` is its `input`. `batch` is the batch
     size of evaluations. `run` and `split_sha256` identify the origin, and `figures` are those of the run. `guests` are
     the plugins that the architecture needs. `clients` is None in the file of a global model. `tests` has the numbers of
-    test images behind the figures; a file of a run that has not ended lacks it.
+    test images behind the figures; a file of a run that has not ended lacks it. `sha256` is the hash of the entries and
+    of all other fields; files of early versions lack it.
     """
 
     format: int
@@ -103,6 +105,7 @@ class ModelDescription(TypedDict):
     guests: list[PluginRecord]
     clients: Annotated[list[ClientEntry], Field(min_length=1)] | None
     tests: NotRequired[JudgedImages | None]
+    sha256: NotRequired[Sha256]
 
 
 _DESCRIPTION = TypeAdapter(ModelDescription)
@@ -174,6 +177,12 @@ def read(path: Path) -> Artefact:
                 path=str(path),
                 entry=name,
             )
+    if "sha256" in description and description["sha256"] != _hash(description, tensors):
+        raise CheckpointError(
+            f"{path}: the file was changed after it was exported. Export it again.",
+            code="export.changed",
+            path=str(path),
+        )
     return Artefact(path, description, tensors)
 
 
@@ -183,7 +192,15 @@ def write(path: Path, tensors: Mapping[str, Tensor], description: ModelDescripti
     Raises:
         CheckpointError: the file cannot be written.
     """
-    store.write(path, safetensors.torch.save(dict(tensors), {KEY: to_json(description)}))
+    sealed: ModelDescription = {**description, "sha256": _hash(description, tensors)}
+    store.write(path, safetensors.torch.save(dict(tensors), {KEY: to_json(sealed)}))
+
+
+def _hash(description: ModelDescription, tensors: Mapping[str, Tensor]) -> str:
+    """Return the hash that binds a description and the entries of its models to each other."""
+    content = json.loads(to_json(description))
+    content.pop("sha256", None)
+    return hash_json([content, hash_tensors(dict(tensors))])
 
 
 class DistinctEntries:

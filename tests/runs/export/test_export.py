@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from refusals import refused
 from safetensors import safe_open
+from safetensors.torch import save_file
 from small_runs import make_tiny_run
 from torch import nn
 
@@ -58,6 +59,25 @@ def counts(run, model) -> torch.Tensor:
     labels = model.predict(load(run.task.test.x)).labels
     truth = samples.y.long()
     return metrics.confusion(labels, truth, run.task.classes, 255 if truth.ndim == 3 else None)
+
+
+@pytest.mark.parametrize("place", [-1, -400, "class_names"])
+def test_an_exported_file_that_was_changed_is_refused(plain, tmp_path, place):
+    file = raylt.export(plain, tmp_path / "model.safetensors")
+    raylt.load_model(file)
+    content = bytearray(file.read_bytes())
+    content[content.index(place.encode()) + len(place) + 6 if isinstance(place, str) else place] ^= 1
+    file.write_bytes(content)
+    with refused("export.changed", CheckpointError, path=str(file)):
+        raylt.load_model(file)
+
+
+def test_an_exported_file_of_an_early_version_has_no_hash_and_is_read(plain, tmp_path):
+    file = raylt.export(plain, tmp_path / "model.safetensors")
+    made = artefact.read(file)
+    description = {key: value for key, value in made.description.items() if key != "sha256"}
+    save_file(made.tensors, file, {artefact.KEY: artefact.to_json(description)})
+    assert raylt.load_model(file).class_names == plain.model().class_names
 
 
 @pytest.mark.parametrize(
