@@ -331,7 +331,8 @@ class _Descent:
         reports = [
             {key: value for key, value in line.items() if key not in FILE_KEYS} for line in self.parent.reports[:step]
         ]
-        counts.copy(self.parent.folder, self.folder, [line["step"] for line in reports if line.get("confusion")])
+        hashes = {line["step"]: line["confusion"] for line in reports if line.get("confusion")}
+        counts.copy(self.parent.folder, self.folder, hashes)
         self.judge_again(reports[-1])
         provenance.copy(self.parent.folder, self.folder)
         journal.adopt(reports, self.saved, self.config)

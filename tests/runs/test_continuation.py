@@ -127,3 +127,12 @@ def test_only_more_rounds_and_nothing_else(short):
         raylt.resume(short.folder, ["federation.rounds=1"], fleet="local", quiet=True)
     with pytest.raises(CheckpointError, match=r"local\.lr"):
         raylt.resume(short.folder, ["federation.rounds=5", "local.lr=0.1"], fleet="local", quiet=True)
+
+
+def test_counts_that_were_changed_are_not_taken_over(short, tmp_path):
+    folder = shutil.copytree(short.folder, tmp_path / "short")
+    file = folder / "confusions/000001.npz"
+    shutil.copyfile(folder / "confusions/000002.npz", file)
+    with refused("run.changed", path=str(file)):
+        raylt.resume(folder, ["federation.rounds=5"], fleet="local", quiet=True)
+    assert not (tmp_path / "short-5/config.yaml").exists()

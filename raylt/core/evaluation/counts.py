@@ -356,13 +356,22 @@ def read(folder: Path, step: int, sha256: str) -> Matrices:
     return matrices
 
 
-def copy(source: Path, target: Path, steps: Iterable[int]) -> None:
-    """Copy the confusion counts of some steps from one run folder to another."""
+def copy(source: Path, target: Path, hashes: Mapping[int, str]) -> None:
+    """Copy the confusion counts of some steps from one run folder to another.
+
+    Args:
+        hashes: of the counts, by step.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has other counts.
+    """
+    for step in hashes.keys() - missing(source, hashes):
+        read(source, step, hashes[step])
     with Folder.open(source) as old_run, Folder.open(target) as new_run:
         if FOLDER not in old_run.names():
             return
         with old_run.inner(FOLDER) as old, new_run.inner(FOLDER, make=True) as new:
-            for name in {_name(step) for step in steps}.intersection(old.names()):
+            for name in {_name(step) for step in hashes}.intersection(old.names()):
                 old.copy(name, new)
 
 

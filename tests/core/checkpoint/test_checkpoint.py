@@ -214,6 +214,16 @@ def null(file):
     file.write_text("null")
 
 
+def grow(file):
+    """Add terabytes that take no room on the disk, but hours to hash."""
+    os.truncate(file, 2**42)
+
+
+def claim(file):
+    """Claim a header that is no header, in a file of the size of one."""
+    file.write_bytes((2).to_bytes(8, "little") + b"[]")
+
+
 def swap_types(file):
     file.write_text('{"format": 1, "facts": {}, "parts": []}')
 
@@ -222,6 +232,8 @@ DAMAGE = [
     ("server.safetensors", cut),
     ("server.safetensors", flip),
     ("server.safetensors", empty),
+    ("server.safetensors", grow),
+    ("server.safetensors", claim),
     ("server.safetensors", remove),
     ("manifest.json", cut),
     ("manifest.json", empty),
