@@ -24,6 +24,7 @@ from tune.plan import SearchPlan, SearchState, front_of
 from tune.records import TrialRecord
 
 SEAL = "seal.json"  # the hashes of the other files that `write` writes
+RESULTS = ("trials.csv", "trials.json", "best.yaml", "importance.json", "search.png", "pareto.png")  # these files
 
 
 def write(folder: Path, plan: SearchPlan, state: SearchState) -> None:
@@ -76,9 +77,12 @@ def check_results(search_folder: Folder) -> str:
     try:
         hashes = TypeAdapter(dict[str, str]).validate_json(search_folder.read(SEAL))
     except ValidationError as error:
-        raise CheckpointError(
-            f"{seal}: cannot be read. Restore the original files.", code="search.changed", path=str(seal)
-        ) from error
+        raise _changed_seal(seal, "cannot be read") from error
+    present = set(search_folder.names()) & set(RESULTS)
+    if unknown := hashes.keys() - set(RESULTS):
+        raise _changed_seal(seal, f"names a file that no search writes ({min(unknown)})")
+    if unbound := present - hashes.keys():
+        raise _changed_seal(seal, f"has no hash of {min(unbound)}")
     for name, expected in hashes.items():
         if _sha256(search_folder.read(name)) != expected:
             raise CheckpointError(
@@ -87,6 +91,10 @@ def check_results(search_folder: Folder) -> str:
                 path=str(search_folder.path / name),
             )
     return ", ".join(hashes)
+
+
+def _changed_seal(seal: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{seal}: {problem}. Restore the original files.", code="search.changed", path=str(seal))
 
 
 def _sha256(content: str | bytes) -> str:

@@ -5,12 +5,14 @@ from pathlib import Path
 
 from raylt.disk import exists
 from raylt.errors import CheckpointError, RayltError
-from raylt.runs.folder.reader import Files
-from raylt.runs.verify import Finding, finding_of
+from raylt.runs.folder.reader import LOCK, Files
+from raylt.runs.verify import Finding, finding_of, unbound_in, verify_inner
 from raylt.store import Folder
 from tune.plan import SearchPlan
 from tune.records import MOST_SPLITS, PLAN, TRIALS, EndedTrialJson, figures_of, read_trials, split_folder
-from tune.report import SEAL, check_results
+from tune.report import RESULTS, SEAL, check_results
+
+TRIAL_RUNS = "trials"
 
 
 def verify_search(folder: Path) -> list[Finding]:
@@ -34,12 +36,11 @@ def _findings(folder: Path) -> Iterator[Finding]:
         yield Finding("trials.json", True, "unsealed: no hash binds it to the search")
     for trial in trials:
         if trial["failed"] is None:
-            first = folder / "trials" / trial["trial"]
+            first = folder / TRIAL_RUNS / trial["trial"]
             for split in _splits_of(first, trial):
-                run = split_folder(first, split)
-                yield finding_of(
-                    f"trials/{run.name}", lambda run=run, trial=trial, split=split: _describe_run(run, trial, split)
-                )
+                yield from _check_run(split_folder(first, split), trial, split)
+    with Folder.open(folder) as search_folder:
+        yield from unbound_in(search_folder, {PLAN, TRIALS, SEAL, LOCK, TRIAL_RUNS, *RESULTS})
 
 
 def _describe_plan(folder: Folder) -> str:
@@ -60,12 +61,19 @@ def _splits_of(folder: Path, trial: EndedTrialJson) -> list[int]:
     ]
 
 
+def _check_run(folder: Path, trial: EndedTrialJson, split: int) -> list[Finding]:
+    """Check every file of a trial's run on one split, and its figures in trials.jsonl."""
+    what = f"{TRIAL_RUNS}/{folder.name}"
+    try:
+        state = _describe_run(folder, trial, split)
+        return verify_inner(folder, what, state)
+    except RayltError as error:
+        return [Finding(what, False, str(error))]
+
+
 def _describe_run(folder: Path, trial: EndedTrialJson, split: int) -> str:
-    """Describe a trial's run on one split; raise CheckpointError if its files contradict each other or trials.jsonl."""
+    """Describe a trial's run on one split; raise CheckpointError if its figures are not those of trials.jsonl."""
     files = Files(folder)
-    files.config()
-    files.split()
-    files.provenance()
     reports = files.lines().reports
     for point in trial["points"]:
         if point.get("split", 0) != split:
@@ -80,7 +88,4 @@ def _describe_run(folder: Path, trial: EndedTrialJson, split: int) -> str:
                 path=str(folder),
                 step=point["step"],
             )
-    if files.ended:
-        files.summary()
-        return f"done, {len(reports)} steps"
-    return f"stopped, {len(reports)} steps"
+    return f"{'done' if files.ended else 'stopped'}, {len(reports)} steps"

@@ -84,7 +84,7 @@ def _findings(kind: str, path: Path) -> "list[Finding]":
     if kind == "study":
         from raylt.studies.verify import verify_study
 
-        return verify_study(path)
+        return verify_study(path) + _searches_of(path)
     if kind == "search":
         from tune.verify import verify_search
 
@@ -92,6 +92,30 @@ def _findings(kind: str, path: Path) -> "list[Finding]":
     from raylt.runs.verify import verify as verify_run
 
     return verify_run(path)
+
+
+def _searches_of(study: Path) -> "list[Finding]":
+    """Return the findings on the searches by which a study tuned its arms: the damaged files, or one line for each."""
+    from raylt.runs.verify import Finding
+    from raylt.studies.running.tuning import read_tuned
+    from raylt.studies.settings import slug
+    from tune.verify import verify_search
+
+    try:
+        tuned = read_tuned(study)
+    except RayltError:  # the finding on that file says why
+        return []
+    findings: list[Finding] = []
+    for name in (f"{slug(cell)}/{slug(arm)}/search".lstrip("/") for cell, arms in tuned.items() for arm in arms):
+        if not is_folder(study / name):  # it was taken from a record, or nothing was searched
+            continue
+        try:
+            found = verify_search(study / name)
+        except RayltError as error:
+            found = [Finding(study.name, False, str(error))]
+        damaged = [Finding(f"{name}/{each.what}", False, each.detail) for each in found if not each.whole]
+        findings += damaged or [Finding(name, True, "a search, as recorded")]
+    return findings
 
 
 def _only_for(expected: str, kind: str, option: str, path: Path) -> None:

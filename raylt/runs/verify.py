@@ -5,7 +5,7 @@ left, and damaged files that come after an undamaged checkpoint.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,25 @@ from raylt.runs.folder.identity import ORIGINS
 from raylt.runs.folder.reader import LOCK, OUTLINE, Files
 from raylt.runs.folder.writer import Journal
 from raylt.runs.run import Run
+from raylt.runs.signature import ENDING
 from raylt.store import Folder
 
 CHECKPOINTS = "checkpoints"
+UNSEALED = "unsealed: no hash binds it"
+BOUND = {
+    IDENTITY,
+    ORIGINS,
+    OUTLINE,
+    LOCK,
+    CHECKPOINTS,
+    "config.yaml",
+    "split.json",
+    counts.FOLDER,
+    metrics_log.FILE,
+    provenance.FILE,
+    summary.FILE,
+    summary.MODEL,
+}
 
 
 @dataclass(frozen=True)
@@ -42,9 +58,34 @@ class Finding:
     mendable: str | None = None
 
 
-def verify(folder: Path) -> list[Finding]:
-    """Check every file of a run without changing anything."""
-    return list(_findings(Run.open(folder)))
+def verify(folder: Path, data: bool = True) -> list[Finding]:
+    """Check every file of a run without changing anything.
+
+    Args:
+        folder: of the run.
+        data: whether to read the run's data as well, and compare them with their hashes.
+    """
+    return list(_findings(Run.open(folder), data))
+
+
+def verify_inner(folder: Path, what: str, state: str) -> list[Finding]:
+    """Check every file of a run that belongs to a study or search, but not its data.
+
+    Args:
+        folder: of the run.
+        what: name of the run in the findings.
+        state: its state, for the finding.
+
+    Returns:
+        A finding for each damaged file; if there is none, one for the whole run, which names the files that no hash
+        binds.
+    """
+    # a study needs no models, so they may have been removed
+    removed = not (folder / summary.MODEL).exists()
+    findings = [each for each in verify(folder, data=False) if not (removed and each.what == summary.MODEL)]
+    damaged = [Finding(f"{what}/{each.what}", False, each.detail) for each in findings if not each.whole]
+    unbound = "".join(f"; {each.what}: {UNSEALED}" for each in findings if each.detail == UNSEALED)
+    return damaged or [Finding(what, True, f"{state}{unbound}")]
 
 
 def repair(folder: Path) -> list[str]:
@@ -121,7 +162,7 @@ def _undamaged_lines(folder: Folder, root: str) -> metrics_log.Lines:
     return metrics_log.read_lines(folder, root, first_damaged - 1)
 
 
-def _findings(run: Run) -> Iterator[Finding]:
+def _findings(run: Run, data: bool) -> Iterator[Finding]:
     files = Files(run.folder)
     yield finding_of(IDENTITY, lambda: f"run {files.identity['sha256'][:16]}")
     yield finding_of("config.yaml", lambda: f"{files.config().method['name']}, as the run was made")
@@ -129,7 +170,8 @@ def _findings(run: Run) -> Iterator[Finding]:
         yield finding_of(ORIGINS, lambda: ", ".join(plugin["name"] for plugin in files.plugins()))
     yield finding_of("split.json", lambda: f"split {files.split().sha256[:16]}, {len(files.split().clients)} clients")
     yield finding_of(OUTLINE, lambda: "not kept" if files.outline() is None else "the task without its data")
-    yield finding_of("data", lambda: f"{run.task.name}, as the run read it")
+    if data:
+        yield finding_of("data", lambda: f"{run.task.name}, as the run read it")
     yield _check_lines(files)
     checkpoints = finding_of(CHECKPOINTS, lambda: str(len(checkpoint.steps(run.folder / CHECKPOINTS))))
     if checkpoints.whole:
@@ -145,8 +187,21 @@ def _findings(run: Run) -> Iterator[Finding]:
         yield finding_of(summary.FILE, lambda: f"accuracy {files.summary()['accuracy']['last']:.4f}")
         yield finding_of(summary.MODEL, lambda: f"{len(files.model())} entries, as recorded in {summary.FILE}")
     with Folder.open(run.folder) as run_folder:
-        for name in _unfinished(run_folder):
+        unfinished = _unfinished(run_folder)
+        for name in unfinished:
             yield Finding(name, False, "left by a process that was killed while it wrote", "remove it")
+        yield from unbound_in(run_folder, BOUND | set(unfinished))
+
+
+def unbound_in(folder: Folder, bound: Collection[str]) -> Iterator[Finding]:
+    """Yield a finding for each file of a folder that no hash binds.
+
+    Args:
+        bound: names of the files that hashes bind.
+    """
+    for name in folder.names():
+        if name not in bound and not name.endswith(ENDING):
+            yield Finding(name, True, UNSEALED)
 
 
 def finding_of(what: str, read: Callable[[], str]) -> Finding:
@@ -173,7 +228,7 @@ def _check_plain_file(folder: Path, name: str) -> str:
 
 def _check_lines(files: Files) -> Finding:
     try:
-        lines = files.lines()
+        lines = files.lines_alone()
     except CheckpointError as error:
         target = None
         with suppress(CheckpointError):
@@ -183,12 +238,14 @@ def _check_lines(files: Files) -> Finding:
     if lines.torn:
         detail = f"a kill cut off the line after line {len(lines.texts)}"
         return Finding(metrics_log.FILE, False, detail, "cut it there")
-    return Finding(metrics_log.FILE, True, f"{len(lines.texts)} steps in order")
+    unsealed = not lines.sealed and not files.ended
+    detail = f", line {len(lines.texts)} unsealed: of an early version" if unsealed else ""
+    return Finding(metrics_log.FILE, True, f"{len(lines.texts)} steps in order{detail}")
 
 
 def _check_checkpoints(files: Files) -> Iterator[Finding]:
     try:
-        lines = files.lines()
+        lines = files.lines_alone()
     except CheckpointError:
         lines = None
     states = {step: _checkpoint_at(files, step, lines) for step in checkpoint.steps(files.path / CHECKPOINTS)}
@@ -211,7 +268,7 @@ def _check_matrices(files: Files) -> Iterator[Finding]:
     """
     steps: list[int] = []
     with suppress(CheckpointError):
-        steps = [report["step"] for report in files.lines().reports if report.get("confusion")]
+        steps = [report["step"] for report in files.lines_alone().reports if report.get("confusion")]
     if len(steps) > counts.KEPT:
         absent, spared = counts.missing(files.path, steps), checkpoint.steps(files.path / CHECKPOINTS)
         first = next((step for step in steps if step not in absent and step not in spared), steps[-1])

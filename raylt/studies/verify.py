@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raylt.errors import RayltError
-from raylt.runs.folder import summary
-from raylt.runs.folder.reader import Files
-from raylt.runs.verify import Finding, finding_of
+from raylt.runs.verify import Finding, finding_of, unbound_in, verify_inner
+from raylt.store import Folder
 from raylt.studies.records import recorded_runs
-from raylt.studies.records.record import read_run
+from raylt.studies.records.record import RunRecord
 from raylt.studies.records.recorded_runs import read_results
 from raylt.studies.running.tuning import FILE as TUNED
 from raylt.studies.running.tuning import read_tuned
-from raylt.studies.study import FILE, Study, check_definition_seal
+from raylt.studies.study import FILE, SEAL, Study, check_definition_seal
 
 
 def verify_results(file: Path) -> list[Finding]:
@@ -54,9 +53,17 @@ def _findings(folder: Path) -> Iterator[Finding]:
         return
     yield finding_of("settings", lambda: _check_settings(study, folder))
     for record in study.records:
-        if study.is_on_record(record) or record.state == "missing":
-            continue
-        yield finding_of(record.folder, lambda path=folder / record.folder: _describe_run(path))
+        if not study.is_on_record(record) and record.state != "missing":
+            yield from _check_run(folder / record.folder, record)
+    yield from _check_others(folder)
+
+
+def _check_others(folder: Path) -> Iterator[Finding]:
+    """Yield a finding for each file of the folder itself that no hash binds, as the logs of its processes."""
+    bound = {FILE, SEAL, TUNED, recorded_runs.RECORDED, recorded_runs.FILE}
+    with Folder.open(folder) as study_folder:
+        bound |= {name for name in study_folder.names() if not study_folder.has(name)}
+        yield from unbound_in(study_folder, bound)
 
 
 def _describe_definition(folder: Path) -> str:
@@ -69,14 +76,7 @@ def _check_settings(study: Study, folder: Path) -> str:
     return "the runs have the settings that the study plans"
 
 
-def _describe_run(folder: Path) -> str:
-    """Return the state of a run as text; raise a RayltError if one of its files is damaged."""
-    record = read_run(folder)
-    files = Files(folder)
-    if record.state in ("damaged", "done"):
-        files.split()
-        files.provenance()
-        files.summary()  # raises the error that makes a run damaged
-    if record.state == "done" and (folder / summary.MODEL).exists():
-        files.model()
-    return f"{record.state}, {record.steps} steps"
+def _check_run(folder: Path, record: RunRecord) -> list[Finding]:
+    if record.state == "running":  # its files change while they are checked
+        return [Finding(record.folder, True, f"running, {record.steps} steps")]
+    return verify_inner(folder, record.folder, f"{record.state}, {record.steps} steps")

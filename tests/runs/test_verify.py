@@ -60,7 +60,9 @@ def test_a_whole_run_is_whole_and_nothing_is_written(run):
         "provenance.jsonl",
         "summary.json",
         "model.safetensors",
+        *[file.name for file in run.folder.glob("events.*")],
     ]
+    assert findings[-1].detail == "unsealed: no hash binds it"
     assert all(finding.whole for finding in findings)
     assert {file: file.stat().st_mtime_ns for file in run.folder.rglob("*")} == before
     assert repair(run.folder) == []
@@ -149,7 +151,7 @@ def test_the_command_says_it_in_80_columns_and_by_its_exit_code(run, capsys, mon
     code, out, _ = called(capsys, run.folder)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    assert out.count(" intact") == 13
+    assert out.count(" intact") == 14
     flip(run.folder / "checkpoints/000003/server.safetensors")
     code, out, _ = called(capsys, run.folder, "--format", "json")
     assert code == 2

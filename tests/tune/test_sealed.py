@@ -168,3 +168,35 @@ def test_a_trial_that_was_stopped_is_not_begun_again_by_hand(folder):
     with pytest.raises(RayltError, match="the checkpoints are gone; 2 steps were committed"):
         run.resume(fleet="local", quiet=True)
     assert len(run.reports) == 2
+
+
+def damaged(folder):
+    return [finding.what for finding in verify_search(folder) if not finding.whole]
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "split.json", "outline.json", "model.safetensors", "confusions/000001.npz"]
+)
+def test_verify_checks_every_file_of_a_trial(folder, name):
+    assert damaged(folder) == []
+    trial = next((folder / "trials").iterdir())
+    file = trial / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert f"trials/{trial.name}/{name}" in damaged(folder) or f"trials/{trial.name}" in damaged(folder)
+
+
+def test_verify_names_the_files_of_a_trial_that_no_hash_binds(folder):
+    details = [finding.detail for finding in verify_search(folder) if finding.what.startswith("trials/")]
+    assert all("scores.jsonl: unsealed" in detail for detail in details)
+
+
+def test_a_result_whose_hash_was_taken_out_is_refused(folder):
+    seal = folder / "seal.json"
+    hashes = json.loads(seal.read_text())
+    del hashes["best.yaml"]
+    seal.write_text(json.dumps(hashes))
+    assert damaged(folder) == ["seal.json"]
+    seal.write_text(json.dumps({**hashes, "../other": "0" * 64}))
+    assert damaged(folder) == ["seal.json"]

@@ -15,7 +15,7 @@ from raylt.runs.signature import check_signature, sign, signature_of
 from raylt.studies.definition import define
 from raylt.studies.records.recorded_runs import read_results, seal_results, update
 from raylt.studies.records.seal import is_intact
-from raylt.studies.study import Study
+from raylt.studies.study import Study, study
 from raylt.studies.verify import verify_results, verify_study
 from raylt.typed_json import hash_json
 
@@ -214,7 +214,7 @@ def test_a_changed_run_in_a_folder_is_refused_and_named(folder):
     summary.write_text(summary.read_text().replace('"rounds": 2', '"rounds": 3', 1))
     with refused("study.damaged-run", path=str(folder / "prox/seed-1")):
         Study.open(folder)
-    assert [finding.what for finding in verify_study(folder) if not finding.whole] == ["prox/seed-1"]
+    assert [finding.what for finding in verify_study(folder) if not finding.whole] == ["prox/seed-1/summary.json"]
 
 
 @pytest.fixture
@@ -249,6 +249,42 @@ def test_the_command_signs_what_is_whole_and_requires_a_signature(results, key, 
     signature_of(results).unlink()
     with refused("signature.not-made"):
         app(["verify", str(results), "--sign", str(key)], standalone_mode=False)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """Run a tiny study with a search for each arm; return its folder."""
+    definition = {**TINY, "seeds": 1, "tune": {"runs": 1, "ranges": {"local.lr": "loguniform(0.01,0.3)"}}}
+    definition["base"] = {**TINY["base"], "data": {"clients": 3, "validation": 0.2}}
+    return study(definition, tmp_path_factory.mktemp("tuned"), parallel=1).folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fedavg/seed-0/config.yaml",
+        "fedavg/seed-0/outline.json",
+        "fedavg/seed-0/checkpoints/000002/server.safetensors",
+        "fedavg/seed-0/confusions/000001.npz",
+        "prox/seed-0/model.safetensors",
+        "prox/search/trials.csv",
+        "prox/search/trials.jsonl",
+        "prox/search/trials/fedprox-000/model.safetensors",
+    ],
+)
+def test_verify_checks_every_file_of_a_study(tuned, tmp_path, capsys, name):
+    folder = shutil.copytree(tuned, tmp_path / "tiny")
+    assert not app(["verify", str(folder)], standalone_mode=False)
+    file = folder / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    capsys.readouterr()
+    assert app(["verify", str(folder), "--format", "json"], standalone_mode=False) == 2
+    damaged = [each["what"] for each in json.loads(capsys.readouterr().out) if not each["whole"]]
+    run = "/".join(name.split("/")[:2])
+    assert damaged
+    assert all(what.startswith(run) or what == "settings" for what in damaged)
 
 
 @pytest.mark.parametrize("key", ["missing", "text"])
