@@ -110,10 +110,10 @@ def _searches_of(study: Path) -> "list[Finding]":
         if not is_folder(study / name):  # it was taken from a record, or nothing was searched
             continue
         try:
-            found = verify_search(study / name)
+            of_search = verify_search(study / name)
         except RayltError as error:
-            found = [Finding(study.name, False, str(error))]
-        damaged = [Finding(f"{name}/{each.what}", False, each.detail) for each in found if not each.whole]
+            of_search = [Finding(study.name, False, str(error))]
+        damaged = [Finding(f"{name}/{each.what}", False, each.detail) for each in of_search if not each.whole]
         findings += damaged or [Finding(name, True, "a search, as recorded")]
     return findings
 
