@@ -29,10 +29,11 @@ from scipy import stats
 
 from raylt.config import load
 from raylt.core.client import Client, Message, Reply
+from raylt.core.device import one_thread
 from raylt.core.method import Method
 from raylt.data.task import build_task
 from raylt.registry import resolve
-from raylt.runs.in_process import one_thread, open_in_process
+from raylt.runs.in_process import open_in_process
 
 RULES = None, "median", "trimmed_mean", "norm_clipped_mean"
 ATTACKS = "none", "boosted", "flipped", "constant"

@@ -28,12 +28,13 @@ from raylt import tree
 from raylt.config import load
 from raylt.core.checkpoint import checkpoint
 from raylt.core.client import Client, Message, Reply
+from raylt.core.device import one_thread
 from raylt.core.method import Method
 from raylt.data.task import Task, TaskSpec, build_task
 from raylt.models import SplitModel
 from raylt.ops.moments import pack, unpack
 from raylt.registry import resolve
-from raylt.runs.in_process import one_thread, open_in_process
+from raylt.runs.in_process import open_in_process
 
 RULES = None, "median", "trimmed_mean", "norm_clipped_mean"
 HOSTILE = 0, 1, 2

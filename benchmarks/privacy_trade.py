@@ -21,9 +21,10 @@ import recorded
 
 from raylt.config import load
 from raylt.core.checkpoint import checkpoint
+from raylt.core.device import one_thread
 from raylt.data.task import build_task
 from raylt.registry import resolve
-from raylt.runs.in_process import one_thread, open_in_process
+from raylt.runs.in_process import open_in_process
 
 METHODS = {
     "sfd": [

@@ -26,11 +26,12 @@ import torch
 from raylt import tree
 from raylt.core.checkpoint import checkpoint
 from raylt.core.client import Client, Message, Reply
+from raylt.core.device import one_thread
 from raylt.core.method import Method
 from raylt.data.task import Task, build_task
 from raylt.ops.moments import pack, unpack
 from raylt.registry import resolve
-from raylt.runs.in_process import one_thread, open_in_process
+from raylt.runs.in_process import open_in_process
 
 NAME = "sum_lies"
 METHODS = "ccvr", "fed3r", "fedncm", "bpfed"

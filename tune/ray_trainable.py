@@ -28,7 +28,7 @@ from actors.shards import Shards
 from raylt.config import Config
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Checkpoint
-from raylt.core.device import open_device
+from raylt.core.device import one_thread, open_device
 from raylt.core.encoding import encode
 from raylt.core.evaluation.evaluator import validate
 from raylt.core.experiment import Experiment
@@ -38,7 +38,7 @@ from raylt.errors import CheckpointError
 from raylt.own_code.shipment import Shipment
 from raylt.registry import Plugin, adopt, resolve
 from raylt.runs.export.trained_model import TrainedModel, global_model
-from raylt.runs.in_process import on_any_device, one_thread, open_in_process
+from raylt.runs.in_process import on_any_device, open_in_process
 from raylt.runs.start import check_setup
 from tune.changes import check_changes
 from tune.loop import sizes, task_of

@@ -30,6 +30,17 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads this variable at its firs
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread inside the block, so that weights do not depend on the number of cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
 def all_threads() -> Iterator[None]:
     """Use all CPU cores inside the block; call this only while no client computes."""
     threads = torch.get_num_threads()

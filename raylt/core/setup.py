@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from raylt.config import Config
+from raylt.core.device import one_thread
 from raylt.core.exclusions import PlannedRun, check_exclusions
 from raylt.core.method import Method
 from raylt.core.training.schedules import Schedule
@@ -37,7 +38,7 @@ class Setup:
 
     def new_model(self, spec: TaskSpec) -> SplitModel:
         """Return the initial model, which is the same in every process."""
-        with seeded(self.config.seed, "model"):
+        with one_thread(), seeded(self.config.seed, "model"):
             model = self.method.build(spec, self._base(spec))
         if self.config.federation.batchnorm == "local":
             model.local_buffers = running_statistics(model) & model.state_dict().keys()  # without frozen ones
@@ -46,7 +47,10 @@ class Setup:
 
     def zero_shot_model(self, spec: TaskSpec) -> SplitModel | None:
         """Return the model that classifies by texts, before any training; None if the run does not start from texts."""
-        return self._base(spec) if self.config.classifier == "text" else None
+        if self.config.classifier != "text":
+            return None
+        with one_thread():
+            return self._base(spec)
 
     def _base(self, spec: TaskSpec) -> SplitModel:
         model = limit(self.model(spec.classes, spec.shape), self.config.trainable)

@@ -22,6 +22,7 @@ from raylt.config import Config, check, differences, followed, load, override, s
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.branch_points import Fork, fork
 from raylt.core.checkpoint.checkpoint import Checkpoint
+from raylt.core.device import one_thread
 from raylt.core.evaluation import counts
 from raylt.core.evaluation.counts import Matrices
 from raylt.core.method import Method
@@ -35,7 +36,7 @@ from raylt.runs.callbacks.base import Callback, Callbacks
 from raylt.runs.callbacks.notebook_progress import progress_display
 from raylt.runs.folder import provenance
 from raylt.runs.folder.writer import Journal
-from raylt.runs.in_process import one_thread, open_in_process
+from raylt.runs.in_process import open_in_process
 from raylt.runs.run import Run
 from raylt.runs.runner import FleetKind, carry_out
 

@@ -13,6 +13,7 @@ from raylt.config import Config
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Checkpoint
 from raylt.core.client import ClientFunction, Message, Reply
+from raylt.core.device import one_thread
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.fleet import Answer, Arrived
 from raylt.core.fleet.local_fleet import LocalFleet
@@ -21,7 +22,7 @@ from raylt.core.fleet.wire import Unusable
 from raylt.data.task import Task
 from raylt.errors import CheckpointError, ClientError, ConfigError
 from raylt.runs.folder import provenance
-from raylt.runs.in_process import one_thread, open_in_process, with_device
+from raylt.runs.in_process import open_in_process, with_device
 from raylt.runs.run import Run
 
 DeviceKind = Literal["cpu", "cuda"]

@@ -1,13 +1,10 @@
 """Restores an experiment from a checkpoint in this process."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 from raylt.config import Config
 from raylt.core.checkpoint.checkpoint import Checkpoint
@@ -103,14 +100,3 @@ def check_threads(config: Config) -> None:
         cores=have,
         most=most,
     )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread inside the block, so that weights do not depend on the number of cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Seal
+from raylt.core.device import one_thread
 from raylt.core.encoding import encode
 from raylt.core.experiment import ENDED_EARLY
 from raylt.core.fleet.client_host import IN_STACKS
@@ -22,7 +23,7 @@ from raylt.runs.callbacks.prediction_grid import draw_prediction_grid
 from raylt.runs.folder import provenance
 from raylt.runs.folder.summary import SERVER_DEATHS, summarise
 from raylt.runs.folder.writer import Journal
-from raylt.runs.in_process import check_threads, forked_fleet, one_thread, open_in_process
+from raylt.runs.in_process import check_threads, forked_fleet, open_in_process
 from raylt.seeds import seeded
 
 FleetKind = Literal["ray", "local", "processes"]

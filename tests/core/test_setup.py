@@ -1,0 +1,25 @@
+"""The values that make up an experiment."""
+
+from dataclasses import replace
+
+import torch
+from tiny import configure, make_setup
+
+from raylt.models import MODELS
+
+
+def test_models_are_made_on_one_thread_wherever_they_are_made(tiny_task):
+    threads = []
+
+    def factory(*arguments):
+        threads.append(torch.get_num_threads())
+        return MODELS["small"](*arguments)
+
+    setup = replace(make_setup(configure()), model=factory)
+    torch.set_num_threads(2)
+    try:
+        setup.new_model(tiny_task.spec)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert threads == [1]
