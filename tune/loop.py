@@ -10,6 +10,7 @@ from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError
 from raylt.runs.callbacks.base import Callback, TrialReport
 from raylt.store import Folder
+from tune.asha import rungs
 from tune.plan import SearchPlan, SearchState
 from tune.records import Score, TrialRecord, append_trial, read_ended, split_folder
 
@@ -59,10 +60,14 @@ class SearchLoop:
             if not isinstance(record, TrialRecord):
                 return record
             self._records[record.id] = record
+            folder = self.folder / "trials" / record.id
             ended = self._ended.get(record.id)
             if ended is None:
+                halving = self.plan.scheduler == "asha"
+                steps = rungs(record.config.federation.rounds, self.plan.grace) if halving else []
+                record.check_interrupted(folder, self.plan.metric, steps)
                 return record
-            record.restore(ended, self.folder / "trials" / record.id)
+            record.restore(ended, folder)
             self.state.update(record)
 
     def add_scores(self, id: str, scores: list[Score]) -> bool:

@@ -6,6 +6,7 @@ trials.jsonl once it has ended.
 
 import json
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -16,10 +17,11 @@ from typing_extensions import TypedDict
 from raylt.config import Config, followed
 from raylt.disk import exists
 from raylt.errors import CheckpointError
+from raylt.methods import make_method
 from raylt.runs.folder.reader import Files
 from raylt.store import Folder
 from raylt.studies.running.tuning import Count
-from raylt.typed_json import as_json, chain, closed, is_chained
+from raylt.typed_json import as_json, chain, closed, hash_json, is_chained
 from tune.asha import Outcome
 
 ScoreKind = Literal["round", "proxy", "rehearsal", "final"]
@@ -207,6 +209,47 @@ class TrialRecord:
             self.scores[score.step] = score
         self.closed = True
 
+    def check_interrupted(self, folder: Path, metric: Metric, rungs: Collection[int]) -> None:
+        """Check what an interruption left of this trial: its runs, and that its scores are those of its runs.
+
+        Args:
+            folder: of the trial, which need not exist.
+            metric: of the search.
+            rungs: steps after which its first split is compared with other trials.
+
+        Raises:
+            CheckpointError: a file was changed.
+        """
+        for split in range(self.splits):
+            path = split_folder(folder, split)
+            if exists(path) and Files(path).state != "missing":
+                reports = self._read_split(folder, split)
+                saved = Files(path).checkpoint()
+                if saved is not None and saved.facts["step"] > len(reports):  # killed before it wrote the line
+                    reports.append(saved.facts["report"])
+                self._check_scores(path, reports, metric, rungs if split == 0 else ())
+
+    def _check_scores(self, path: Path, reports: list[dict[str, Any]], metric: Metric, rungs: Collection[int]) -> None:
+        with Folder.open(path) as folder:
+            scores = {score.step: score for score in read_scores(folder)}
+        method = make_method(self.config.method)
+        own_models = method.personal or self.config.federation.batchnorm == "local"
+        done = Files(path).ended
+        for step, report in enumerate(reports, 1):
+            score = scores.get(step)
+            kind = kind_of(step, self.config, method.finishes, rungs)
+            if score is None:
+                # of the last step the trial makes the score again, unless it is done
+                due = kind is not None and not (own_models and kind in ("round", "proxy") and step not in rungs)
+                if not due or (step == len(reports) and not done):
+                    continue
+                raise _changed_scores(path, step, "is missing")
+            # a line that was restored from a checkpoint lacks them
+            validation = report["figures"].get(figures_of(score.kind), score.validation)
+            expected = kind and score_of(report, kind, validation, metric, self.config, self.cost)
+            if not expected or hash_json(expected.to_json()) != hash_json(score.to_json()):
+                raise _changed_scores(path, step, "is not that of its step")
+
     def _read_split(self, folder: Path, split: int) -> list[dict[str, Any]]:
         """Check the run folder of a trial on one split, and return its reports."""
         path = split_folder(folder, split)
@@ -295,6 +338,66 @@ def figures_of(kind: ScoreKind) -> str:
     A rehearsal evaluates another model than its step does.
     """
     return "rehearsal" if kind == "rehearsal" else "validation"
+
+
+def kind_of(step: int, config: Config, finishes: bool, rungs: Collection[int]) -> ScoreKind | None:
+    """Return the kind of evaluation that is due after a step; None if none is due.
+
+    Args:
+        step: of the trial.
+        config: of the trial.
+        finishes: whether its method has a last phase.
+        rungs: steps after which it is compared with other trials.
+    """
+    if step == config.federation.rounds + finishes:
+        return "final"
+    if step in rungs:
+        return "rehearsal" if finishes else "round"
+    if step % config.evaluation.every:
+        return None
+    return "proxy" if finishes else "round"
+
+
+def score_of(
+    report: Mapping[str, Any],
+    kind: ScoreKind,
+    validation: dict[str, float | None],
+    metric: Metric,
+    config: Config,
+    cost: int,
+) -> Score | None:
+    """Return the score of a trial's step, or None if the metric has no value.
+
+    Args:
+        report: of the step, as JSON values.
+        kind: of the evaluation.
+        validation: figures on the validation set.
+        metric: of the search.
+        config: of the trial.
+        cost: of all its rounds.
+    """
+    value = validation.get(metric)
+    rounds = config.federation.rounds
+    spent = cost * min(report["step"], rounds) // rounds
+    test = {} if kind == "rehearsal" else _test_figures(report)
+    return None if value is None else Score(report["step"], kind, value, spent, validation, test)
+
+
+def _test_figures(report: Mapping[str, Any]) -> dict[str, float | None]:
+    figures: dict[str, float | None] = {"accuracy": report["accuracy"]} | (report["groups"] or {})
+    for kind in ("owned", "matched"):
+        figures[kind] = report["clients"][kind]["mean"] if report["clients"] else None
+    return figures
+
+
+def _changed_scores(path: Path, step: int, problem: str) -> CheckpointError:
+    file = path / SCORES
+    return CheckpointError(
+        f"{file}: the score of a step {problem} ({step}). Restore the original file, or remove the trial's folder.",
+        code="search.changed",
+        path=str(file),
+        step=step,
+    )
 
 
 def read_scores(folder: Folder) -> list[Score]:

@@ -34,7 +34,18 @@ from raylt.runs.folder.writer import Journal
 from raylt.runs.run import Run
 from raylt.store import Folder, folder_for
 from tune.asha import rungs
-from tune.records import SCORES, Metric, Score, ScoreKind, figures_of, on_split, read_scores, split_folder
+from tune.records import (
+    SCORES,
+    Metric,
+    Score,
+    ScoreKind,
+    figures_of,
+    kind_of,
+    on_split,
+    read_scores,
+    score_of,
+    split_folder,
+)
 
 LOCK_TIMEOUT_S = 60  # seconds in which a killed process should end and release the run folder
 OpenFleet = Callable[[Setup, Task, str, torch.device, Path], Fleet]
@@ -259,12 +270,8 @@ class TrialRun:
                 figures = self._validate()
         else:
             figures = report.figures.get("validation") or self._validate()
-        value = figures[self.job.metric]
-        assert value is not None, "the search checks that there is a class to judge"
-        rounds = self.config.federation.rounds
-        client_steps = self.cost * min(report.step, rounds) // rounds
-        test = {} if kind == "rehearsal" else _test_figures(report)
-        score = Score(report.step, kind, value, client_steps, figures, test)
+        score = score_of(report.record(), kind, figures, self.job.metric, self.config, self.cost)
+        assert score is not None, "the search checks that there is a class to judge"
         self._scores[score.step] = score
         self._write()
         return score
@@ -278,19 +285,16 @@ class TrialRun:
         """Return the kind of evaluation that is due after a step; None if none is due."""
         assert self._experiment is not None
         experiment = self._experiment
-        every = self.config.evaluation.every
-        rounds = self.config.federation.rounds
-        if report.step == rounds + experiment.method.finishes:
-            return "final"
-        if self.job.rungs and report.step in rungs(rounds, self.job.grace):
-            return "rehearsal" if experiment.method.finishes else "round"
-        if report.step % every or has_own_models(experiment.method, experiment.server):
+        rung_steps = rungs(self.config.federation.rounds, self.job.grace) if self.job.rungs else []
+        kind = kind_of(report.step, self.config, experiment.method.finishes, rung_steps)
+        between = kind in ("round", "proxy") and report.step not in rung_steps
+        if between and has_own_models(experiment.method, experiment.server):
             return None  # it would ask every client in each round
-        return "proxy" if experiment.method.finishes else "round"
+        return kind
 
     def _read(self) -> dict[int, Score]:
         with Folder.open(self.folder) as folder:
-            return {score.step: score for score in read_scores(folder)}
+            return {score.step: score for score in sorted(read_scores(folder), key=lambda score: score.step)}
 
     def _write(self) -> None:
         with Folder.open(self.folder) as folder:
@@ -300,13 +304,6 @@ class TrialRun:
 def local_fleet(setup: Setup, task: Task, name: str, device: torch.device, folder: Path) -> Fleet:
     """Return a fleet that runs all clients in this process."""
     return LocalFleet(setup.config, task, ClientHost(setup, task.spec, task.test, device))
-
-
-def _test_figures(report: RoundReport) -> dict[str, float | None]:
-    figures: dict[str, float | None] = {"accuracy": report.accuracy} | (report.groups or {})
-    for kind in ("owned", "matched"):
-        figures[kind] = report.clients[kind]["mean"] if report.clients else None
-    return figures
 
 
 def _locked_journal(folder: Path) -> Journal:

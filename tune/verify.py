@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from raylt.disk import exists
+from raylt.disk import exists, is_folder
 from raylt.errors import CheckpointError, RayltError
 from raylt.runs.folder.reader import LOCK, Files
 from raylt.runs.verify import Finding, finding_of, unbound_in, verify_inner
@@ -39,8 +39,19 @@ def _findings(folder: Path) -> Iterator[Finding]:
             first = folder / TRIAL_RUNS / trial["trial"]
             for split in _splits_of(first, trial):
                 yield from _check_run(split_folder(first, split), trial, split)
+    yield from _check_open_trials(folder, {trial["trial"] for trial in trials})
     with Folder.open(folder) as search_folder:
         yield from unbound_in(search_folder, {PLAN, TRIALS, SEAL, LOCK, TRIAL_RUNS, *RESULTS})
+
+
+def _check_open_trials(folder: Path, ended: set[str]) -> Iterator[Finding]:
+    """Check the runs of trials that have no line in trials.jsonl, since the search was interrupted or is running."""
+    for path in sorted((folder / TRIAL_RUNS).glob("*")):
+        if path.name.partition("-split-")[0] in ended or not is_folder(path):
+            continue
+        state = Files(path).state
+        if state in ("stopped", "done"):
+            yield from verify_inner(path, f"{TRIAL_RUNS}/{path.name}", f"{state}, of a trial that has not ended")
 
 
 def _describe_plan(folder: Folder) -> str:

@@ -200,3 +200,56 @@ def test_a_result_whose_hash_was_taken_out_is_refused(folder):
     assert damaged(folder) == ["seal.json"]
     seal.write_text(json.dumps({**hashes, "../other": "0" * 64}))
     assert damaged(folder) == ["seal.json"]
+
+
+@pytest.fixture
+def interrupted(made, tmp_path):
+    """Return a copy of the search as if it had been killed before a trial's line was written."""
+    folder = shutil.copytree(made, tmp_path / "s")
+    (folder / "trials.jsonl").write_text("")
+    return folder
+
+
+def test_an_interrupted_search_takes_the_scores_of_its_trials(interrupted, made):
+    continued = resume(interrupted, fleet="local")
+    assert [(trial.id, trial.scores, trial.outcome) for trial in continued.trials] == [
+        (trial.id, trial.scores, trial.outcome) for trial in resume(made, fleet="local").trials
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: tree.update(score=1.0),
+        lambda tree: tree.update(steps=0),
+        lambda tree: tree.update(kind="final"),
+        lambda tree: tree.update(step=9),
+        lambda tree: tree["validation"].update(few=1.0),
+        lambda tree: (tree["validation"].update(accuracy=1.0), tree.update(score=1.0)),
+        lambda tree: tree["test"].update(accuracy=1.0),
+        lambda tree: tree["test"].clear(),
+    ],
+)
+def test_a_changed_score_of_an_interrupted_trial_is_refused(interrupted, change):
+    change_line(interrupted / "trials/fedprox-000/scores.jsonl", change)
+    check_refused(interrupted, r"fedprox-000/scores\.jsonl: the score of a step .*\(1\)")
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_missing_score_of_an_interrupted_trial_is_refused(interrupted, left):
+    file = interrupted / "trials/fedprox-000/scores.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:left]))
+    check_refused(interrupted, rf"fedprox-000/scores\.jsonl: the score of a step is missing \({left + 1}\)")
+
+
+def test_the_order_of_scores_does_not_matter(interrupted, made):
+    file = interrupted / "trials/fedprox-000/scores.jsonl"
+    file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
+    trial, original = (resume(folder, fleet="local").trials[0] for folder in (interrupted, made))
+    assert list(trial.scores.items()) == list(original.scores.items())
+
+
+def test_verify_checks_trials_that_have_not_ended(interrupted):
+    assert damaged(interrupted) == []
+    (interrupted / "trials/fedprox-000/model.safetensors").write_bytes(b"")
+    assert damaged(interrupted) == ["trials/fedprox-000/model.safetensors"]
