@@ -130,7 +130,7 @@ def private_images(experiment: Experiment) -> Images:
             key="federation.batchnorm",
             value="local",
         )
-    if experiment.task.test.x.ndim != 4:
+    if len(experiment.task.test.x.shape) != 4:
         trainable = experiment.config.trainable
         raise ConfigError(
             f"trainable: the encoder was frozen, so clients trained on its features, and attacks need the images "
