@@ -21,9 +21,10 @@ endif
 # clusters and wait for them, so one by one
 PAIRED = -n 2 --dist loadfile
 FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
-COMPUTE = $(addprefix tests/,contract core data docs fuzz methods models ops own_code plots privacy recipes \
-	runs/export runs/folder runs/test_branch.py runs/test_shown.py studies tune/test_trial.py test_accelerator.py \
-	test_contract.py test_docs.py test_machine.py test_metrics.py test_mutants.py)
+COMPUTE = $(addprefix tests/,cli/test_attack_command.py cli/test_check_command.py cli/test_listings.py cli/test_page.py \
+	contract core data docs fuzz methods models ops own_code plots privacy recipes runs/callbacks runs/export runs/folder \
+	runs/serving runs/test_branch.py runs/test_continuation.py runs/test_shown.py studies tune/test_importance.py \
+	tune/test_trial.py test_accelerator.py test_contract.py test_docs.py test_machine.py test_metrics.py test_mutants.py)
 
 .PHONY: install run test fast mutants bench fuzz docs
 

@@ -20,18 +20,20 @@ PATIENCE_S = 240
 ROUNDS = 150
 SLOWLY = '''
 import time
+from pathlib import Path
 
 from raylt import Method
 
 
 class Slowly(Method):
-    """FedAvg that takes its time."""
+    """FedAvg that takes its time, except in a folder with a file `hurry`."""
 
     name = "slowly"
     paper = "none"
 
     def round(self, server, fleet):
-        time.sleep(0.5)
+        if not Path("hurry").exists():
+            time.sleep(0.5)
         super().round(server, fleet)
 '''
 STUDY = """
@@ -52,7 +54,11 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Start a one-node cluster in another process; yield its dashboard's address and a function that runs commands."""
+    """Start a one-node cluster in another process.
+
+    Yields:
+        The dashboard's address, a function that runs commands, the folder of runs, and the folder that is submitted.
+    """
     folder = tmp_path_factory.mktemp("cluster")
     home = folder / "home"
     project = folder / "project"
@@ -91,15 +97,30 @@ def cluster(tmp_path_factory):
             assert head.poll() is None, (folder / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.5)
-        yield f"http://127.0.0.1:{dashboard}", call, home / "raylt/runs"
+        yield f"http://127.0.0.1:{dashboard}", call, home / "raylt/runs", project
     finally:
         head.terminate()
         head.wait(60)
         shutil.rmtree(short, ignore_errors=True)
 
 
-def test_a_run_survives_its_terminal_is_followed_stopped_at_a_checkpoint_and_resumed(cluster):
-    url, call, runs = cluster
+@pytest.fixture
+def hurry(cluster):
+    """Return a function that submits a command whose rounds take no extra time."""
+    url, call, _, project = cluster
+
+    def submit(*arguments):
+        (project / "hurry").write_text("")
+        try:
+            return call("submit", "--address", url, *arguments)
+        finally:
+            (project / "hurry").unlink()
+
+    return submit
+
+
+def test_a_run_survives_its_terminal_is_followed_stopped_at_a_checkpoint_and_resumed(cluster, hurry):
+    url, call, runs, _ = cluster
     refused = call("ls", "--address", url, RAY_AUTH_TOKEN_PATH="/nowhere")
     assert "[cluster.token-missing]" in refused.stderr
     sent = call("submit", "--address", url, "run", *PLUGIN, *SETTINGS, "--name", "one")
@@ -124,15 +145,15 @@ def test_a_run_survives_its_terminal_is_followed_stopped_at_a_checkpoint_and_res
     assert run.state == "stopped"
     assert 0 < len(run.reports) < ROUNDS
 
-    again = call("submit", "--address", url, "resume", *PLUGIN, str(folder))
+    again = hurry("resume", *PLUGIN, str(folder))
     assert again.returncode == 0, again.stderr
     ended = call("follow", again.stdout.split(":")[0], "--address", url)
     assert "succeeded" in ended.stdout, ended.stdout
     assert raylt.Run.open(folder).state == "done"
 
 
-def test_a_search_is_interrupted_and_resumed_as_a_job(cluster):
-    url, call, runs = cluster
+def test_a_search_is_interrupted_and_resumed_as_a_job(cluster, hurry):
+    url, call, runs, _ = cluster
     settings = [*SETTINGS[:-1], "federation.rounds=20", "local.lr=loguniform(0.01,0.3)"]
     options = ["--scheduler", "none", "--samples", "2", "--parallel", "1", "--name", "search"]
     sent = call("submit", "--address", url, "tune", *PLUGIN, *settings, *options)
@@ -147,7 +168,7 @@ def test_a_search_is_interrupted_and_resumed_as_a_job(cluster):
     assert "stopped" in call("follow", job, "--address", url).stdout
     assert not (folder / "best.yaml").exists()
 
-    again = call("submit", "--address", url, "tune", *PLUGIN, "--resume", folder)
+    again = hurry("tune", *PLUGIN, "--resume", folder)
     assert again.returncode == 0, again.stderr
     ended = call("follow", again.stdout.split(":")[0], "--address", url)
     assert "succeeded" in ended.stdout, ended.stdout
@@ -155,7 +176,7 @@ def test_a_search_is_interrupted_and_resumed_as_a_job(cluster):
 
 
 def test_a_study_runs_as_a_job(cluster):
-    url, call, runs = cluster
+    url, call, runs, _ = cluster
     (runs.parents[2] / "project" / "pair.yaml").write_text(STUDY)
     sent = call("submit", "--address", url, "study", "pair.yaml", "--parallel", "2")
     assert sent.returncode == 0, sent.stderr
