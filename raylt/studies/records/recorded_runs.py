@@ -295,7 +295,8 @@ def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcom
         outcomes[cell] = {}
         for arm, outcome in arms.items():
             if (cell, arm) in planned and outcome["asked"] in _search_hashes(definition, cell, arm, versions):
-                outcomes[cell][arm] = outcome
+                asked = _search_hash(definition, cell, arm)  # as this version asks, which goes on with the outcome
+                outcomes[cell][arm] = {**outcome, "asked": asked}
     return outcomes
 
 
@@ -458,14 +459,21 @@ def _versions(records: Iterable[RunRecord]) -> set[frozenset[str]]:
 
 def _search_hashes(definition: Definition, cell: str, arm: str, versions: Iterable[frozenset[str]]) -> set[str]:
     """Return the hashes of an arm's search, as this version and each of the other versions would compute them."""
-    assert definition.tune is not None
-    base = definition.base_of(cell, arm)
-    reference = definition.base_of(cell, definition.compared_to)
     return {
-        search_hash(definition.tune, arm, base, reference, version, former)
+        _search_hash(definition, cell, arm, version, former)
         for version in (None, *versions)
         for former in (False, True)
     }
+
+
+def _search_hash(
+    definition: Definition, cell: str, arm: str, version: frozenset[str] | None = None, former_names: bool = False
+) -> str:
+    """Return the hash of an arm's search, as `search_hash`."""
+    assert definition.tune is not None
+    base = definition.base_of(cell, arm)
+    reference = definition.base_of(cell, definition.compared_to)
+    return search_hash(definition.tune, arm, base, reference, version, former_names)
 
 
 def _differences(record: RunRecord, plan: Planned) -> str:

@@ -13,6 +13,7 @@ from refusals import refused
 import raylt
 from raylt.cli.main import app
 from raylt.errors import CheckpointError
+from raylt.runs.callbacks.base import Callback
 from raylt.studies.analysis.ranking import rank
 from raylt.studies.definition import define, read_definition
 from raylt.studies.records import recorded_runs
@@ -20,6 +21,7 @@ from raylt.studies.records.record import failure_file
 from raylt.studies.records.recorded_runs import load_planned, load_tuned, read_results, record_path, write_results
 from raylt.studies.report.comparison_tables import comparison_table
 from raylt.studies.running import scheduler
+from raylt.studies.running.tuning import search_arms, write_tuned
 from raylt.studies.study import Study
 
 TINY = {
@@ -139,11 +141,20 @@ def test_a_field_that_the_code_of_then_did_not_have_is_no_other_setting(tmp_path
 
 
 @pytest.mark.parametrize("name", ["ground_tuned", "ground_own"])
-def test_searches_of_versions_with_fewer_settings_are_still_recognised(name):
+def test_searches_of_versions_with_fewer_settings_are_still_recognised(name, tmp_path):
     record = STUDIES / "results" / f"{name}.json"
     searched = {arm for arms in read_results(record)[3].values() for arm in arms}
-    outcomes = load_tuned(record, read_definition(STUDIES / f"{name}.yaml"), mix_versions=True)
+    definition = read_definition(STUDIES / f"{name}.yaml")
+    outcomes = load_tuned(record, definition, mix_versions=True)
     assert {arm for arms in outcomes.values() for arm in arms} == searched
+    # the study continues with them, and does not take them for searches with other settings
+    write_tuned(tmp_path, outcomes)
+    bases = {("", arm): definition.base_of("", arm) for arm in searched}
+    assert definition.tune is not None
+    assert (
+        search_arms(bases, definition.tune, definition.compared_to, tmp_path, Callback(), None, "local", None)
+        == outcomes
+    )
 
 
 def test_a_search_from_other_values_of_newer_settings_is_another_search():
