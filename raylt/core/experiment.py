@@ -1,6 +1,7 @@
 """`Experiment`: a run that can be stepped, saved and loaded, in this process, a server actor or a Tune trial."""
 
 import copy
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,17 +21,18 @@ from raylt.core.evaluation import counts
 from raylt.core.evaluation.counts import Matrices
 from raylt.core.evaluation.evaluator import Evaluator
 from raylt.core.fleet.cohort import RoundStats, Traffic
-from raylt.core.fleet.fleet import Fleet, check_finite
+from raylt.core.fleet.fleet import MAY_DIVERGE, Fleet, check_finite
 from raylt.core.protection.protection import check_delta
 from raylt.core.report import JUDGED, RoundReport
 from raylt.core.server import Server, Timings
 from raylt.core.setup import Setup
 from raylt.data.samples import Samples
 from raylt.data.task import Task
-from raylt.errors import CheckpointError, RayltError, no_exit, one_line, spoken
+from raylt.errors import CheckpointError, Diverged, RayltError, TooFewReplies, no_exit, one_line, spoken
 from raylt.models.trainable import frozen_entries, whole_model
 from raylt.tree import Tree
 
+DIVERGED_LOSS = 10  # a mean training loss of this many times that of guessing is a sign of divergence
 ENDED_EARLY = "rounds ended"  # figure of the last steps of a run that federation.patience has ended
 
 
@@ -60,6 +62,7 @@ class Experiment:
         self._matrices: Matrices | None = None
         self._saved: Checkpoint | None = None
         self._step = 0
+        self._loss: float | None = None  # mean training loss of the last step, where the method logs one
         self._best: dict[str, Any] | None = None  # the step and accuracy on validation images of the best checkpoint
         self._peak: dict[str, Any] | None = None  # the same for the best evaluated round, with or without a checkpoint
         self._last_round = self.server.rounds  # an earlier one once federation.patience has ended the rounds
@@ -93,11 +96,19 @@ class Experiment:
         """Take one round, or the phase after the last round; then evaluate the models if an evaluation is due.
 
         Raises:
+            TooFewReplies: see `Fleet.ask`; `Diverged` also if the loss of the step before says so.
             RayltError: the server's device has no room for the server's own work.
         """
         try:
             with no_exit():
-                return self._take_step()
+                report = self._take_step()
+            self._loss = report.figures.get("loss")
+            return report
+        except TooFewReplies as error:
+            diverged = self._divergence(error)
+            if diverged is None:
+                raise
+            raise diverged from error
         except RayltError:  # errors about a client's device name the client themselves
             raise
         except Exception as error:
@@ -110,6 +121,30 @@ class Experiment:
                     step=self._step,
                 ) from error
             raise
+
+    def _divergence(self, error: TooFewReplies) -> Diverged | None:
+        """Return an error of divergence if replies had too large values after a step with a loss far above guessing.
+
+        A few clients whose training explodes are enough to end a run. Their number alone says nothing, since one client
+        may be hostile.
+        """
+        guessing = math.log(max(self.task.classes, 2))
+        far_above = self._loss is not None and self._loss > DIVERGED_LOSS * guessing
+        if isinstance(error, Diverged) or error.details.get("cause") not in MAY_DIVERGE or not far_above:
+            return None
+        rate, details = self.config.local.lr, error.details
+        return Diverged(
+            f"local.lr: training diverged ({rate:g}). The mean loss of round {self._step - 1} was {self._loss:.3g}; "
+            f"guessing has {guessing:.2g}. In round {self._step}, {details['usable']} of {details['asked']} "
+            f"clients replied usably. First: {error.__cause__}. Lower local.lr; if one of the clients may be hostile, "
+            "set federation.robust.",
+            **{name: detail for name, detail in details.items() if name != "round"},
+            code="training.diverged",
+            key="local.lr",
+            value=rate,
+            round=self._step - 1,
+            loss=self._loss,
+        )
 
     def _take_step(self) -> RoundReport:
         assert not self.done
@@ -279,6 +314,7 @@ class Experiment:
         self.server.receive(server_part["model"])
         self.server.state = server_part["state"]
         self._step = self.server.round = saved.facts["step"]
+        self._loss = saved.facts["report"]["figures"].get("loss")
         self._best = saved.facts.get("best")
         self._peak = saved.facts.get("peak")
         self._last_round = saved.facts.get("last_round", self.server.rounds)

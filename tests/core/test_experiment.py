@@ -3,6 +3,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from refusals import refused
 from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, make_setup, private_states
 from torch import tensor
 
@@ -14,6 +15,7 @@ from raylt.core.method import Method
 from raylt.core.setup import private_entries
 from raylt.data.samples import Samples
 from raylt.data.task import build_task
+from raylt.errors import Diverged
 from raylt.methods.fedavg import FedAvg
 from raylt.tree import snapshot
 
@@ -424,3 +426,40 @@ def test_a_run_that_holds_a_validation_part_is_judged_on_it_and_trains_the_same(
         assert "judge" not in last.traffic  # a client's own judgement is sent by no client
         ended.append((fingerprint(experiment.server.model.state_dict()), last.figures, last.accuracy))
     assert ended[0] == ended[1]
+
+
+class Exploding(FedAvg):
+    """FedAvg in which two of five clients send too large values in the second round."""
+
+    name: ClassVar[str] = "exploding"
+
+    def train(self, client, message):
+        reply = super().train(client, message)
+        if client.round == 2 and client.id in (1, 3):
+            reply.tree["model"]["classifier.weight"] = reply.tree["model"]["classifier.weight"] + 1e7
+        return reply
+
+    def round(self, server, fleet):
+        super().round(server, fleet)
+        server.log(loss=server.figures["loss"] * self.factor)
+
+    factor: float = 100.0
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(("factor", "code"), [(100.0, "training.diverged"), (1.0, "reply.too-few")])
+def test_too_large_values_after_a_loss_far_above_guessing_are_divergence(build, tmp_path, resumed, factor, code):
+    method, settings = Exploding(factor=factor), {"quorum": 0.8}
+    experiment = build(method, federation=settings)
+    first = experiment.advance()
+    if resumed:
+        saved, _ = checkpoint.latest(tmp_path / "checkpoints")
+        experiment = build(method, federation=settings)
+        experiment.load(saved)
+    with refused(code) as caught:
+        experiment.advance()
+    assert caught.value.details["cause"] == "reply.out-of-range"
+    if code == "training.diverged":
+        assert isinstance(caught.value, Diverged)
+        assert caught.value.details["loss"] == first.figures["loss"]
+        assert (caught.value.details["round"], caught.value.details["key"]) == (1, "local.lr")
