@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import cloudpickle
 import torch
@@ -37,8 +36,8 @@ class _Calls:
     clients: tuple[tuple[int, bytes | None], ...]
 
 
-# of a client's call: the reply as it is sent, with the pickled private state, or why there is none
-CallResult = tuple[Any, bytes] | Fault | Lost
+# of a client's call: the pickled reply and the pickled private state, or why there are none
+CallResult = tuple[bytes, bytes] | Fault | Lost
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class ProcessFleet(LocalFleet):
             case Fault(code, text):
                 return Answer(id, None, None, ClientError(id, self.round, name, text, code=code))
             case sent, state:
-                return Answer(id, unpacked(sent), state)
+                return Answer(id, unpacked(pickle.loads(sent)), state)
 
     # what a forked process does
 
@@ -177,7 +176,8 @@ class ProcessFleet(LocalFleet):
                     fn, message = pickle.loads(shared)  # again, since a function may have changed its message
                     outcome = self._host.run(fn, from_arrays(message), task.round, call.id, call.shard, call.private)
                 sent, state = packed(*outcome)
-                outcomes.append((sent, pickle.dumps(state)))
+                # at once, since a reply may share the memory of the model, in which the next client trains
+                outcomes.append((pickle.dumps(sent), pickle.dumps(state)))
             except (Exception, SystemExit) as error:
                 outcomes.append(Fault.of(error))
         return outcomes

@@ -69,6 +69,17 @@ def test_forked_processes_give_the_bits_of_one_process(run, tiny_task, tmp_path,
     assert len(beside.experiment.fleet._workers) == 2
 
 
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedper", "mupfl"])
+def test_clients_of_one_task_send_replies_of_their_own(run, tiny_task, tmp_path, monkeypatch, name):
+    """Several clients of a task train in one model, one after the other."""
+    monkeypatch.setattr(process_fleet, "SHARES", 1)
+    method = METHODS[name](**QUICK.get(name, {}))
+    alone = finish(make_experiment(configure(), tiny_task, tmp_path, method))
+    beside = run(forked(), method)
+    assert beside.experiment.fleet._task_size(method.train, len(IDS)) > 1
+    assert beside.bits == alone.bits
+
+
 class Base(Method):
     """FedAvg, with trouble in the first round."""
 
