@@ -4,6 +4,7 @@ Every file is compared with the files that it must agree with. A repair only rem
 left, and damaged files that come after an undamaged checkpoint.
 """
 
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -81,7 +82,7 @@ def verify_inner(folder: Path, what: str, state: str) -> list[Finding]:
         binds.
     """
     # a study needs no models, so they may have been removed
-    removed = not (folder / summary.MODEL).exists()
+    removed = not os.path.lexists(folder / summary.MODEL)
     findings = [each for each in verify(folder, data=False) if not (removed and each.what == summary.MODEL)]
     damaged = [Finding(f"{what}/{each.what}", False, each.detail) for each in findings if not each.whole]
     unbound = "".join(f"; {each.what}: {UNSEALED}" for each in findings if each.detail == UNSEALED)

@@ -6,7 +6,9 @@ See raylt/runs/verify.py for the checks of runs.
 from collections.abc import Iterator
 from pathlib import Path
 
+from raylt.disk import exists
 from raylt.errors import RayltError
+from raylt.runs.folder import metrics_log
 from raylt.runs.verify import Finding, finding_of, unbound_in, verify_inner
 from raylt.store import Folder
 from raylt.studies.records import recorded_runs
@@ -53,7 +55,7 @@ def _findings(folder: Path) -> Iterator[Finding]:
         return
     yield finding_of("settings", lambda: _check_settings(study, folder))
     for record in study.records:
-        if not study.is_on_record(record) and record.state != "missing":
+        if not study.is_on_record(record):
             yield from _check_run(folder / record.folder, record)
     yield from _check_others(folder)
 
@@ -77,6 +79,10 @@ def _check_settings(study: Study, folder: Path) -> str:
 
 
 def _check_run(folder: Path, record: RunRecord) -> list[Finding]:
+    if record.state == "missing":
+        # a process that died while it made the folder leaves no steps
+        config = f"{record.folder}/config.yaml"
+        return [Finding(config, False, "missing: put it back")] if exists(folder / metrics_log.FILE) else []
     if record.state == "running":  # its files change while they are checked
         return [Finding(record.folder, True, f"running, {record.steps} steps")]
     return verify_inner(folder, record.folder, f"{record.state}, {record.steps} steps")

@@ -287,6 +287,16 @@ def test_verify_checks_every_file_of_a_study(tuned, tmp_path, capsys, name):
     assert all(what.startswith(run) or what == "settings" for what in damaged)
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "model.safetensors"])
+def test_verify_misses_a_file_that_was_removed_or_made_a_link(folder, name):
+    file = folder / "prox/seed-1" / name
+    if name == "config.yaml":
+        file.unlink()
+    else:
+        file.symlink_to(file.name)
+    assert [finding.what for finding in verify_study(folder) if not finding.whole] == [f"prox/seed-1/{name}"]
+
+
 @pytest.mark.parametrize("key", ["missing", "text"])
 def test_a_key_that_ssh_cannot_use_is_one_line(results, tmp_path, key):
     file = tmp_path / key
