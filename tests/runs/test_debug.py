@@ -10,6 +10,7 @@ from raylt.data.fingerprint import hash_data
 from raylt.errors import CheckpointError, ConfigError
 from raylt.methods.fedprox import FedProx
 from raylt.runs.debug import replay
+from raylt.runs.folder import provenance
 from raylt.runs.folder.writer import Journal
 
 
@@ -21,6 +22,7 @@ def recorded(tmp_path, tiny_task, monkeypatch):
     folder = tmp_path / "r"
     with Journal.create(folder, config, tiny_task.split, hash_data(tiny_task)) as journal:
         experiment = make_experiment(config, tiny_task, folder, host=Recorder)
+        provenance.note(folder, "local", 0, config, experiment.describe())
         while not experiment.done:
             journal.append(experiment.advance(journal.seal))
     monkeypatch.setattr("raylt.runs.run.build_task", lambda data, split, start: tiny_task)
