@@ -21,10 +21,11 @@ endif
 # clusters and wait for them, so one by one
 PAIRED = -n 2 --dist loadfile
 FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
-COMPUTE = $(addprefix tests/,cli/test_attack_command.py cli/test_check_command.py cli/test_listings.py cli/test_page.py \
+COMPUTE = $(addprefix tests/,cli/test_attack_command.py cli/test_check_command.py cli/test_listings.py cli/test_page.py cli/test_plot_command.py \
 	contract core data docs fuzz methods models ops own_code plots privacy recipes runs/callbacks runs/export runs/folder \
 	runs/serving runs/test_branch.py runs/test_continuation.py runs/test_shown.py studies tune/test_importance.py \
-	tune/test_trial.py test_accelerator.py test_contract.py test_docs.py test_machine.py test_metrics.py test_mutants.py)
+	tune/test_trial.py test_accelerator.py test_contract.py test_docs.py test_machine.py test_metrics.py test_mutants.py \
+	test_prose.py)
 
 .PHONY: install run test fast mutants bench fuzz docs
 

@@ -170,9 +170,9 @@ def long_sentences(texts: Iterator[tuple[str, str]]) -> list[str]:
     return [f"{place}: {part}" for place, text in texts for part in sentences(text) if len(part.split()) > LONGEST]
 
 
-def test_first_lines_of_docstrings_are_no_headless_clauses():
-    texts = [*docstrings(), *prose_of_tests()]
-    assert [f"{place}: {text.splitlines()[0]}" for place, text in texts if QUESTION.match(text)] == []
+@pytest.mark.parametrize("texts", [docstrings, pytest.param(prose_of_tests, marks=pytest.mark.slow)])
+def test_first_lines_of_docstrings_are_no_headless_clauses(texts):
+    assert [f"{place}: {text.splitlines()[0]}" for place, text in texts() if QUESTION.match(text)] == []
 
 
 def test_no_argument_is_described_by_a_letter_alone():
@@ -222,7 +222,7 @@ def test_errors_name_a_setting_and_end_with_a_full_stop():
 
 @pytest.mark.parametrize(
     "texts",
-    [docstrings, helps, messages, pages, prose_of_tests],
+    [docstrings, helps, messages, pages, pytest.param(prose_of_tests, marks=pytest.mark.slow)],
     ids=["docstrings", "helps", "errors", "pages", "tests"],
 )
 def test_texts_have_no_phrase_of_private_english(texts):

@@ -156,6 +156,7 @@ def test_the_gpus_benchmark_refuses_in_one_line_where_there_is_none(gpu, monkeyp
     assert not (tmp_path / "gpu.json").exists()
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_gpus_benchmark_find_what_they_promise(gpu):
     small = {"device": "cpu", "model": "small"}
     same = list(gpu.bits(600, methods=("fedavg",), samples=16, **small))
@@ -170,6 +171,7 @@ def test_the_parts_of_the_gpus_benchmark_find_what_they_promise(gpu):
     assert lines[1] == "memory     problem no time was left"
 
 
+@pytest.mark.slow
 def test_single_functions_are_timed_as_they_are_on_a_gpu(gpu):
     rates = list(gpu.rates(600, "cpu", 32, 2))
     assert [finding.get("precision") for finding in rates] == ["float32", "tf32", "bfloat16", None]

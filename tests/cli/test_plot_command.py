@@ -29,6 +29,7 @@ def test_clients_of_runs_over_another_split_are_refused(raylt, finished):
     refused(raylt("plot", "clients", folder, "two"), "two: its split")
 
 
+@pytest.mark.slow
 def test_a_split_is_drawn_from_settings_or_from_a_run(raylt, finished):
     folder, _ = finished
     assert raylt("plot", "data", "data.clients=30", "data.alpha=0.1") == (0, "data.png\n", "")

@@ -172,6 +172,7 @@ def _as_written(config: Config, key: str, text: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 @cases("overrides")
 def test_overrides(fixture, folder):
     def act(pairs):

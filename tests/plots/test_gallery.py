@@ -46,6 +46,7 @@ def test_picture_shows_chosen_images_in_the_colours_of_their_classes(finished, t
     assert {(48, 18, 59), (255, 255, 255)} < colours(figure)  # sky has turbo's first colour, void is white
 
 
+@pytest.mark.slow
 def test_a_client_of_a_personal_method_sees_its_classes_and_background(tmp_path):
     run = make_run(tmp_path, "own", *SHAPES, "data.partition=classes", "method=fedper")
     sky, background = (48, 18, 59), (0, 0, 0)

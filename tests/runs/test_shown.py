@@ -47,6 +47,7 @@ def test_runs_of_clients_own_models_are_compared_by_these(run, tmp_path):
     assert of_runs([run.folder, personal.folder]).definition.measure == "accuracy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["curves", "data", "clients", "classes", "confusion"])
 def test_plots_are_figures_that_a_notebook_shows(run, tmp_path, kind):
     figure = run.plot(kind, str(tmp_path / f"{kind}.svg"))

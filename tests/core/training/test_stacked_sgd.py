@@ -91,9 +91,9 @@ class Short(Method):
     "local",
     [
         {"epochs": 1, "momentum": 0.0},
-        {"epochs": 2, "weight_decay": 0.01},
+        pytest.param({"epochs": 2, "weight_decay": 0.01}, marks=pytest.mark.slow),
         {"steps": 3, "lr": 0.1, "warm_up": 3},
-        {"epochs": 0.5},
+        pytest.param({"epochs": 0.5}, marks=pytest.mark.slow),
         {"epochs": 2, "augment": "crop_flip"},
     ],
     ids=str,
@@ -117,7 +117,7 @@ def test_bfloat16_rounds_as_alone():
 
 
 @pytest.mark.parametrize("method", [FedAvg(), FedBN(), FedProx(), Short()], ids=lambda m: m.name)
-@pytest.mark.parametrize("augment", ["none", "crop_flip"])
+@pytest.mark.parametrize("augment", [pytest.param("none", marks=pytest.mark.slow), "crop_flip"])
 def test_a_clients_bits_do_not_depend_on_the_others(method, augment):
     local = {"epochs": 2, "weight_decay": 0.01, "augment": augment}
     together = train_stack(make_host(method, **local), range(11))

@@ -21,7 +21,7 @@ from raylt.methods.mupfl.method import MuPFL
 @pytest.mark.parametrize(
     "fields", [{}, {"next_init": "global"}, {"judged": "global"}, {"judged": "post_local"}], ids=str
 )
-@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("participation", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_everything_off_is_fedavg_to_the_bit(tiny_task, tmp_path, fields, participation):  # T-MUP-12
     parts = {"federation": {"rounds": 3, "participation": participation}}
     plain, theirs = run(tiny_task, tmp_path, FedAvg(), **parts)
@@ -177,6 +177,7 @@ def planted_task():
     return replace(task, shards=shards, client_counts=counts), planted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"pkcf": False}, {"bavd": False, "pkcf": False}], ids=str)
 def test_two_groups_with_permuted_labels_are_found(tmp_path, fields):  # T-MUP-8
     task, planted = planted_task()
