@@ -77,7 +77,7 @@ def _check_run(folder: Path, trial: EndedTrialJson, split: int) -> list[Finding]
     what = f"{TRIAL_RUNS}/{folder.name}"
     try:
         state = _describe_run(folder, trial, split)
-        return verify_inner(folder, what, state)
+        return verify_inner(folder, what, state, continues=False)
     except RayltError as error:
         return [Finding(what, False, str(error))]
 

@@ -69,13 +69,14 @@ def verify(folder: Path, data: bool = True) -> list[Finding]:
     return list(_findings(Run.open(folder), data))
 
 
-def verify_inner(folder: Path, what: str, state: str) -> list[Finding]:
+def verify_inner(folder: Path, what: str, state: str, continues: bool = True) -> list[Finding]:
     """Check every file of a run that belongs to a study or search, but not its data.
 
     Args:
         folder: of the run.
         what: name of the run in the findings.
         state: its state, for the finding.
+        continues: whether an unfinished run needs a checkpoint; a search removes those of trials that have ended.
 
     Returns:
         A finding for each damaged file; if there is none, one for the whole run, which names the files that no hash
@@ -83,7 +84,8 @@ def verify_inner(folder: Path, what: str, state: str) -> list[Finding]:
     """
     # a study needs no models, so they may have been removed
     removed = not os.path.lexists(folder / summary.MODEL)
-    findings = [each for each in verify(folder, data=False) if not (removed and each.what == summary.MODEL)]
+    needless = {*([summary.MODEL] if removed else []), *([] if continues else [CHECKPOINTS])}
+    findings = [each for each in verify(folder, data=False) if each.what not in needless]
     damaged = [Finding(f"{what}/{each.what}", False, each.detail) for each in findings if not each.whole]
     unbound = "".join(f"; {each.what}: {UNSEALED}" for each in findings if each.detail == UNSEALED)
     return damaged or [Finding(what, True, f"{state}{unbound}")]

@@ -105,9 +105,9 @@ def test_a_search_leaves_its_tables_and_a_picture(undisturbed):
 
 @pytest.mark.slow
 def test_test_figures_decide_nothing(undisturbed, monkeypatch, tmp_path):
-    from tune import trial
+    from tune import records
 
-    monkeypatch.setattr(trial, "_test_figures", lambda report: {"accuracy": 0.0})
+    monkeypatch.setattr(records, "_test_figures", lambda report: {"accuracy": 0.0})
     assert results(small_search(tmp_path)) == results(undisturbed)
 
 
