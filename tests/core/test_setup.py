@@ -23,3 +23,14 @@ def test_models_are_made_on_one_thread_wherever_they_are_made(tiny_task):
     finally:
         torch.set_num_threads(1)
     assert threads == [1]
+
+
+def test_texts_of_a_zero_shot_model_are_computed_on_one_thread(tiny_task, monkeypatch):
+    threads = []
+    monkeypatch.setattr("raylt.core.setup.start_from_texts", lambda *_: threads.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        assert make_setup(configure(classifier="text")).zero_shot_model(tiny_task.spec) is not None
+    finally:
+        torch.set_num_threads(1)
+    assert threads == [1]

@@ -295,7 +295,7 @@ def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcom
         outcomes[cell] = {}
         for arm, outcome in arms.items():
             if (cell, arm) in planned and outcome["asked"] in _search_hashes(definition, cell, arm, versions):
-                asked = _search_hash(definition, cell, arm)  # as this version asks, which goes on with the outcome
+                asked = _search_hash(definition, cell, arm)  # by which this version knows the search
                 outcomes[cell][arm] = {**outcome, "asked": asked}
     return outcomes
 
