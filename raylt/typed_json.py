@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
@@ -21,15 +22,53 @@ def as_json(content: bytes | str, kind: "TypeAdapter[T]", what: str, error: type
         what: Name of the content in errors.
         error: Class of the error for content that is not JSON or has another type.
     """
+    return check_json(parse_json(content, what, error), kind, what, error)
+
+
+class DoubledKey(ValueError):
+    """A JSON object has a key twice."""
+
+    def __init__(self, key: str):
+        super().__init__(f"it has a key twice ({key[:80]!a})")
+        self.key = key
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; raise DoubledKey if two keys are equal.
+
+    Of equal keys Python's reader would keep the last, and other readers the first.
+    """
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        raise DoubledKey(next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1))
+    return tree
+
+
+def parse_json(content: bytes | str, what: str, error: type[RayltError] = CheckpointError) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        content: The JSON.
+        what: Name of the content in errors.
+        error: Class of the error for a text that is not JSON, or that has a key twice in one object.
+    """
     try:
-        return kind.validate_python(json.loads(content), strict=True)
+        return json.loads(content, object_pairs_hook=unique_keys)
+    except DoubledKey as doubled:
+        raise error(f"{what}: {doubled}. Use an intact copy.", code="file.malformed", key=doubled.key) from None
+    except (ValueError, RecursionError) as invalid:
+        raise error(f"{what}: is not JSON ({' '.join(str(invalid).split())})", code="file.malformed", key="") from None
+
+
+def check_json(tree: Any, kind: "TypeAdapter[T]", what: str, error: type[RayltError] = CheckpointError) -> T:
+    """Check the value of a JSON text strictly against a type; arguments are as for `as_json`."""
+    try:
+        return kind.validate_python(tree, strict=True)
     except ValidationError as invalid:
         first = invalid.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         message = f"{what}: {f'{where}: ' if where else ''}{first['msg'][:1].lower()}{first['msg'][1:]}"
         raise error(message, code="file.malformed", key=where) from None
-    except (ValueError, RecursionError) as invalid:
-        raise error(f"{what}: is not JSON ({' '.join(str(invalid).split())})", code="file.malformed", key="") from None
 
 
 def printable(text: str) -> str:

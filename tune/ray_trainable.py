@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 import torch
+from pydantic import TypeAdapter
 from ray import tune as ray_tune
 
 from actors.by_value import pack
@@ -25,7 +26,8 @@ from actors.capacity import Placement
 from actors.fleet import RayFleet
 from actors.probe import probe
 from actors.shards import Shards
-from raylt.config import Config
+from raylt import store
+from raylt.config import Config, check
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Checkpoint
 from raylt.core.device import one_thread, open_device
@@ -40,6 +42,7 @@ from raylt.registry import Plugin, adopt, resolve
 from raylt.runs.export.trained_model import TrainedModel, global_model
 from raylt.runs.in_process import on_any_device, open_in_process
 from raylt.runs.start import check_setup
+from raylt.typed_json import as_json
 from tune.changes import check_changes
 from tune.loop import sizes, task_of
 from tune.placement import bundles_of, check_fit, most_on_gpu, place_trial
@@ -47,6 +50,7 @@ from tune.search import plugins_for, with_validation
 from tune.space import configure
 
 SETTINGS = "settings.json"  # in a checkpoint of Tune: the settings that it was written with
+_TREE = TypeAdapter(dict[str, Any])
 CHECKPOINTS = "checkpoints"  # in a checkpoint of Tune: raylt's own
 
 
@@ -111,7 +115,7 @@ def model_of(saved: ray_tune.Checkpoint) -> TrainedModel:
         ConfigError: each client keeps its own running statistics, so there is no global model.
     """
     with saved.as_directory() as folder, one_thread():
-        config = Config.model_validate_json((Path(folder) / SETTINGS).read_text())
+        config = _settings_in(Path(folder))
         setup = on_any_device(resolve(config))
         checkpointed = _checkpoint_in(Path(folder))
         return global_model(open_in_process(setup, task_of(config), Path(folder), checkpointed), None)
@@ -187,7 +191,7 @@ class FederatedRun(ray_tune.Trainable):
 
     def _load(self, saved_in: Path) -> None:
         experiment = self._open()
-        check_changes(Config.model_validate_json((saved_in / SETTINGS).read_text()), self._config)
+        check_changes(_settings_in(saved_in), self._config)
         shutil.copytree(saved_in / CHECKPOINTS, self._folder / CHECKPOINTS)
         saved = _checkpoint_in(self._folder)
         experiment.load(saved)
@@ -235,6 +239,11 @@ class FederatedRun(ray_tune.Trainable):
         assert self._report is not None
         judged = self._report.figures.get("validation")
         return judged or validate(experiment.method, experiment.server, experiment.fleet, experiment.task)
+
+
+def _settings_in(folder: Path) -> Config:
+    file = folder / SETTINGS
+    return check(Config, as_json(store.read(file), _TREE, str(file)))
 
 
 def _checkpoint_in(folder: Path) -> Checkpoint:

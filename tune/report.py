@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from rich import box
 from rich.table import Table
 
@@ -18,6 +18,7 @@ from raylt.registry import plugin_files
 from raylt.runs.folder.reader import Files
 from raylt.runs.folder.summary import percent
 from raylt.store import Folder
+from raylt.typed_json import as_json
 from tune.drawing import draw, draw_pareto, shown
 from tune.importance import importance
 from tune.plan import SearchPlan, SearchState, front_of
@@ -25,6 +26,8 @@ from tune.records import TrialRecord
 
 SEAL = "seal.json"  # the hashes of the other files that `write` writes
 RESULTS = ("trials.csv", "trials.json", "best.yaml", "importance.json", "search.png", "pareto.png")  # these files
+_HASHES = TypeAdapter(dict[str, str])
+_IMPORTANCE = TypeAdapter(dict[str, dict[str, float]])
 
 
 def write(folder: Path, plan: SearchPlan, state: SearchState) -> None:
@@ -74,9 +77,10 @@ def check_results(search_folder: Folder) -> str:
         CheckpointError: a file is missing or was changed, or the hashes cannot be read.
     """
     seal = search_folder.path / SEAL
+    content = search_folder.read(SEAL)
     try:
-        hashes = TypeAdapter(dict[str, str]).validate_json(search_folder.read(SEAL))
-    except ValidationError as error:
+        hashes = as_json(content, _HASHES, SEAL)
+    except CheckpointError as error:
         raise _changed_seal(seal, "cannot be read") from error
     present = set(search_folder.names()) & set(RESULTS)
     if unknown := hashes.keys() - set(RESULTS):
@@ -214,7 +218,7 @@ def front_lines(folder: Path, plan: SearchPlan, state: SearchState) -> list[str]
 def importance_lines(folder: Path) -> list[str]:
     """Return a line per method with the importance of its settings: each one's share of the scores' variance."""
     with Folder.open(folder) as search_folder:
-        shares = json.loads(search_folder.read_text("importance.json"))
+        shares = search_folder.read_json("importance.json", _IMPORTANCE)
     return [
         f"importance for {method}: " + ", ".join(f"{key} {100 * share:.0f} %" for key, share in by_setting.items())
         for method, by_setting in shares.items()

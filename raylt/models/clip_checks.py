@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raylt.typed_json import unique_keys
+
 MOST_LAYERS = 1000  # of a tower; open_clip's own models have up to 56
 LARGEST = 2**20  # of a number in a description; open_clip's own vocabularies have up to 901,629 words
 LONGEST_SIDE = 4096  # pixels of an image that a tower takes
@@ -26,10 +28,10 @@ def checked_description(content: bytes) -> dict[str, Any]:
     """Return the description of a model, `model_cfg`, in the content of an `open_clip_config.json`.
 
     Raises:
-        ValueError: the content is not JSON, or no model can have this description.
+        ValueError: the content is not JSON, has a key twice, or no model can have this description.
     """
     try:
-        tree = json.loads(content)
+        tree = json.loads(content, object_pairs_hook=unique_keys)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     described = tree.get("model_cfg") if isinstance(tree, dict) else None

@@ -54,6 +54,7 @@ def test_a_line_that_a_kill_cut_off_is_removed(folder):
     ("name", "change", "message"),
     [
         ("search.json", lambda tree: tree.update(seed=3), r"search\.json: the file was changed"),
+        ("trials.jsonl", None, r"trials\.jsonl, line 1: it has a key twice \('trial'\)"),
         ("trials.jsonl", lambda tree: tree.pop("values"), r"trials\.jsonl, line 1: values: field required"),
         (
             "trials.jsonl",
@@ -74,7 +75,9 @@ def test_a_line_that_a_kill_cut_off_is_removed(folder):
 )
 def test_a_file_of_the_search_that_was_changed_is_refused(folder, name, change, message):
     file = folder / name
-    if name == "search.json":
+    if change is None:
+        file.write_text(file.read_text().replace("{", '{"trial": "fedprox-007", ', 1))
+    elif name == "search.json":
         tree = json.loads(file.read_text())
         change(tree)
         file.write_text(json.dumps(tree))
@@ -111,7 +114,9 @@ def test_verify_names_results_that_were_changed(folder, name, change):
     assert name in damaged.detail
 
 
-@pytest.mark.parametrize("seal", ["", "[]", '{"trials.json": 1}', '{"../../etc/passwd": "0"}'])
+@pytest.mark.parametrize(
+    "seal", ["", "[]", '{"best.yaml": "0", "best.yaml": "0"}', '{"trials.json": 1}', '{"../../etc/passwd": "0"}']
+)
 def test_verify_refuses_a_seal_that_cannot_be_read(folder, seal):
     (folder / "seal.json").write_text(seal)
     assert [finding.what for finding in verify_search(folder) if not finding.whole] == ["seal.json"]

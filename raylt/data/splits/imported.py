@@ -30,6 +30,7 @@ from raylt.data.sources.arrays import Source
 from raylt.data.splits.draw import test_part
 from raylt.data.splits.split import LIMIT, IndexLists, Split, hash_labels
 from raylt.errors import CheckpointError, DataError
+from raylt.typed_json import DoubledKey, unique_keys
 
 FORMS = (
     "Give JSON ([[rows], ...], {client: [rows]}, {client: {train: [rows], test: [rows]}}, LEAF's users and user_data "
@@ -76,7 +77,9 @@ def _lists_in(path: Path, content: bytes) -> dict[str, _Lists] | None:
     if text.lstrip()[:1] not in ("{", "["):
         return _from_csv(path, text)
     try:
-        tree = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
+        tree = json.loads(text, object_pairs_hook=unique_keys)
+    except DoubledKey as doubled:
+        raise _malformed(path, str(doubled)) from None
     except (ValueError, RecursionError) as error:
         raise _malformed(path, f"it is not JSON ({' '.join(str(error).split())})") from None
     if isinstance(tree, Mapping) and ("seal" in tree or "labels_sha256" in tree or not tree):
@@ -214,19 +217,6 @@ def _rows(
             path, f"the labels y of a client differ from those of its rows x in {source.name} ({shortened(name)})"
         )
     return np.sort(array)
-
-
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; raise an error if two keys are equal.
-
-    The JSON reader would keep the last of equal keys.
-    """
-    tree = dict(pairs)
-    if len(tree) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _malformed(path, f"it has a key twice ({shortened(twice)})")
-    return tree
 
 
 def shortened(value: Any) -> str:

@@ -15,6 +15,7 @@ from raylt.core.fleet.item_progress import ItemsProgress
 from raylt.core.server import StageProgress
 from raylt.errors import RayltError
 from raylt.store import Folder
+from raylt.typed_json import parse_json
 
 FILE = ".progress"
 ITEM = ".progress-"  # before the number of an item
@@ -96,7 +97,7 @@ def _read(folder: Path, name: str) -> list[Any]:
     """Return the content of a progress file, or an empty list if the file is missing or incomplete."""
     try:
         with Folder.open(folder) as run_folder:
-            content = json.loads(run_folder.read(name, 1000)) if run_folder.has(name) else []
-    except (RayltError, ValueError):
+            content = parse_json(run_folder.read(name, 1000), name) if run_folder.has(name) else []
+    except RayltError:
         return []
     return content if isinstance(content, list) else []

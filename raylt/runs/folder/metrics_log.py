@@ -18,7 +18,7 @@ from raylt.core.report import JUDGED, Figure, RoundReport, Sha256
 from raylt.errors import CheckpointError
 from raylt.runs.folder.provenance import SCHEMA
 from raylt.store import Folder
-from raylt.typed_json import as_json, closed, hash_json
+from raylt.typed_json import as_json, check_json, closed, hash_json, parse_json
 
 if TYPE_CHECKING:
     from raylt.core.checkpoint.checkpoint import Checkpoint
@@ -205,8 +205,8 @@ def was_saved(lines: Lines) -> bool:
 
 
 def _read_line(line: bytes, number: int, where: str) -> dict[str, Any]:
-    as_json(line, _LINE, where)
-    report: dict[str, Any] = json.loads(line)
+    report: dict[str, Any] = parse_json(line, where)
+    check_json(report, _LINE, where)
     if report.get(SELF) is not None and report[SELF] != hash_json({k: v for k, v in report.items() if k != SELF}):
         raise _changed_log(f"{where}: the line was changed. Put the original back.", line=number)
     for name in JUDGED:

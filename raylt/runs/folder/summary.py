@@ -36,7 +36,7 @@ from raylt.metrics import FEW_SAMPLES, LOCAL, client_figures, wilson_interval
 from raylt.runs.folder.metrics_log import Lines
 from raylt.runs.folder.provenance import SCHEMA
 from raylt.store import Folder
-from raylt.typed_json import as_json, closed, hash_json
+from raylt.typed_json import as_json, check_json, closed, hash_json, parse_json
 
 if TYPE_CHECKING:
     from raylt.core.checkpoint.checkpoint import Seal
@@ -288,9 +288,8 @@ def read_summary(folder: Folder, lines: Lines) -> dict[str, Any]:
         CheckpointError: the file was changed, or belongs to another run.
     """
     path = folder.path / FILE
-    content = folder.read(FILE)
-    as_json(content, _SUMMARY, str(path))
-    summary: dict[str, Any] = json.loads(content)
+    summary: dict[str, Any] = parse_json(folder.read(FILE), str(path))
+    check_json(summary, _SUMMARY, str(path))
     if summary["schema"] != SCHEMA:
         raise _changed(f"{path}: the schema is {summary['schema']}, this raylt reads {SCHEMA}. Run it again.", path)
     if summary["sha256"] != hash_json({key: value for key, value in summary.items() if key != "sha256"}):
