@@ -285,8 +285,10 @@ def _hint(key: str, prefix: str, model: type[BaseModel]) -> str:
     longer = [field for field in model.model_fields if field.endswith(f"_{name}")]  # retrain_lr for lr
     if not hint and len(longer) == 1:
         return did_you_mean(longer[0], longer, below)
-    elsewhere = [] if prefix else [other for other, _ in settings() if other.rpartition(".")[2] == name]
-    return hint or (did_you_mean(elsewhere[0], elsewhere) if elsewhere else "")
+    elsewhere = [] if prefix or hint else [other for other, _ in settings() if other.rpartition(".")[2] == name]
+    if elsewhere:
+        return did_you_mean(elsewhere[0], elsewhere)
+    return hint if prefix or section else f"{hint}A field of the method is written method.{name}. "
 
 
 def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[str] = ()) -> None:

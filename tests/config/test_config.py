@@ -497,6 +497,18 @@ def test_a_field_without_its_prefix_is_answered_with_the_whole_name(overrides, m
     assert f"Did you mean {meant}?" in text if meant else "Did you mean" not in text
 
 
+@pytest.mark.parametrize("key", ["kd", "retrain_lr"])
+def test_an_unknown_key_without_section_is_answered_with_the_fields_place(key):
+    text = str(refusal("method=fedsm", f"{key}=0.1"))
+    assert f"A field of the method is written method.{key}." in text
+
+
+def test_an_unknown_key_that_a_section_has_is_answered_with_it_alone():
+    text = str(refusal("method=fedsm", "lr=0.1"))
+    assert "Did you mean local.lr?" in text
+    assert "method.lr" not in text
+
+
 def test_method_is_immutable():
     with pytest.raises(ValidationError, match="frozen"):
         method_of("method=fedprox").mu = 2
