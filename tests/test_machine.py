@@ -58,7 +58,8 @@ def test_commands_about_the_machine_need_no_affinity(setting):
     )
     environment = {key: value for key, value in os.environ.items() if key != "RAYLT_ADDRESS"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert json.loads(done.stdout), done.stderr
+    assert done.stdout, done.stderr
+    assert json.loads(done.stdout)
 
 
 def test_windows_is_refused_in_one_sentence_that_names_wsl():
