@@ -158,10 +158,19 @@ class ClientHost:
         client.receive(arrived["entries"])
         set_training(self.model)  # every call starts in the same mode, whatever the previous client left
         with self._calling(fn, round, id):
-            reply = self._called(lambda: fn(client, arrived["message"]), self.model.state_dict())
+            reply = self._called(lambda: fn(client, arrived["message"]), self.model.state_dict)
         client.check_stamps()
-        after = {"model": private_entries(self.setup.method, self.model), "state": dict(client.state)}
-        return plain(reply, after, self._room)
+        return plain(reply, {"model": self._private_entries(), "state": dict(client.state)}, self._room)
+
+    def _private_entries(self) -> Params:
+        """Return the model's entries that are never sent.
+
+        Their names do not change, and asking the method for them would take a tenth of a small call's time.
+        """
+        if not self._initial:
+            return {}
+        entries = self.model.state_dict()
+        return {name: entries[name] for name in self._initial}
 
     def _is_stacked(self, fn: ClientFunction, call: ClientCall) -> bool:
         return self.stacks(fn) and self._size(call) <= SAMPLES
@@ -181,7 +190,7 @@ class ClientHost:
         privates = list(arrived["entries"].values())
         with self._calling(fn, round, calls[0].id):
             results = self._called(
-                lambda: self._stack.train(method, clients, privates, arrived["message"]), self._stack.first
+                lambda: self._stack.train(method, clients, privates, arrived["message"]), lambda: self._stack.first
             )
         outcomes = {}
         for client, (reply, private) in zip(clients, results, strict=True):
@@ -201,25 +210,30 @@ class ClientHost:
     def _calling(self, fn: ClientFunction, round: int, id: int) -> Iterator[None]:
         """Set the number of threads and torch's own generators for a call, and restore them afterwards."""
         threads = torch.get_num_threads()
-        torch.set_num_threads(self._threads)  # the same number everywhere, since it affects the order of some sums
+        self._set_threads(self._threads)  # the same number everywhere, since it affects the order of some sums
         try:
             with seeded(self.setup.config.seed, getattr(fn, "__name__", "call"), round, id, device=self.device):
                 yield
         finally:
-            torch.set_num_threads(threads)
+            self._set_threads(threads)
 
-    def _called(self, work: Callable[[], T], entries: Params) -> T:
+    @staticmethod
+    def _set_threads(number: int) -> None:
+        if torch.get_num_threads() != number:  # setting it anew takes longer than asking
+            torch.set_num_threads(number)
+
+    def _called(self, work: Callable[[], T], entries: Callable[[], Params]) -> T:
         """Run the work of a call; raise an error with the code reply.not-finite if it fails on a diverged model.
 
         Args:
-            entries: of the model that is trained.
+            entries: returns those of the model that is trained.
         """
         try:
             return work()
         except RayltError:
             raise
         except Exception as error:
-            if is_full(error) or all(torch.isfinite(value).all() for value in entries.values()):
+            if is_full(error) or all(torch.isfinite(value).all() for value in entries().values()):
                 raise
             raise RayltError(
                 f"the model is infinite or not a number: {one_line(error)}", code="reply.not-finite"
