@@ -12,6 +12,7 @@ from raylt.contract.case import Case
 from raylt.core.experiment import Experiment
 from raylt.methods import METHODS
 
+QUICKLY = ("bpfed", "fednpc", "fedrep")  # the other methods run with the slow tests
 # methods whose last phase trains whole models
 WHOLE = {
     "fedbabu": "fine-tunes whole models unless `tune` names a part",
@@ -40,7 +41,9 @@ def flat(tree: dict[str, Any], start: str) -> dict[str, Any]:
     return leaves
 
 
-@pytest.mark.parametrize("name", PHASED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in PHASED]
+)
 def test_the_last_phase_changes_the_classifier_alone(name, tmp_path: Path):
     method = METHODS[name](**QUICK.get(name, {}))
     case = Case(method, method.problems[0], tmp_path)
