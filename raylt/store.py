@@ -39,6 +39,7 @@ except ImportError:
 T = TypeVar("T")
 MIB = 2**20
 LIMIT = 64 * MIB  # bytes of a file that is read at once, unless the caller gives another limit
+LINE = 64 * 1024  # bytes at the end of a file that are searched for its last line first
 WRITING = ".writing"  # suffix of a file's name until the file is complete
 # without NONBLOCK, opening a FIFO waits for a process at its other end
 _PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -127,6 +128,20 @@ class Folder:
     def read_json(self, name: str, kind: "TypeAdapter[T]", limit: int = LIMIT) -> T:
         """Return the content of a JSON file, checked against a type."""
         return as_json(self.read(name, limit), kind, str(self.path / name))
+
+    def last_line(self, name: str) -> bytes:
+        """Return the last line of a file that ends with a line break, or nothing if there is no such line."""
+        with self.stream(name) as stream, self._errors(name):
+            size = stream.seek(0, os.SEEK_END)
+            window = LINE
+            while True:
+                start = max(0, size - window)
+                stream.seek(start)
+                whole, _, _ = stream.read(size - start).rpartition(b"\n")
+                _, found, line = whole.rpartition(b"\n")
+                if found or start == 0:
+                    return line
+                window *= 8
 
     def hash(self, name: str) -> str:
         """Return the SHA-256 of a file's content."""

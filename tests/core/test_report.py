@@ -79,6 +79,6 @@ def test_figure_of_a_confusion_matrix_is_in_the_summary_the_curves_and_the_measu
 
 def test_json_schema_of_a_line_describes_every_field():
     properties = MetricsLine.model_json_schema()["properties"]
-    assert set(properties) == {"schema", "previous", "sha256", "date", *KEYS}
+    assert set(properties) == {"schema", "previous", "provenance", "sha256", "date", *KEYS}
     assert all(entry["description"] for entry in properties.values())
     assert properties["seconds"]["unit"] == "seconds"

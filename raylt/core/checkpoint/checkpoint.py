@@ -66,10 +66,12 @@ class Seal:
     Attributes:
         run: the run's SHA-256.
         line: the SHA-256 of the line of metrics.jsonl before the checkpoint's step; before the first step, `run`.
+        provenance: the SHA-256 of the line of provenance.jsonl of the process that took the step.
     """
 
     run: str
     line: str
+    provenance: str | None = None
 
 
 @closed

@@ -4,6 +4,8 @@ Each line has the SHA-256 of the line before under `previous`; the first line ha
 A checkpoint has the same hash as the line of its step, and the report of that line; summary.json has the hash of the
 last line. Each line also has a hash of its own content, since nothing follows the last line of an unfinished run. So
 no line can be changed, left out, swapped or taken from another run without being noticed.
+
+Each line also names the line of provenance.jsonl of the process that wrote it, as its checkpoint does.
 """
 
 import hashlib
@@ -16,7 +18,8 @@ from typing_extensions import TypedDict
 
 from raylt.core.report import JUDGED, Figure, RoundReport, Sha256
 from raylt.errors import CheckpointError
-from raylt.runs.folder.provenance import SCHEMA
+from raylt.runs.folder import provenance
+from raylt.runs.folder.provenance import NAMED, SCHEMA
 from raylt.store import Folder
 from raylt.typed_json import as_json, check_json, closed, hash_json, parse_json
 
@@ -39,6 +42,9 @@ class MetricsLine(RoundReport):
     version: Annotated[int, Field(alias="schema"), Figure("version of the format")]
     previous: Annotated[Sha256, Figure("SHA-256 of the line before; of the first line, that of the run")]
     date: Annotated[str | None, Figure("time in UTC; null where the line was restored from a checkpoint")]
+    provenance: Annotated[
+        Sha256 | None, Figure("SHA-256 of the process's line in provenance.jsonl; early versions wrote none")
+    ] = None
     sha256: Annotated[Sha256 | None, Figure("SHA-256 of all other fields; early versions wrote none")] = None
 
 
@@ -46,6 +52,7 @@ class MetricsLine(RoundReport):
 class _Seal(TypedDict):
     run: str
     line: str
+    provenance: NotRequired[str | None]
 
 
 @closed
@@ -120,6 +127,8 @@ class Lines:
                 path=str(file),
                 line=step - 1,
             )
+        with Folder.open(file.parent) as run:
+            provenance.check_named(run, seal.get("provenance"), f"the checkpoint of step {step}")
         if lines >= step and (field := _difference(facts["report"], self.reports[step - 1])):
             raise _changed_log(
                 f"{file}: line {step} was changed: {field} differs from the checkpoint after that step. Put the "
@@ -135,9 +144,15 @@ def as_record(report: RoundReport) -> dict[str, Any]:
     return json.loads(json.dumps(report.record()))
 
 
-def write_line(report: dict[str, Any], previous: str, date: str | None) -> str:
-    """Return a report as one line of JSON for metrics.jsonl, without the line break."""
-    content = json.loads(json.dumps({"schema": SCHEMA, "previous": previous, "date": date, **report}))
+def write_line(report: dict[str, Any], previous: str, date: str | None, made: str | None) -> str:
+    """Return a report as one line of JSON for metrics.jsonl, without the line break.
+
+    Args:
+        previous: hash of the line before.
+        made: hash of the process's line in provenance.jsonl; None where an early version took the step.
+    """
+    named = {} if made is None else {NAMED: made}
+    content = json.loads(json.dumps({"schema": SCHEMA, "previous": previous, **named, "date": date, **report}))
     return json.dumps({**content, SELF: hash_json(content)})
 
 
@@ -146,7 +161,7 @@ def restored_line(saved: "Checkpoint", previous: str) -> str:
 
     A run that was killed after its checkpoint has not written this line. The date in it is null.
     """
-    text = write_line(saved.facts["report"], previous, None)
+    text = write_line(saved.facts["report"], previous, None, saved.facts["seal"].get("provenance"))
     as_json(text, _LINE, f"{saved.folder}: its report")
     return text
 
@@ -175,6 +190,7 @@ def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:
     for number, line in enumerate(lines[:most], 1):
         report = _read_line(line, number, f"{folder.path / FILE}, line {number}")
         own = report.pop(SELF, None)
+        report.pop(NAMED, None)
         if own is None and sealed:
             raise _changed_log(
                 f"{folder.path / FILE}, line {number}: has no hash, and the line before it has one. Put the original "

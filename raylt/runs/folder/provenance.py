@@ -4,8 +4,10 @@ A result is only comparable with another when the same code computed both. `code
 number can depend on (data, models, core, operations, methods). So a change of an equation makes runs stale, but a
 change of the command line, of a picture or of the documentation does not.
 
-Each line names the hash of the line before, the first that of the run (identity.py), and summary.json the hash of the
-last: no line can be changed, left out or added unnoticed. Runs of early versions have lines without hashes.
+Each line names the hash of the line before, the first that of the run (identity.py). Each line of metrics.jsonl and
+each checkpoint name the last line at their time, and summary.json the last of all. So no line can be changed, left out
+or added unnoticed, except the line of a process that committed no step and after which none was committed. Early
+versions wrote lines without hashes, and lines of metrics.jsonl that name none.
 """
 
 import functools
@@ -15,6 +17,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ FILE = "provenance.jsonl"
 STEPS = "metrics.jsonl"  # see metrics_log.py, which imports this module
 START = "directory"  # the key of the working directory, in which the relative paths of a run's settings start
 BOUND = "provenance"  # in summary.json: the hash of the last line
+NAMED = "provenance"  # in a line of metrics.jsonl: the hash of the last line at its time
 LINKS = frozenset({"previous", "sha256"})  # in a line: what binds it to the line before
 _LINE = TypeAdapter(dict[str, Any])
 _ROOT = Path(__file__).parents[2]
@@ -151,7 +155,30 @@ def read(folder: Path) -> list[dict[str, Any]]:
         CheckpointError: a line was changed, removed or added.
     """
     with Folder.open(folder) as run:
-        return _read(run)[0]
+        return _read(run).lines
+
+
+def head(run: Folder) -> str:
+    """Return the hash of the last line of a run's provenance, or the run's own if there is none.
+
+    Raises:
+        CheckpointError: a line was changed, removed or added.
+    """
+    return _read(run).heads[-1]
+
+
+def check_named(run: Folder, sha256: str | None, where: str) -> None:
+    """Check that a run's provenance has the line that another file of the run names by its hash.
+
+    Args:
+        sha256: the hash; None in files of early versions, which name no line.
+        where: the file, for the error.
+
+    Raises:
+        CheckpointError: there is no such line, or a line was changed, removed or added.
+    """
+    if sha256 is not None and sha256 not in _read(run).heads:
+        raise _changed(run, f"lacks the line that {where} names")
 
 
 def check_summary(folder: Folder, summary: Mapping[str, Any]) -> None:
@@ -160,54 +187,102 @@ def check_summary(folder: Folder, summary: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: a line was changed, removed or added.
     """
-    _, head = _read(folder)
+    last = head(folder)
     bound = summary.get(BOUND)
-    if bound is not None and bound != head:
+    if bound is not None and bound != last:
         raise _changed(folder, "does not end with the line that the run ended with")
 
 
 def _append(run: Folder, contents: Sequence[Mapping[str, Any]]) -> None:
-    _, head = _read(run)
+    before = _read(run)
+    last = before.heads[-1]
     texts = []
     for content in contents:
-        line = chain(dict(content), head)
-        head = line["sha256"]
+        line = chain(dict(content), last)
+        last = line["sha256"]
         texts.append(json.dumps(line) + "\n")
-    cut_off = FILE in run.names() and not run.read(FILE).endswith(b"\n")  # by a kill
-    run.append(FILE, ("\n" if cut_off else "") + "".join(texts))
+    if before.cut_off:
+        run.write(FILE, "".join([*(json.dumps(line) + "\n" for line in before.lines), *texts]))
+    else:
+        run.append(FILE, "".join(texts))
 
 
-def _read(run: Folder) -> tuple[list[dict[str, Any]], str]:
-    """Return the lines of a run's provenance, and the hash that the next line must repeat.
+@dataclass(frozen=True)
+class _Chain:
+    """The lines of a run's provenance.
+
+    Attributes:
+        lines: oldest first.
+        heads: the hash of the run, and then that of each line.
+        cut_off: whether the file has more: a line that a kill cut off, or a last line without its line break.
+    """
+
+    lines: list[dict[str, Any]]
+    heads: list[str]
+    cut_off: bool
+
+
+def _read(run: Folder) -> _Chain:
+    """Read the lines of a run's provenance.
 
     Raises:
         CheckpointError: a line does not follow the line before it.
     """
-    head = read_identity(run)["sha256"]
+    heads = [read_identity(run)["sha256"]]
+    has_steps, named = _has_steps(run), _named(run)  # first, since a process writes its line before its steps
+    texts = (run.read_text(FILE) if FILE in run.names() else "").split("\n")
+    rest = texts.pop()
     lines: list[dict[str, Any]] = []
-    for text in run.read_text(FILE).splitlines() if FILE in run.names() else []:
+    unread = False
+    for number, text in enumerate([*texts, *filter(None, [rest])], 1):
         try:
             line = as_json(text, _LINE, FILE)
-        except CheckpointError:  # a kill cut it off
+        except CheckpointError:
+            # a kill cuts off the last line; early versions left it and continued below
+            if text.endswith("}") or (number <= len(texts) and named is not None):
+                raise _changed(run, f"line {number} cannot be read") from None
+            unread = True
             continue
-        number = len(lines) + 1
         if LINKS & line.keys():
-            if not is_chained(line, head):
+            if not is_chained(line, heads[-1]):
                 raise _changed(run, f"line {number} was changed, or does not follow the line before it")
-            head = line["sha256"]
+            heads.append(line["sha256"])
         else:
             if lines and LINKS & lines[-1].keys():
                 raise _changed(run, f"line {number} has no hash, and the line before it has one")
-            head = hash_json([*lines, line])  # an early version wrote it
+            heads.append(hash_json([*lines, line]))  # an early version wrote it
         lines.append(line)
-    if _has_steps(run) and (not lines or lines[0].get("after_step", 0) != 0):
+    if has_steps and (not lines or lines[0].get("after_step", 0) != 0):
         raise _changed(run, "lacks the line of the process that started the run")
-    return lines, head
+    if named is not None and named not in heads and _first_previous(run) == heads[0]:
+        raise _changed(run, f"lacks the line of the process that wrote the last line of {STEPS}")
+    return _Chain(lines, heads, unread or bool(rest))
 
 
 def _has_steps(run: Folder) -> bool:
     """Return whether a step of the run was committed."""
     return run.has(STEPS) and (run.path / STEPS).stat().st_size > 0
+
+
+def _named(run: Folder) -> str | None:
+    """Return the hash that the last line of metrics.jsonl names; None if there is none."""
+    if not _has_steps(run):
+        return None
+    return _field(run.last_line(STEPS), NAMED)
+
+
+def _first_previous(run: Folder) -> str | None:
+    """Return the hash that the first line of metrics.jsonl follows: that of its run."""
+    with run.stream(STEPS) as stream:
+        return _field(stream.readline(), "previous")
+
+
+def _field(line: bytes, name: str) -> Any:
+    """Return a field of a line of metrics.jsonl; None if the line is damaged, which its reader says."""
+    try:
+        return as_json(line, _LINE, STEPS).get(name)
+    except CheckpointError:
+        return None
 
 
 def _changed(run: Folder, problem: str) -> CheckpointError:
@@ -233,7 +308,8 @@ def of_summary(folder: Path) -> dict[str, Any]:
         `mixed` each field that changed between processes, and the hash of the last line.
     """
     with Folder.open(folder) as run:
-        lines, head = _read(run)
+        made_by = _read(run)
+    lines = made_by.lines
     seen = {
         key: sorted({str(line[key]) for line in lines if key in line})
         for key in ("code", "torch", "device", "driver", "cpu", "server_device")
@@ -242,7 +318,7 @@ def of_summary(folder: Path) -> dict[str, Any]:
     hidden = LINKS | {"after_step", START}
     made = {key: value for key, value in lines[-1].items() if key not in hidden} if lines else {}
     made |= {"sessions": len(lines), "mixed": mixed}
-    return {"schema": SCHEMA, "date": now(), "made": made, BOUND: head}
+    return {"schema": SCHEMA, "date": now(), "made": made, BOUND: made_by.heads[-1]}
 
 
 @functools.cache

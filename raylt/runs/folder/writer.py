@@ -63,6 +63,7 @@ class Journal:
             raise
         self._board = Board(lambda: identity.read_identity(self._open)["config"])
         self._head: str | None = None
+        self._made: str | None = None
 
     def _acquire(self) -> int:
         for _ in range(LOCK_ATTEMPTS):
@@ -119,7 +120,9 @@ class Journal:
         """Return the hashes that link the next step to the steps before it."""
         if self._head is None:
             self._head = self._lines().head()
-        return Seal(self._root, self._head)
+        if self._made is None:
+            self._made = provenance.head(self._open)
+        return Seal(self._root, self._head, self._made)
 
     def append(self, report: RoundReport) -> None:
         """Record the report of a committed step."""
@@ -157,7 +160,8 @@ class Journal:
         self._make_resumable(config)
 
     def _append(self, content: dict[str, Any]) -> None:
-        text = metrics_log.write_line(content, self.seal.line, provenance.now())
+        seal = self.seal
+        text = metrics_log.write_line(content, seal.line, provenance.now(), seal.provenance)
         self._open.append(metrics_log.FILE, text + "\n")
         self._head = metrics_log.hash_line(text)
         self._board.show(self._open, content)
@@ -195,6 +199,7 @@ class Journal:
         if lines.torn or texts != lines.texts:
             self._open.write(metrics_log.FILE, "".join(text + "\n" for text in texts))
         self._head = metrics_log.hash_line(texts[-1]) if texts else lines.root
+        self._made = None  # the process adds its line to provenance.jsonl after this
         return saved, faults
 
     def discard(self) -> None:

@@ -16,6 +16,7 @@ from raylt.core.checkpoint import checkpoint
 from raylt.core.report import RoundReport
 from raylt.data.splits.split import Split
 from raylt.errors import CheckpointError, FolderHeld
+from raylt.runs.folder import provenance
 from raylt.runs.folder.writer import Journal
 from raylt.typed_json import hash_json
 
@@ -78,6 +79,7 @@ def events_of(folder) -> list[tuple[str, int, float]]:
 @pytest.fixture
 def journal(tmp_path):
     with Journal.create(tmp_path / "out" / "run", CONFIG, SPLIT, DATA) as journal:
+        (journal.folder / provenance.FILE).write_text('{"torch": "2"}\n')
         yield journal
 
 
