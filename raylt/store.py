@@ -138,8 +138,8 @@ class Folder:
                 start = max(0, size - window)
                 stream.seek(start)
                 whole, _, _ = stream.read(size - start).rpartition(b"\n")
-                _, found, line = whole.rpartition(b"\n")
-                if found or start == 0:
+                _, earlier, line = whole.rpartition(b"\n")
+                if earlier or start == 0:
                     return line
                 window *= 8
 

@@ -85,7 +85,8 @@ class ModelDescription(TypedDict):
     size of evaluations. `run` and `split_sha256` identify the origin, and `figures` are those of the run. `guests` are
     the plugins that the architecture needs. `clients` is None in the file of a global model. `tests` has the numbers of
     test images behind the figures; a file of a run that has not ended lacks it. `sha256` is the hash of the entries and
-    of all other fields; files of early versions lack it.
+    of all other fields; in a .pt2 or .onnx file, which has a hash over all its bytes, of the other fields alone. Files
+    of early versions lack it.
     """
 
     format: int
@@ -178,11 +179,7 @@ def read(path: Path) -> Artefact:
                 entry=name,
             )
     if "sha256" in description and description["sha256"] != _hash(description, tensors):
-        raise CheckpointError(
-            f"{path}: the file was changed after it was exported. Export it again.",
-            code="export.changed",
-            path=str(path),
-        )
+        raise changed(path)
     return Artefact(path, description, tensors)
 
 
@@ -192,8 +189,19 @@ def write(path: Path, tensors: Mapping[str, Tensor], description: ModelDescripti
     Raises:
         CheckpointError: the file cannot be written.
     """
-    sealed: ModelDescription = {**description, "sha256": _hash(description, tensors)}
-    store.write(path, safetensors.torch.save(dict(tensors), {KEY: to_json(sealed)}))
+    store.write(path, safetensors.torch.save(dict(tensors), {KEY: to_json(sealed(description, tensors))}))
+
+
+def sealed(description: ModelDescription, tensors: Mapping[str, Tensor]) -> ModelDescription:
+    """Return a description with the hash that binds it to the entries of its models."""
+    return {**description, "sha256": _hash(description, tensors)}
+
+
+def changed(path: Path) -> CheckpointError:
+    """Return the error for an exported file whose content does not match its hash."""
+    return CheckpointError(
+        f"{path}: the file was changed after it was exported. Export it again.", code="export.changed", path=str(path)
+    )
 
 
 def _hash(description: ModelDescription, tensors: Mapping[str, Tensor]) -> str:

@@ -2,8 +2,12 @@
 
 They hold the computation itself, from an image's bytes to logits, and a `ModelDescription`. Reading them needs neither
 raylt's networks nor a method's code. They are programs, so load only files from people whose programs you would run.
+
+Each file ends with the SHA-256 of the bytes before: as the comment of the archive that a .pt2 file is, and as a last
+entry of the metadata of an .onnx file. Other readers pass over it.
 """
 
+import hashlib
 import logging
 import tempfile
 import warnings
@@ -17,11 +21,12 @@ from torch import Tensor, nn
 
 from raylt import store
 from raylt.data.images.decoding import Fit
-from raylt.errors import ConfigError, RayltError, spoken
-from raylt.runs.export.artefact import KEY, ModelDescription, parse, to_json, unreadable
+from raylt.errors import ConfigError, spoken
+from raylt.runs.export.artefact import KEY, ModelDescription, changed, parse, sealed, to_json, unreadable
 from raylt.runs.export.trained_model import Prediction, TrainedModel, predict_in_parts, uint8_images
 
 EXTRA = f"{KEY}.json"  # of a .pt2 file
+MARK = f"{KEY}_sha256".encode()  # the name of the hash at the end of a file
 INPUT, OUTPUT = "images", "logits"
 
 
@@ -71,6 +76,7 @@ def _read_pt2(path: Path) -> GraphModel:
     if not zipfile.is_zipfile(file):
         raise unreadable(path, ValueError("it is not an archive"))
     store.check_archive(file)
+    has_hash = _check_hash(file)
     log = logging.getLogger("torch.export")  # it would print a traceback before it raises
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -82,6 +88,8 @@ def _read_pt2(path: Path) -> GraphModel:
         log.setLevel(level)
     text: Any = extra[EXTRA]
     description = parse(text.decode() if isinstance(text, bytes) else text, path)
+    if "sha256" in description and not has_hash:
+        raise changed(path)
     return GraphModel(description, torch.no_grad()(network))
 
 
@@ -95,13 +103,15 @@ def _read_onnx(path: Path) -> GraphModel:
             name="onnxruntime",
             path=str(path),
         ) from None
+    file = store.plain(path)
+    has_hash = _check_hash(file)
     try:
-        session = onnxruntime.InferenceSession(str(store.plain(path)), providers=["CPUExecutionProvider"])
-    except RayltError:
-        raise
+        session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions have no common base class
         raise unreadable(path, error) from None
     description = parse(session.get_modelmeta().custom_metadata_map.get(KEY, ""), path)
+    if "sha256" in description and not has_hash:
+        raise changed(path)
     return GraphModel(description, lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0]))
 
 
@@ -123,6 +133,7 @@ def write(path: Path, model: TrainedModel, description: ModelDescription) -> Non
         ConfigError: torch cannot export the model, or the writer of ONNX is not installed.
     """
     program = _program_of(model, description)
+    description = sealed(description, {})
     if path.suffix == ".onnx":
         _write_onnx(path, program, description)
         return
@@ -172,4 +183,37 @@ def _write_with(path: Path, save: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder) / path.name
         save(str(temporary))
-        store.write(path, temporary.read_bytes())
+        content = temporary.read_bytes()
+    if path.suffix == ".pt2":
+        content = content[:-2]  # an archive ends with the length of its comment
+    store.write(path, content + _ending(path.suffix, hashlib.sha256(content).hexdigest()))
+
+
+def _ending(suffix: str, sha256: str) -> bytes:
+    """Return the end of a .pt2 or .onnx file, which has the hash of the bytes before it."""
+    if suffix == ".pt2":
+        comment = MARK + b" " + sha256.encode()
+        return len(comment).to_bytes(2, "little") + comment
+    # an entry of the repeated field metadata_props (14) of ModelProto, with a key (1) and a value (2)
+    entry = b"".join(bytes([tag, len(text)]) + text for tag, text in ((0x0A, MARK), (0x12, sha256.encode())))
+    return bytes([0x72, len(entry)]) + entry
+
+
+def _check_hash(path: Path) -> bool:
+    """Check the hash at the end of a .pt2 or .onnx file; return False if the file has none.
+
+    Raises:
+        CheckpointError: the file was changed.
+    """
+    digest = hashlib.sha256()
+    left = path.stat().st_size - len(_ending(path.suffix, digest.hexdigest()))
+    with path.open("rb") as stream:
+        while left > 0 and (part := stream.read(min(left, store.MIB))):
+            digest.update(part)
+            left -= len(part)
+        end = stream.read()
+    if end == _ending(path.suffix, digest.hexdigest()):
+        return True
+    if MARK in end:
+        raise changed(path)
+    return False

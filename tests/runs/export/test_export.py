@@ -1,5 +1,6 @@
 """Exported models reproduce the run's figures for every method, without the run, its data or Ray."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from raylt.data.images.cache import load
 from raylt.data.samples import Samples
 from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.methods import METHODS
-from raylt.runs.export import artefact, trained_model
+from raylt.runs.export import artefact, graph_formats, trained_model
 from raylt.runs.export.export import card_of
 from raylt.runs.export.load import load_images
 from raylt.runs.verify import verify
@@ -320,6 +321,44 @@ def test_graphs_give_what_was_judged(folder, format, method, client):
     assert model.class_names == run.task.class_names
     assert model.predict(load(run.task.test.x)[:1]).labels.shape == (1,)  # another batch size than the traced one
     assert model.description["run"] == run.sha256
+
+
+def test_a_graph_that_was_changed_is_refused(folder, tmp_path):
+    run = make_tiny_run(folder, "fedavg", "federation.rounds=1", name="graph")
+    file = raylt.export(run, tmp_path / "m.pt2", format="pt2")
+    content = file.read_bytes()
+    name, wrong = b'"up left"', b'"up lefT"'
+    assert content.count(name) == 1
+    edits = [
+        content.replace(name, wrong),
+        content[:-1],
+        content + b" ",
+        content.replace(b"raylt_sha256", b"raylt_sha257"),
+    ]
+    weights = content.index(b"data/weights/") + 200
+    for at in (weights, len(content) - 1, len(content) - 77, len(content) - 90):
+        edits.append(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    for edit in edits:
+        file.write_bytes(edit)
+        with pytest.raises(CheckpointError) as caught:
+            raylt.load_model(file)
+        assert caught.value.code in ("export.changed", "export.malformed")
+    file.write_bytes(content)
+    assert raylt.load_model(file).class_names == run.task.class_names
+
+
+@pytest.mark.parametrize("suffix", [".pt2", ".onnx"])
+def test_a_file_of_another_program_is_no_graph_with_a_hash(tmp_path, suffix):
+    file = tmp_path / f"m{suffix}"
+    for content in (b"", b"0", b"0" * 1000):
+        file.write_bytes(content)
+        assert not graph_formats._check_hash(file)
+        digest = hashlib.sha256(content).hexdigest()
+        file.write_bytes(content + graph_formats._ending(suffix, digest))
+        assert graph_formats._check_hash(file)
+        file.write_bytes(content + b"1" + graph_formats._ending(suffix, digest))
+        with refused("export.changed", CheckpointError, path=str(file)):
+            graph_formats._check_hash(file)
 
 
 # files that are no exported models
