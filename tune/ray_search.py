@@ -11,8 +11,6 @@ The search's folder is Tune's own, with some more files:
     best.yaml        the best trial's configuration; a trial of pbt has another one for each stretch of its rounds
 """
 
-import csv
-import io
 import json
 import math
 import sys
@@ -37,6 +35,7 @@ from tune.pareto import pareto_front
 from tune.ray_space import param_space
 from tune.ray_trainable import trainable
 from tune.records import Metric, Searcher
+from tune.report import csv_table
 from tune.search import with_validation
 from tune.space import Grid, Space, configure, parse
 
@@ -215,16 +214,12 @@ def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -
         )
     if plan.other_metrics:
         rows = _with_front(rows, plan.metrics)
-    table = io.StringIO()
-    writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
     config, _ = _opened(plan)
     best = configure(config, config.method["name"], {key: rows[0][key] for key in plan.space})
     with Folder.open(folder) as search_folder:
         if plan.other_metrics:
             search_folder.write("pareto.png", draw_pareto(rows, plan.metrics, [row["trial"] for row in rows]))
-        search_folder.write("trials.csv", table.getvalue())
+        search_folder.write("trials.csv", csv_table(rows))
         search_folder.write("best.yaml", yaml_text.write(best.model_dump(mode="json")))
     return RaySearchResult(folder, rows, plan.metrics, (folder / "pbt_global.txt").is_file(), results)
 

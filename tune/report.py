@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,11 @@ def write(folder: Path, plan: SearchPlan, state: SearchState) -> None:
     rows = [row(record) for record in state.trials]
     if plan.other_metrics:
         rows = [{**cells, "front": record in front} for cells, record in zip(rows, state.trials, strict=True)]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    table = csv.DictWriter(text, columns, lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
     trials = []
     for cells, record in zip(rows, state.trials, strict=True):
         trials.append({**cells, "points": [score.to_json() for score in record.counted_scores]})
     files: dict[str, str | bytes] = {
-        "trials.csv": text.getvalue(),
+        "trials.csv": csv_table(rows),
         "trials.json": json.dumps(trials, indent=1) + "\n",
     }
     best = state.best()
@@ -63,6 +59,24 @@ def write(folder: Path, plan: SearchPlan, state: SearchState) -> None:
         for name, content in files.items():
             search_folder.write(name, content)
         search_folder.write(SEAL, json.dumps({name: _sha256(content) for name, content in files.items()}) + "\n")
+
+
+def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a CSV table of trials, with a column for each key.
+
+    A text that spreadsheets would compute as a formula has an apostrophe before it.
+    """
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, lineterminator="\n")
+    table.writeheader()
+    for row in rows:
+        table.writerow({key: f"'{value}" if _is_formula(value) else value for key, value in row.items()})
+    return text.getvalue()
+
+
+def _is_formula(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
 
 
 def _draw_front(plan: SearchPlan, state: SearchState) -> bytes:

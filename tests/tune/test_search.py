@@ -26,6 +26,7 @@ from tune import resume, search, space, spaces_of
 from tune.loop import SearchLoop
 from tune.placement import bundles_of, check_fit, fitting, most_on_gpu, place_trial
 from tune.plan import SearchPlan
+from tune.report import csv_table
 from tune.search import check_trials
 from tune.verify import verify_search
 
@@ -578,3 +579,12 @@ def test_a_trial_that_cannot_be_opened_is_one_failed_trial(tmp_path):
     assert {(r.values["model"], r.values["method.layer"]) for r in failed} == {("small", "stem")}
     assert result.best not in failed
     assert all("method.layer" in r.failed for r in failed)
+
+
+def test_no_text_of_a_table_is_computed_by_a_spreadsheet():
+    rows = [{"trial": "a", "score": -0.5, "values": "=cmd|' /C calc'!A0"}, {"trial": "@SUM(1)", "more": "-"}]
+    assert csv_table(rows).splitlines() == [
+        "trial,score,values,more",
+        "a,-0.5,'=cmd|' /C calc'!A0,",
+        "'@SUM(1),,,'-",
+    ]

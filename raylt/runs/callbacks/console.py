@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.segment import Segment
 
 # characters that move the cursor, change the terminal or the direction of a text
-UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class PlainConsole(Console):

@@ -11,6 +11,7 @@ from raylt.studies.papers.printed_tables import PAPERS
 from raylt.studies.papers.reproduce import command
 from raylt.studies.papers.verdicts import KINDS, LEAST_SEEDS, WIDEST, Verdict, count
 from raylt.studies.report.comparison_tables import margin
+from raylt.studies.report.text_table import markdown_text
 
 MEANING = {
     "reproduced": "the 95 % t interval over our seeds contains the printed value; for a row of an ablation, the "
@@ -134,7 +135,7 @@ def _with_runs(judged: Sequence[Verdict]) -> list[str]:
     ]
     for verdict in judged:
         cells = [*_columns(verdict), " ".join(verdict.splits), " ".join(verdict.models), verdict.made]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(map(markdown_text, cells))} |")
     return lines
 
 

@@ -14,6 +14,7 @@ from raylt import store
 from raylt.errors import CheckpointError, ConfigError, count_of, spoken
 from raylt.methods import METHODS
 from raylt.metrics import GROUPS
+from raylt.runs.callbacks.console import UNSAFE
 from raylt.studies.analysis.comparison import Comparison, Row, judged_on
 from raylt.studies.analysis.measures import measure_of, value_of
 from raylt.studies.papers.verdicts import verdicts
@@ -120,7 +121,7 @@ def render(study: Study, mix_versions: bool = False) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template("report.html.j2").render(**content)
+    return UNSAFE.sub("?", environment.get_template("report.html.j2").render(**content))
 
 
 def _state_counts(records: Sequence[RunRecord]) -> str:

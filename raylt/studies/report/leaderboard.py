@@ -4,6 +4,7 @@ from collections.abc import Callable
 from html import escape
 from math import ceil, floor
 
+from raylt.runs.callbacks.console import UNSAFE
 from raylt.studies.analysis.measures import measure_of
 from raylt.studies.analysis.ranking import Ranked, Ranking
 from raylt.studies.report.comparison_tables import HEADINGS
@@ -120,7 +121,7 @@ def ranking_svg(ranking: Ranking) -> str:
         )
     for number, arm in enumerate(ranking.arms):
         parts += _line(arm, MARGIN + ROW * number + ROW // 2, x(arm.strength.estimate), _ends(arm, x))
-    return "\n".join([*parts, "</svg>", ""])
+    return UNSAFE.sub("?", "\n".join([*parts, "</svg>", ""]))
 
 
 def _cost(arm: Ranked) -> str:

@@ -12,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from raylt.notebook import html_table
+from raylt.runs.callbacks.console import UNSAFE
 
+_TAG = re.compile(r"<(?=[A-Za-z/!?])")  # a text like "p < 0.05" has none
 _TEX = str.maketrans(
     {
         **{sign: f"\\{sign}" for sign in "%&_#${}"},
@@ -91,16 +93,17 @@ class TextTable:
             for heading, lines in self.notes.items()
             if lines
         ]
-        return "".join(parts)
+        return UNSAFE.sub("?", "".join(parts))
 
     def markdown(self) -> str:
         """Return the table in Markdown, in GitHub's syntax for tables."""
-        lines = [f"**{self.title}**", "", *_pipes(self.head, self.rows)]
+        lines = [f"**{markdown_text(self.title)}**", "", *_pipes(self.head, self.rows)]
         for title, head, rows in self.further:
-            lines += ["", f"**{title}**", "", *_pipes(head, rows)]
+            lines += ["", f"**{markdown_text(title)}**", "", *_pipes(head, rows)]
         for heading, entries in self.notes.items():
             if entries:
-                lines += ["", f"{heading[0].upper()}{heading[1:]}:", "", *(f"- {entry}" for entry in entries)]
+                items = [f"- {markdown_text(entry)}" for entry in entries]
+                lines += ["", f"{heading[0].upper()}{heading[1:]}:", "", *items]
         return "\n".join(lines) + "\n"
 
     def latex(self) -> str:
@@ -111,7 +114,7 @@ class TextTable:
         ranked = ["in each column the best mean is bold, the second underlined"] if self.places else []
         lines = [
             r"% \usepackage{booktabs}",
-            *(f"% {line}" for line in [self.title, *ranked]),
+            *(f"% {_line(text)}" for text in [self.title, *ranked]),
             rf"\begin{{tabular}}{{{self.columns}}}",
             r"\toprule",
             " & ".join(map(_tex, self.head)) + r" \\",
@@ -122,8 +125,8 @@ class TextTable:
             lines += [*([r"\midrule"] if starts else []), " & ".join(cells) + r" \\"]
         lines += [r"\bottomrule", r"\end{tabular}"]
         for title, _, rows in self.further:
-            lines += [f"% {title}", *(f"%   {', '.join(row)}" for row in rows)]
-        lines += [f"% {heading}: {entry}" for heading, entries in self.notes.items() for entry in entries]
+            lines += [f"% {_line(title)}", *(f"%   {_line(', '.join(row))}" for row in rows)]
+        lines += [f"% {heading}: {_line(entry)}" for heading, entries in self.notes.items() for entry in entries]
         return "\n".join(lines) + "\n"
 
     def _ranked(self, cell: str, row: int, column: int) -> str:
@@ -183,11 +186,21 @@ def _table(head: Sequence[str]) -> Table:
     return Table(*head, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
 
 
+def _line(text: str) -> str:
+    """Return a text without line breaks and characters that change the direction of a text or a terminal."""
+    return UNSAFE.sub("?", text.replace("\n", "?").replace("\t", " "))
+
+
+def markdown_text(text: str) -> str:
+    """Return a text as one line of Markdown without HTML and links, which a page would execute or follow."""
+    return _TAG.sub("&lt;", _line(text)).replace("](", "]\\(")
+
+
 def _pipes(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),
-        *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows),
+        *(f"| {' | '.join(markdown_text(cell).replace('|', '/') for cell in row)} |" for row in rows),
     ]
 
 
@@ -196,6 +209,7 @@ def _tex(text: str) -> str:
 
     A leading [ or * is protected, since it would be an argument of the previous row's end.
     """
+    text = _line(text)
     if text == "-":
         return "--"
     sign = "$-$" if _NEGATIVE.match(text) else ""
