@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 import speed
 import torch
 from cuts import processor
+from torch import nn
 
 from actors.cluster.session import MALLOC
 from raylt import tree
@@ -34,6 +35,7 @@ from raylt.core.fleet.client_host import ClientCall, ClientHost
 from raylt.core.training import stacked_sgd
 from raylt.core.training.stacked_sgd import Workload
 from raylt.data.task import Shard, TaskSpec
+from raylt.models.split import SplitModel
 from raylt.registry import resolve
 
 RECORD = Path(__file__).parent / "results" / "stacked.json"
@@ -52,8 +54,12 @@ class Training:
     precision: str = "float32"
     fewest: int | None = None  # samples of a client, where they differ; `samples` is the most
     clients: int = CLIENTS
+    width: int | None = None  # of a frozen encoder's features, on which the clients then train
 
     def __str__(self) -> str:
+        if self.width is not None:
+            sizes = f"{self.samples} samples" if self.fewest is None else f"{self.fewest} to {self.samples} samples"
+            return f"{self.width} features of a frozen encoder, batches of {self.batch}, clients of {sizes}"
         precision = "" if self.precision == "float32" else f", {self.precision}"
         height, width, channels = self.shape
         sizes = "" if self.fewest is None else f", {self.clients} clients of {self.fewest} to {self.samples}"
@@ -67,18 +73,29 @@ class Training:
                 "model": self.model,
                 "data": {"clients": CLIENTS},
                 "local": {"batch": self.batch, "epochs": 1, "stacked": stacked, "precision": self.precision},
+                "trainable": "all" if self.width is None else "classifier",
             }
         )
         spec = TaskSpec("random", tuple("0123456789"), self.shape, (0.5,) * self.shape[2], (0.25,) * self.shape[2])
-        return ClientHost(resolve(config), spec, self.shard(0), CPU)
+        setup = resolve(config)
+        if self.width is not None:
+            setup = replace(setup, model=lambda classes, shape: SplitModel(nn.Flatten(), self.width or 0, classes))
+        return ClientHost(setup, spec, self.shard(0), CPU)
 
     def shard(self, seed: int) -> Shard:
         rng = np.random.default_rng(seed)
         n = self.samples if self.fewest is None else int(rng.integers(self.fewest, self.samples + 1))
+        if self.width is not None:
+            return Shard(rng.standard_normal((n, 1, self.width), np.float32), np.arange(n) % 10)
         return Shard(rng.integers(0, 256, (n, *self.shape), dtype=np.uint8), np.arange(n) % 10)
 
 
+FROZEN = "small", (8, 8, 1)
 TRAININGS = (
+    Training(*FROZEN, 5, 10, width=1280),
+    Training(*FROZEN, 32, 32, width=1280),
+    Training(*FROZEN, 32, 128, width=1280),
+    Training(*FROZEN, 32, 128, width=1280, fewest=4),
     Training("small", (8, 8, 1), 5, 10),
     Training("small", (8, 8, 1), 32, 32),
     Training("small", (16, 16, 3), 10, 20),
@@ -114,7 +131,8 @@ def main() -> None:
     torch.set_num_threads(1)
     stacked_sgd.MOST_WORK = float("inf")
     for training in TRAININGS:
-        if not arguments.cases or training.model in arguments.cases:
+        kind = training.model if training.width is None else "frozen"
+        if not arguments.cases or kind in arguments.cases:
             keep(str(training), compare(training, arguments.turns))
     if not arguments.cases or "thousand" in arguments.cases:
         keep("thousand clients, in bare loops", thousand(arguments.turns))

@@ -313,7 +313,7 @@ def moves_pixels(augmentation: Augmentation | None) -> bool:
 
 def is_own(augmentation: Augmentation | None) -> bool:
     """Return whether an augmentation is raylt's own, or consists of such: it draws from its generator alone."""
-    return all(step in AUGMENTATIONS.values() for step in _steps_of(augmentation))
+    return all(step is draw_view or step in AUGMENTATIONS.values() for step in _steps_of(augmentation))
 
 
 def _steps_of(augmentation: Augmentation | None) -> tuple[Augmentation | None, ...]:

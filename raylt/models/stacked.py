@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylt.models.resnet import BasicBlock
-from raylt.models.split import Params, SplitModel, trained_names
+from raylt.models.split import Params, SplitModel, trained_names, with_encoder
+from raylt.models.trainable import FrozenEncoder
 
 WIDTH = 16  # numbers in a vector register
 # types must be equal, because a subclass may compute something else
@@ -144,7 +145,7 @@ class StackedModel:
         names = trained_names(model)
         self.trained = [name for name in self.entries if name in names]
         self._span = _Span()
-        self._net = _replaced(copy.deepcopy(model), self._span)
+        self._net = _replaced(copy.deepcopy(without_frozen_encoder(model)), self._span)
         self._owners = {name: self._net.get_submodule(name.rpartition(".")[0]) for name in self.entries}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._bound: tuple[int, int] | None = None
@@ -176,7 +177,7 @@ class StackedModel:
         """Compute the networks of the slots from `start` to before `stop`, n in number.
 
         Args:
-            x: [B, n * C, H, W], channels-last.
+            x: [B, n * C, H, W], channels-last; features of a frozen encoder [n, B, d].
 
         Returns:
             Features [n, B, d] and logits [n, B, classes].
@@ -200,10 +201,19 @@ class StackedModel:
         return self._views[start, stop]
 
 
+def without_frozen_encoder(model: SplitModel) -> SplitModel:
+    """Return a model whose encoder returns the features that it is given, if its encoder is frozen.
+
+    A frozen encoder runs once, before any client trains, and the clients get its features.
+    """
+    return with_encoder(model, nn.Identity()) if isinstance(model.encoder, FrozenEncoder) else model
+
+
 def unstackable_layer(model: nn.Module) -> str | None:
     """Return the kind of a layer that `StackedModel` cannot compute; None if there is none."""
     if not isinstance(model, SplitModel) or _is_tied(model) or not trained_names(model):
         return type(model).__name__
+    model = without_frozen_encoder(model)
     # entries that are hidden from the state belong to layers that are frozen
     if {name for name, _ in model.named_parameters()} - model.state_dict().keys():
         return type(model.encoder).__name__

@@ -31,7 +31,7 @@ from raylt.data.augment import is_own
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
 from raylt.models.split import Params, SplitModel
-from raylt.models.stacked import StackedModel, as_rows, unstackable_layer
+from raylt.models.stacked import StackedModel, as_rows, unstackable_layer, without_frozen_encoder
 from raylt.tree import nbytes
 
 FEW = 8  # clients of one task that are worth fewer tasks for each process, where they train in stacks
@@ -59,7 +59,8 @@ class Workload:
     def of(cls, model: SplitModel, spec: TaskSpec, batch: int) -> "Workload":
         """Measure a step with a batch of this size on a copy of the model."""
         height, width, channels = spec.shape
-        copied = copy.deepcopy(model).cpu().eval()
+        trained = without_frozen_encoder(model)
+        copied = copy.deepcopy(trained).cpu().eval()
         multiplications = outputs = 0.0
 
         def see(layer: nn.Module, _: Any, output: Any) -> None:
@@ -72,7 +73,7 @@ class Workload:
         for layer in copied.modules():
             layer.register_forward_hook(see)
         with torch.no_grad():
-            copied(torch.zeros(1, channels, height, width))
+            copied(torch.zeros(1, channels, height, width) if trained is model else torch.zeros(1, model.dim))
         return cls(batch * multiplications, batch * outputs)
 
 
@@ -410,5 +411,10 @@ class _Training:
 
 
 def side_by_side(images: list[Tensor]) -> Tensor:
-    """Return the batches of n clients, [B, C, H, W] each, as one batch [B, n * C, H, W], channels-last."""
+    """Return the batches of n clients as one batch.
+
+    Images [B, C, H, W] become [B, n * C, H, W], channels-last, and features [B, d] become [n, B, d].
+    """
+    if images[0].ndim == 2:
+        return torch.stack(images)
     return torch.stack([x.permute(0, 2, 3, 1) for x in images], dim=3).flatten(3).permute(0, 3, 1, 2)

@@ -17,6 +17,7 @@ from raylt.core.fleet.reductions import each
 from raylt.core.method import Method
 from raylt.core.training.sgd import sgd
 from raylt.core.training.stacked_sgd import MOST_CLIENTS, SAMPLES, ClientStack, Workload, is_stackable
+from raylt.data.augment import draw_view
 from raylt.data.task import Shard, TaskSpec
 from raylt.errors import TooFewReplies
 from raylt.methods import METHODS
@@ -33,27 +34,42 @@ def shard(id):
     return Shard(rng.integers(0, 256, (SIZES[id], 7, 7, 3), dtype=np.uint8), rng.integers(0, 3, SIZES[id]))
 
 
+def features(id):
+    """Return a client's features of a frozen encoder, of each image and of two views, [n, 3, 16]."""
+    x = np.random.default_rng(id).standard_normal((SIZES[id], 3, 16), np.float32)
+    return replace(shard(id), x=x)
+
+
 def make_host(method=None, stacked="auto", model=tiny_odd, augment="none", **local):
     local = {"batch": 5, "stacked": stacked} | local
     config = configure(local=local, augment=augment, data={"clients": len(SIZES)})
     return ClientHost(replace(make_setup(config, method or FedAvg()), model=model), SPEC, shard(11), CPU)
 
 
-def train_stack(host, ids, round=1, message=None):
+def make_frozen_host(method, stacked="auto", augment=None):
+    """Return a host whose clients train on `features`."""
+    config = configure(
+        local={"batch": 5, "stacked": stacked, "epochs": 2}, trainable="classifier", data={"clients": len(SIZES)}
+    )
+    setup = replace(make_setup(config, method), model=tiny_odd, augment=augment)
+    return ClientHost(setup, SPEC, features(11), CPU)
+
+
+def train_stack(host, ids, round=1, message=None, data=shard):
     """Train clients in stacks; return their reply trees and private states."""
     method = host.setup.method
     message = message or {"model": tree.snapshot(method.shared(host.model))}
-    outcomes = host.run_stacks(method.train, message, round, [ClientCall(id, shard(id), None) for id in ids])
+    outcomes = host.run_stacks(method.train, message, round, [ClientCall(id, data(id), None) for id in ids])
     assert sorted(outcomes) == sorted(id for id in ids if SIZES[id] <= SAMPLES)
     return {id: {"reply": reply.tree, "private": private} for id, (reply, private) in outcomes.items()}
 
 
-def train_alone(host, ids, round=1):
+def train_alone(host, ids, round=1, data=shard):
     method = host.setup.method
     message = {"model": tree.snapshot(method.shared(host.model))}
     trained = {}
     for id in ids:
-        reply, private = host.run(method.train, message, round, id, shard(id), None)
+        reply, private = host.run(method.train, message, round, id, data(id), None)
         trained[id] = tree.snapshot({"reply": reply.tree, "private": private})
     return trained
 
@@ -129,6 +145,37 @@ def test_a_clients_bits_do_not_depend_on_the_others(method, augment):
     }
 
 
+@pytest.mark.parametrize("augment", [None, draw_view])
+@pytest.mark.parametrize("method", [FedAvg(), FedProx(mu=0.1), Short()], ids=lambda m: m.name)
+def test_clients_train_on_the_features_of_a_frozen_encoder_as_alone(method, augment):
+    together = train_stack(make_frozen_host(method, augment=augment), range(len(SIZES)), data=features)
+    alone = train_alone(make_frozen_host(method, "off", augment), range(len(SIZES)), data=features)
+    some = train_stack(make_frozen_host(method, augment=augment), [7, 3, 6], data=features)
+    for id, found in together.items():
+        assert {name.partition(".")[0] for name in found["reply"]["model"]} == {"classifier"}
+        assert_close(found, alone[id])
+        assert id not in some or fingerprint(some[id]) == fingerprint(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "classes"), [(512, 10), (768, 2), (1280, 10), (2048, 200)])
+def test_a_clients_classifier_does_not_depend_on_the_number_of_companions(width, classes):
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(32, 20, width, generator=generator)
+    weight = torch.randn(32, classes, width, generator=generator)
+    y = torch.randint(classes, (32, 20), generator=generator)
+
+    def of_client(places, place):
+        own = weight[places].requires_grad_()
+        logits = torch.bmm(z[places], own.transpose(1, 2))
+        F.cross_entropy(logits.flatten(0, 1), y[places].flatten(), reduction="sum").backward()
+        number = places.index(place)
+        return fingerprint({"logits": logits[number], "gradient": own.grad[number]})
+
+    first = of_client([4, 5], 4)
+    assert {of_client(places, 4) for places in ([5, 4], [1, 2, 4], [4, *range(9)], list(range(32)))} == {first}
+
+
 def test_a_stack_leaves_nothing_behind():
     host = make_host(epochs=2)
     train_stack(host, [10, 9, 4])
@@ -176,7 +223,7 @@ def test_the_size_of_a_stack_follows_from_the_outputs_of_a_step_and_from_the_wei
         ({"local": {"optimiser": "adam"}}, "local.optimiser = adam"),
         ({"federation": {"deadline_s": 60}}, "a round does not wait for every client"),
         ({"federation": {"over_select": 0.5}}, "a round does not wait for every client"),
-        ({"trainable": "classifier"}, "the model has a layer that cannot be stacked, FrozenEncoder"),
+        ({"trainable": "last:1"}, "the model has a layer that cannot be stacked, Sequential"),
         ({"model": "resnet8"}, "a step takes 97 million multiplications, and stacks pay up to 40"),
     ],
     ids=str,
