@@ -3,12 +3,14 @@
 import torch
 from tiny import configure, make_setup
 
+from raylt import tree
 from raylt.core.client import Reply
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.reductions import each
 from raylt.core.fleet.wire import plain
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedper import FedPer
 
 CPU = torch.device("cpu")
 
@@ -69,3 +71,14 @@ def test_dropping_leaves_one_and_says_whether_there_were_others(tiny_task):
     assert host.drop(all_but=1)
     assert list(host.clients) == [1]
     assert not host.drop(all_but=1)
+
+
+def test_a_call_ends_with_the_entries_that_the_method_does_not_share(tiny_task):
+    method = FedPer()
+    host = ClientHost(make_setup(configure(), method), tiny_task.spec, tiny_task.test, CPU)
+    shared = method.shared(host.model)
+    _, private = host.run(method.train, {"model": tree.snapshot(shared)}, 1, 0, tiny_task.shards[0], None)
+    assert shared.keys() | private["model"].keys() == host.model.state_dict().keys()
+    assert not shared.keys() & private["model"].keys()
+    for name, value in private["model"].items():
+        assert torch.equal(value, host.model.state_dict()[name])
