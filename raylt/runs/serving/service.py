@@ -9,6 +9,7 @@ Errors are {"code": ..., "error": ...} with the code and the line that the comma
 one, is asked for by /predict and /card; the page asks its user for it.
 """
 
+import asyncio
 import hmac
 import html
 import io
@@ -47,11 +48,13 @@ class Limits:
         token: that requests must bear; None asks for none.
         rate: images a second from one address; None for any number.
         most_bytes: of an image file.
+        body_s: seconds in which a request's body must arrive.
     """
 
     token: str | None = None
     rate: float | None = None
     most_bytes: int = MOST_BYTES
+    body_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,14 @@ class Service:
         if verb is None:
             raise Refused(
                 404,
-                f"path: the service has no such path ({request.path}). Use one of {', '.join(routes)}.",
+                f"path: the service has no such path ({_shown(request.path)}). Use one of {', '.join(routes)}.",
                 "serve.no-such-path",
             )
         if request.method not in (verb, "HEAD" if verb == "GET" else verb):
             raise Refused(
-                405, f"{request.path}: does not accept this method ({request.method}). Send {verb}.", "serve.wrong-verb"
+                405,
+                f"{request.path}: does not accept this method ({_shown(request.method)}). Send {verb}.",
+                "serve.wrong-verb",
             )
         if request.path == "/":
             return Answer(200, self._page.encode(), "text/html; charset=utf-8", HEADERS)
@@ -150,7 +155,8 @@ class Service:
     def _check_token(self, request: Request) -> None:
         token = self._limits.token
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+        # a server reads the bytes of a header as Latin-1
+        if token is not None and not hmac.compare_digest(given.encode("latin-1", "replace"), token.encode()):
             raise Refused(
                 401,
                 "Authorization: no token, or another than the service's. Send Authorization: Bearer TOKEN.",
@@ -190,7 +196,8 @@ class Service:
             choice = f"one of {_listed(clients)}" if clients else "no client: all use one model"
             raise Refused(
                 404,
-                f"client: there is none of this name ({name}). {did_you_mean(name, clients)}Name {choice}.",
+                f"client: there is none of this name ({_shown(name)}). {did_you_mean(_shown(name), clients)}Name "
+                f"{choice}.",
                 "client.unknown",
             )
         return name
@@ -201,7 +208,14 @@ class Service:
                 415, "Content-Type: a form (multipart). Send the image file itself as the body.", "serve.wrong-type"
             )
         most = self._limits.most_bytes
-        content = await request.body(most)
+        try:
+            content = await asyncio.wait_for(request.body(most), self._limits.body_s)
+        except TimeoutError:
+            raise Refused(
+                408,
+                f"body: did not arrive in time ({self._limits.body_s:g} s). Send a smaller image.",
+                "serve.too-slow",
+            ) from None
         if len(content) > most:
             raise Refused(413, f"body: more than {most} bytes. Send a smaller image.", "serve.too-large", most=most)
         if not content:
@@ -260,6 +274,11 @@ def _refusal(status: int, code: str, message: str) -> Answer:
 def _as_json(status: int, tree: Any) -> Answer:
     headers = HEADERS | ({"WWW-Authenticate": "Bearer"} if status == 401 else {})
     return Answer(status, json.dumps(tree).encode(), headers=headers)
+
+
+def _shown(text: str) -> str:
+    """Return a text of a request, shortened for an error message."""
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _listed(names: list[str], most: int = 20) -> str:

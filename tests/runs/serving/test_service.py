@@ -164,3 +164,36 @@ def test_the_page_loads_nothing_and_names_cannot_break_out_of_it(files, tmp_path
     assert "secret" not in page
     assert not re.search(r"(src|href)=\"?(https?:)?//", page)
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(files):
+    ask = Asker(files["fedavg"], Limits(body_s=0.05))
+
+    async def never(most):
+        await asyncio.sleep(2)
+        return b""
+
+    request = Request("POST", "/predict", {}, {}, "1.2.3.4", never)
+    assert code_of(asyncio.run(ask.service.answer(request))) == (408, "serve.too-slow")
+    assert ask.post(picture()).status == 200
+
+
+def test_what_a_request_says_is_shown_shortened(files):
+    ask = Asker(files["fedper"], Limits(token="secret"))
+    authorised = {"authorization": "Bearer secret"}
+    for answer in (
+        ask("/" + "x" * 100_000),
+        ask("/card", "x" * 100_000),
+        ask.post(picture(), query={"client": "x" * 100_000}, headers=authorised),
+    ):
+        assert 400 <= answer.status < 500
+        assert len(answer.body) < 1000
+
+
+def test_a_token_may_have_letters_beyond_ascii(files):
+    ask = Asker(files["fedavg"], Limits(token="geheim-ö"))
+    for given, status in (("geheim-ö", 200), ("geheim-o", 401), ("\ud800", 401)):
+        # clients send UTF-8, which a server reads as Latin-1
+        header = f"Bearer {given}".encode("utf-8", "surrogatepass").decode("latin-1")
+        assert ask.post(picture(), headers={"authorization": header}).status == status
+    assert ask.post(picture(), headers={"authorization": "Bearer \ud800"}).status == 401
