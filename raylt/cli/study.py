@@ -128,7 +128,7 @@ def follow(
     with Progress(TextColumn("{task.description}"), BarColumn(), text, console=err, disable=not err.is_terminal) as bar:
         task = bar.add_task("round", total=record.planned_steps, what="")
         while True:
-            for index in range(shown, record.steps):
+            for index in range(shown, len(record.curve.get("step", []))):  # a damaged run has no curve
                 show_step(record, index, bar, task)
             shown = record.steps
             if record.state != "running":

@@ -232,6 +232,14 @@ def test_follow_shows_a_run_until_it_ends(folder, capsys):
     assert "stopped after step 4" in out
 
 
+def test_follow_names_the_damage_of_a_run_that_has_ended(folder, capsys):
+    split = folder / "if10/fedavg/seed-0/split.json"
+    split.unlink()
+    split.mkdir()
+    assert app(["follow", str(split.parent)], standalone_mode=False) == 1
+    assert capsys.readouterr().out.startswith(f"damaged: {split}: ")
+
+
 @pytest.mark.parametrize("command", ["follow", "stop"])
 def test_a_command_on_a_run_says_that_there_is_none(capsys, command):
     with refused("run.not-found", path="nowhere"):
