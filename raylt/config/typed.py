@@ -14,7 +14,7 @@ def as_typed(annotation: Any, value: Any) -> Any:
     """Return a value if its type is one of the types in an annotation; otherwise raise an error.
 
     Raises:
-        PydanticCustomError: The value has another type that pydantic would convert, as '010' to 10 or 'yes' to true.
+        PydanticCustomError: The value has another type that pydantic would convert, as '010' to 10, 'yes' to true or true to 1.
     """
     branches = (
         typing.get_args(annotation)
@@ -32,6 +32,8 @@ def as_typed(annotation: Any, value: Any) -> Any:
     elif isinstance(value, bool):
         if takes_numbers and bool not in branches:
             raise PydanticCustomError("type", _mismatch(branches))
+        if any(value == word and not isinstance(word, bool) for word in words):  # 1 of Literal[1, 3]
+            raise PydanticCustomError("literal_error", "is none of the values that there are")
     elif isinstance(value, int | float) and bool in branches and not takes_numbers:
         raise PydanticCustomError("type", _mismatch(branches))
     for branch in branches:

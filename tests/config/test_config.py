@@ -246,6 +246,13 @@ def test_wrong_type_is_refused_with_the_values_that_are_allowed(override, key, v
     assert str(error).endswith(f" Give {allowed}."), error
 
 
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_true_is_not_the_number_1_of_a_list_of_values(value):
+    error = refusal(f"data.channels={value}")
+    assert (error.code, error.details["key"]) == ("config.unknown-name", "data.channels")
+    assert str(error).endswith(" Give one of: auto, 1, 3.")
+
+
 def test_unknown_word_is_refused_with_the_words_that_are_allowed():
     error = refusal("data.tail=globall")
     assert facts(error) == ("config.unknown-name", "data.tail", "globall")
