@@ -14,7 +14,8 @@ def as_typed(annotation: Any, value: Any) -> Any:
     """Return a value if its type is one of the types in an annotation; otherwise raise an error.
 
     Raises:
-        PydanticCustomError: The value has another type that pydantic would convert, as '010' to 10, 'yes' to true or true to 1.
+        PydanticCustomError: The value has another type that pydantic would convert, as '010' to 10, 'yes' to true, or
+            true to 1.
     """
     branches = (
         typing.get_args(annotation)
