@@ -32,6 +32,7 @@ from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
 from raylt.models.split import Params, SplitModel
 from raylt.models.stacked import StackedModel, as_rows, unstackable_layer, without_frozen_encoder
+from raylt.models.trainable import FrozenEncoder
 from raylt.tree import nbytes
 
 FEW = 8  # clients of one task that are worth fewer tasks for each process, where they train in stacks
@@ -166,7 +167,7 @@ class ClientStack:
         try:
             for client, view in zip(clients, views, strict=True):
                 client.model = cast(SplitModel, view)
-            training = _Training(stack, self._copies, views, clients, method, message)
+            training = _Training(self._model, stack, self._copies, views, clients, method, message)
             training.run()
         finally:
             for client in clients:
@@ -237,6 +238,7 @@ class _Training:
 
     def __init__(
         self,
+        model: SplitModel,
         stack: StackedModel,
         copies: StackedModel,
         views: Sequence[SlotModel],
@@ -244,6 +246,7 @@ class _Training:
         method: Method,
         message: Message,
     ):
+        self._model = model
         self._stack, self._copies = stack, copies
         self._views = views
         self._clients = clients
@@ -313,7 +316,7 @@ class _Training:
             network, velocity, images = self._copies, self._copied_velocity, images * (len(pair) // len(slots))
         terms: list[dict[str, Tensor]] = []
         with autocast(self._clients[0]):
-            z, logits = network(start, stop, side_by_side(images))
+            z, logits = network(start, stop, side_by_side(self._inputs(images)))
             for view, x, own_z, own_logits in zip(views, images, z.unbind(), logits.unbind(), strict=False):
                 view.show(x, own_z, own_logits)
             if last and isinstance(objectives[0], Terms):
@@ -342,6 +345,14 @@ class _Training:
         chosen = torch.tensor(slots, device=self._totals.device)
         for values, copied in self._copied():
             values.index_copy_(0, chosen, copied[: len(slots)])
+
+    def _inputs(self, images: list[Tensor]) -> list[Tensor]:
+        """Return what the stack computes on: images, or the features of a frozen encoder.
+
+        The encoder returns features that were computed before as they are.
+        """
+        encoder = self._model.encoder
+        return [encoder(x) for x in images] if isinstance(encoder, FrozenEncoder) else images
 
     def _copied(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each entry and velocity of the stack, as rows, with its counterpart among the copies."""
