@@ -204,7 +204,7 @@ class StackedModel:
 def without_frozen_encoder(model: SplitModel) -> SplitModel:
     """Return a model whose encoder returns the features that it is given, if its encoder is frozen.
 
-    A frozen encoder runs once, before any client trains, and the clients get its features.
+    A stack gets features of a frozen encoder, as a rule those that were computed before any client trained.
     """
     return with_encoder(model, nn.Identity()) if isinstance(model.encoder, FrozenEncoder) else model
 

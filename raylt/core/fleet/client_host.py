@@ -165,7 +165,7 @@ class ClientHost:
     def _private_entries(self) -> Params:
         """Return the model's entries that are never sent.
 
-        Their names do not change, and asking the method for them would take a tenth of a small call's time.
+        Their names do not change, so the method is not asked for them after every call.
         """
         if not self._initial:
             return {}
