@@ -82,3 +82,19 @@ def test_a_call_ends_with_the_entries_that_the_method_does_not_share(tiny_task):
     assert not shared.keys() & private["model"].keys()
     for name, value in private["model"].items():
         assert torch.equal(value, host.model.state_dict()[name])
+
+
+def test_a_call_has_the_threads_of_its_client_and_leaves_those_of_its_process(tiny_task):
+    seen = []
+
+    def count(client, message):
+        seen.append(torch.get_num_threads())
+        return client.reply()
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        host_of(tiny_task).run(count, {}, 1, 0, tiny_task.shards[0], None)
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
