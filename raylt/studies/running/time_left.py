@@ -18,7 +18,7 @@ class Pace:
     """The measured durations of rounds and of the phase after training, by arm and cell.
 
     Attributes:
-        measured: whether a step was timed. `left` is then in seconds, and in client epochs before.
+        measured: whether a round was timed. `left` is then in seconds, and in client epochs before.
     """
 
     def __init__(self, records: Sequence[RunRecord]):
@@ -33,7 +33,7 @@ class Pace:
 
     @property
     def measured(self) -> bool:
-        return bool(self._seconds)
+        return any(step != FINISH for steps in self._seconds.values() for step in steps)
 
     def lacks_finish(self, planned: Planned, steps: int) -> bool:
         """Return whether `left` omits the phase after training because its duration is unknown.
@@ -44,7 +44,7 @@ class Pace:
         """
         if steps > planned.config.federation.rounds or not self._has_finish(planned):
             return False
-        return not self.measured or (FINISH not in self._nearest(planned) and self._expected_finish(planned) is None)
+        return not self.measured or self._finish(planned) is None
 
     def learn(self, planned: Planned, step: int, seconds: float) -> None:
         """Add the measured duration of a run's step."""
@@ -60,12 +60,16 @@ class Pace:
         if not self.measured:
             return max(0, rounds - steps) * _work(planned.config)
         means = self._nearest(planned)
-        usual = fmean([seconds for step, seconds in means.items() if step != FINISH] or means.values())
-        finish = means.get(FINISH, self._expected_finish(planned) or 0.0) if steps <= rounds else 0.0
+        # a final phase says nothing about rounds: methods without rounds have only this phase
+        usual = fmean(_of_rounds(means) or _of_rounds(self._mean(None, None)))
+        finish = (self._finish(planned) or 0.0) if steps <= rounds else 0.0
         return sum(means.get(step, usual) for step in range(steps + 1, rounds + 1)) + finish
 
-    def _expected_finish(self, planned: Planned) -> float | None:
-        """Return the expected duration of an arm's final phase, from this cell if possible, or None if unknown."""
+    def _finish(self, planned: Planned) -> float | None:
+        """Return the duration of an arm's final phase, measured or expected, from this cell if possible, or None."""
+        for cell in (planned.cell, None):
+            if (seconds := self._mean(planned.arm, cell).get(FINISH)) is not None:
+                return seconds
         of_arm = [seconds for (arm, _), seconds in self._expected.items() if arm == planned.arm]
         return self._expected.get((planned.arm, planned.cell), of_arm[0] if of_arm else None)
 
@@ -99,6 +103,10 @@ class Pace:
 def _joined(several: Sequence[StepSeconds]) -> StepSeconds:
     steps = {step for seconds in several for step in seconds}
     return {step: [value for seconds in several for value in seconds.get(step, [])] for step in steps}
+
+
+def _of_rounds(means: dict[int, float]) -> list[float]:
+    return [seconds for step, seconds in means.items() if step != FINISH]
 
 
 def _work(config: Config) -> float:

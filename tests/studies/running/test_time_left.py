@@ -70,9 +70,16 @@ def test_a_run_that_branches_from_another_needs_only_its_finish(planned):
 def test_rounds_that_were_not_timed_are_estimated_like_the_others(planned):
     pace = Pace([timed("fedavg", [1, 3], state="stopped")])
     assert [pace.left(planned["fedavg"], steps) for steps in (0, 2, 3)] == [8, 4, 2]
-    only_finish = Pace([])
-    only_finish.learn(planned["ccvr"], 5, 9.0)
-    assert only_finish.left(planned["ccvr"], 3) == 18
+
+
+def test_the_phase_of_a_method_without_rounds_tells_nothing_about_rounds(planned):
+    once = [timed("ccvr", [900], "elsewhere", rounds=0)]
+    assert not Pace(once).measured
+    assert Pace(once).left(planned["fedavg"], 1) == 9  # client epochs
+    beside = Pace([*once, timed("prox", [2] * 4)])
+    assert beside.measured
+    assert beside.left(planned["fedavg"], 1) == 6
+    assert beside.left(planned["ccvr"], 1) == 3 * 2 + 900
 
 
 def test_the_nearest_runs_count_its_cell_its_arm_and_then_all(planned):
