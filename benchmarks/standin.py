@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--limit", type=int, help="only so many training images, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="of the training")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="as resources.device")
     arguments = parser.parse_args()
     device = open_device(Config.model_validate({"method": "fedavg", "resources": {"device": arguments.device}}))
@@ -129,7 +130,7 @@ def fit(tower: Tower, source: Source, text: Tensor, arguments: argparse.Namespac
         total = 0.0
         for rows in torch.randperm(len(x), generator=order).to(device).split(arguments.batch):
             optimiser.lr = arguments.lr * 0.5 * (1 + np.cos(np.pi * done / steps))
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bfloat16"):
                 u = tower(crop_flip(x[rows], y[rows], generator)[0])
             loss = F.cross_entropy(SCALE * u.float() @ text.T, y[rows])
             optimiser.step(loss)
