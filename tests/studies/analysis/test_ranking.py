@@ -47,6 +47,12 @@ def test_strengths_maximise_the_likelihood():
     assert fit(wins[None])[0] == pytest.approx(most_likely(wins), abs=1e-4)
 
 
+def test_arms_that_always_win_are_fitted_to_the_end():
+    """Nine blocks with the same order of twelve arms: here fits creep, because only the prior bounds the strengths."""
+    wins = np.triu(np.full((12, 12), 9.0), 1)
+    assert fit(wins[None])[0] == pytest.approx(most_likely(wins), abs=1e-3)
+
+
 def test_two_arms_by_hand():
     """Three wins and one loss; by symmetry about the mean, the prior's opponent has strength 0."""
     (a, b) = fit(np.array([[[0.0, 3.0], [1.0, 0.0]]]))[0]
