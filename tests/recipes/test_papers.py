@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,6 +24,7 @@ RECIPES = {
     for path in sorted(FOLDER.rglob("*.yaml"))
     if (name := str(path.relative_to(FOLDER))) not in OURS and path.parent not in (FOLDER, FOLDER / "protocols")
 }
+OF_A_CELL = ("source", "imbalance", "alpha", "beta", "clients")  # settings in the key of a cell, see `cell`
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
@@ -44,17 +46,46 @@ def value(config: Config, key: str):
     return getattr(part, field) if field else part
 
 
+def stated(place: str, config: Config, origin: str) -> dict[str, Any]:
+    """Return the settings that apply to a recipe, by dotted key."""
+    words = {*place.split(), f"k{config.data.clients}"}
+    settings: dict[str, Any] = {}
+    for key, each in PAPERS[origin].items():
+        if set(key.split()) <= words:
+            settings |= each
+    return settings
+
+
 @every_recipe
 @pytest.mark.parametrize("origin", ["protocols", "choices"])
 def test_settings_are_those_that_the_paper_states_or_leaves_to_its_code(name, origin):
     place, config = cell(name)
-    words = {*place.split(), f"k{config.data.clients}"}
-    stated = {}
-    for key, settings in PAPERS[origin].items():
-        if set(key.split()) <= words:
-            stated |= settings
-    assert stated
-    assert {key: value(config, key) for key in stated} == stated
+    expected = stated(place, config, origin)
+    assert expected
+    assert {key: value(config, key) for key in expected} == expected
+
+
+def flat(tree: dict[str, Any], start: str = "") -> dict[str, Any]:
+    """Return the settings of a recipe by their dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{start}{key}.") if isinstance(value, dict) else {f"{start}{key}": value}
+    return leaves
+
+
+@every_recipe
+def test_a_recipe_sets_nothing_but_what_is_stated_and_its_cell(name):
+    place, config = cell(name)
+    known = stated(place, config, "protocols") | stated(place, config, "choices")
+    own = flat(yaml.safe_load(RECIPES[name].read_text()))
+    assert own.keys() - known.keys() <= {f"data.{key}" for key in OF_A_CELL} | {"method.name"}
+    assert own["method.name"] == place.split()[0]
+
+
+def test_settings_of_recipes_without_a_table_are_those_of_the_list():
+    others = {name: yaml.safe_load((FOLDER / name).read_text()) for name in PAPERS["ours"]}
+    assert others == PAPERS["ours"]
+    assert others.keys() | RECIPES.keys() == {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml")}
 
 
 @every_recipe
