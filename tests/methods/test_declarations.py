@@ -1,0 +1,43 @@
+"""What every method declares of itself, against a second list of these declarations.
+
+The framework believes a declaration: it decides which clients' models are evaluated, which settings are refused, and
+which steps the runs of a study share. A wrong one changes no equation, so few other tests would fail. Change
+declarations.yaml together with the algorithm that it describes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raylt.methods import METHODS
+
+DECLARED = yaml.safe_load(Path(__file__).with_name("declarations.yaml").read_text())
+ROUNDS = 100
+WORDS = ("personal", "finishes", "acts_on_encoder", "augments", "sees_images", "uploads_more", "stackable")
+
+
+def declarations(name: str) -> dict[str, Any]:
+    """Return the declarations of a method with its defaults, without those that it leaves to the base class."""
+    method = METHODS[name]()
+    found = {
+        "says": [word for word in (*WORDS, "sums_samples", "learns_prompts") if getattr(method, word)],
+        "problems": list(method.problems) if method.problems != ("classification",) else [],
+        "group": method.group,
+        "trains_as": method.trains_as,
+        "sees_each": list(method.sees_each),
+        "terms": list(method.terms),
+        "later": {stage: list(fields) for stage, fields in method.later.items()},
+        "stages": {stage: step for stage, step in method.stages(ROUNDS).items() if stage not in ("finish", "judging")},
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_declarations_are_those_of_the_list(name):
+    assert declarations(name) == (DECLARED[name] or {})
+
+
+def test_the_list_has_every_method_and_no_other():
+    assert DECLARED.keys() == METHODS.keys()
