@@ -4,6 +4,7 @@ Features for a classifier's second training, for statistics or for prototypes ar
 would change results without failing any other check.
 """
 
+import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from raylt.data.augment import crop_flip
 from raylt.data.samples import Samples
 from raylt.methods import METHODS
 
-QUICKLY = ("sfd", "fedsm", "mupfl", "bpfed")  # the other methods run with the slow tests
 TRAINING = {"sgd"}  # functions that train on augmented images
 OTHERS = {  # client functions that train in loops of their own
     "fedafa": {"personalise"},
@@ -27,6 +27,15 @@ OTHERS = {  # client functions that train in loops of their own
     "pfedme": {"train"},
     "fedala": {"train"},
 }
+# methods that compute features, and those above; the other methods run with the slow tests
+QUICKLY = [
+    name
+    for name, kind in METHODS.items()
+    if name in OTHERS
+    or any(
+        "features(" in inspect.getsource(each) for each in kind.__mro__ if each.__module__.startswith("raylt.methods")
+    )
+]
 
 
 class Augmented(Case):

@@ -12,7 +12,8 @@ from raylt.contract.trace import fingerprint, private_states
 from raylt.core.checkpoint import checkpoint
 from raylt.methods import METHODS
 
-QUICKLY = ("sfd", "scaffold", "mupfl", "bpfed")  # the other methods run with the slow tests
+# papers' methods, and those that read the rate outside of `sgd`; the other methods run with the slow tests
+QUICKLY = ("sfd", "scaffold", "mupfl", "bpfed", "apfl", "pfedme", "qfedavg", "fedrela", "fedetf")
 RATE = 0.2
 
 
