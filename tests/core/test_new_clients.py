@@ -7,7 +7,7 @@ import pytest
 import torch
 from refusals import refused
 from rounds import ask_only, run
-from small_runs import make_run
+from small_runs import QUICK, make_run
 from tiny import configure, fingerprint, make_experiment, open_client, private_states
 from torch.nn import functional as F
 
@@ -22,10 +22,12 @@ from raylt.core.training.sgd import sgd
 from raylt.data.images.cache import load as in_memory
 from raylt.data.task import build_task
 from raylt.errors import CheckpointError, ConfigError, DataError
+from raylt.methods import METHODS
 from raylt.methods.bpfed.method import BPFed
 from raylt.methods.ditto import Ditto
 from raylt.methods.fedafa import FedAFA
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedbabu import FedBABU
 from raylt.methods.fedetf import FedETF
 from raylt.methods.fedper import FedPer
 from raylt.methods.fedrep import FedRep
@@ -160,6 +162,22 @@ def test_what_is_private_is_trained_as_long_as_in_a_round_under_the_final_model(
             assert torch.equal(value, experiment.server.model.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("name", [name for name, kind in METHODS.items() if kind.personal])
+def test_a_new_client_of_every_personal_method_uses_a_model_that_it_trained_on_its_samples(tiny_task, tmp_path, name):
+    method = METHODS[name](**QUICK.get(name, {}))
+    experiment = run(late(tiny_task, 0, 1), tmp_path, method, rounds=1)
+    x = open_client(tiny_task, method, 0).samples.batch(torch.arange(10)).x
+    unsettled = open_client(tiny_task, method, 0, experiment.config)
+    unsettled.receive(method.shared(experiment.server.model))
+    logits = []
+    for client in (unsettled, joined(experiment, method, 0), joined(experiment, method, 1)):
+        with torch.no_grad():
+            logits.append(method.predict(method.client_model(client).eval(), x))
+    # the second client has no sample of a class that the first client has
+    assert not torch.allclose(logits[0], logits[1], atol=1e-4)
+    assert not torch.allclose(logits[1], logits[2], atol=1e-4)
+
+
 def test_fedreps_classifier_gets_the_first_half_of_a_round(tiny_task, tmp_path, monkeypatch):
     seen = []
     experiment = run(late(tiny_task, 0), tmp_path, FedRep(head_epochs=3), rounds=1)
@@ -242,7 +260,7 @@ def test_running_statistics_that_stay_at_clients_are_taken(tiny_task, tmp_path, 
 
 @pytest.mark.parametrize(
     "method",
-    [FedETF(turns=0), FedRep(head_epochs=0), FedAFA(cut="stage1", tune_epochs=0)],
+    [FedETF(turns=0), FedRep(head_epochs=0), FedAFA(cut="stage1", tune_epochs=0), FedBABU(tune_epochs=0)],
     ids=lambda method: method.name,
 )
 def test_they_are_taken_where_settling_trains_nothing(tiny_task, tmp_path, method):
