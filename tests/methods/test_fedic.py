@@ -9,6 +9,7 @@ from tiny import configure
 from torch import tensor
 from torch.nn import functional as F
 
+from raylt.core.training.optimisers import Adam
 from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedic import FEDIC, Ensemble, divergence
@@ -36,11 +37,22 @@ def test_ensemble_by_hand():
     made = ensemble(tensor([[3.0]]), logits, own)[0]  # the gate is 1/2
     assert made.tolist() == pytest.approx([(weighted[0] + 4) / 2, (weighted[1] + 6) / 2])
     with torch.no_grad():
+        ensemble.gate_bias.fill_(100.0)  # the gate is 1
+    assert ensemble(tensor([[3.0]]), logits, own)[0].tolist() == pytest.approx(weighted)
+    with torch.no_grad():
+        ensemble.gate_bias.fill_(0.0)
         ensemble.class_scale.copy_(tensor([2.0, 1.0]))
         ensemble.class_bias.copy_(tensor([0.0, 1.0]))
         ensemble.gate_weight.fill_(100.0)  # the gate is 1
     made = ensemble(tensor([[3.0]]), logits, own)[0]
     assert made.tolist() == pytest.approx([2 * weighted[0], weighted[1] + 1])
+    with torch.no_grad():
+        ensemble.client_scale.copy_(tensor([2.0, 1.0]))
+        ensemble.client_bias.fill_(-1.0)
+    trust = [0.5, torch.sigmoid(tensor(3.0)).item()]  # of 2 - 1 - 1 and 4 + 0 - 1
+    share = [part / sum(trust) for part in trust]
+    made = ensemble(tensor([[3.0]]), logits, own)[0]
+    assert made.tolist() == pytest.approx([2 * (share[0] * 1 + share[1] * 2), -share[0] + 1])
 
 
 def test_divergence_by_hand():
@@ -52,7 +64,7 @@ def test_divergence_by_hand():
 def test_round_equals_naive_code(tiny_task, tmp_path):
     """Compare local training, the mean, and the server's three trainings; the naive code takes the method's
     ensemble."""
-    method = FEDIC(**QUICK, weight=0.7, temperature=3.0)
+    method = FEDIC(**QUICK, weight=0.7, temperature=3.0, distil_lr=0.01)
     models, sizes = [], []
     for id in naive.clients_of(tiny_task):
         x, y = naive.client_data(tiny_task, id)
@@ -74,7 +86,7 @@ def test_round_equals_naive_code(tiny_task, tmp_path):
         return [torch.randperm(len(y), generator=generator)[:6] for _ in range(3)]
 
     tuned = copy.deepcopy(student).train()
-    adam(tuned.parameters(), lambda rows: F.cross_entropy(tuned(x[rows]), y[rows]), draws(), 0.001, 2e-4)
+    adam(tuned.parameters(), lambda rows: F.cross_entropy(tuned(x[rows]), y[rows]), draws(), 0.01, 2e-4)
     tuned.eval()
     ensemble = Ensemble(64, 4)
 
@@ -85,7 +97,7 @@ def test_round_equals_naive_code(tiny_task, tmp_path):
             own = tuned(x[rows])
         return ensemble(z, logits, own)
 
-    adam(ensemble.parameters(), lambda rows: F.cross_entropy(answer(rows), y[rows]), draws(), 0.001)
+    adam(ensemble.parameters(), lambda rows: F.cross_entropy(answer(rows), y[rows]), draws(), 0.01)
     student.train()
 
     def mixed(rows):
@@ -94,10 +106,25 @@ def test_round_equals_naive_code(tiny_task, tmp_path):
         soft = (q * (q.log() - (logits / 3).log_softmax(1))).sum(1).mean()
         return 0.7 * soft + 0.3 * F.cross_entropy(logits, y[rows])
 
-    adam(student.parameters(), mixed, draws(), 0.001, 2e-4)
+    adam(student.parameters(), mixed, draws(), 0.01, 2e-4)
     experiment = run(tiny_task, tmp_path, method, rounds=1)
     assert not naive.differences(dict(experiment.server.model.state_dict()), naive.entries(student), 1e-4)
     assert not naive.differences(experiment.server.state["ensemble"], naive.entries(ensemble), 1e-4)
+
+
+def test_networks_are_trained_with_weight_decay_and_the_ensemble_without(tiny_task, tmp_path, monkeypatch):
+    """In so few steps the decay of 2e-4 hardly moves a weight."""
+    made = []
+
+    def recorded(params, lr, weight_decay=0.0):
+        params = list(params)
+        made.append((sum(p.numel() for p in params), lr, weight_decay))
+        return Adam(params, lr, weight_decay)
+
+    monkeypatch.setattr("raylt.methods.fedic.Adam", recorded)
+    run(tiny_task, tmp_path, FEDIC(**QUICK), rounds=1)
+    network, ensemble = (sum(p.numel() for p in m.parameters()) for m in (naive.new_model(tiny_task), Ensemble(64, 4)))
+    assert made == [(network, 0.001, 2e-4), (ensemble, 0.001, 0.0), (network, 0.001, 2e-4)]
 
 
 def test_ensemble_keeps_its_weights_in_the_next_round(tiny_task, tmp_path):

@@ -11,6 +11,7 @@ from raylt.methods.fedproto import FedProto, prototypes_of
 from raylt.methods.local import Local
 
 MEANS, PRESENT = "prototypes.means", "prototypes.present"
+FILLED = torch.tensor([[0.5], [1.0], [2.0], [3.0]]) * torch.eye(4, 64)  # prototypes of four lengths
 
 
 def naive_rounds(task, weight: float, asked: list[list[int]]):
@@ -61,7 +62,7 @@ def test_only_prototypes_travel(tiny_task, tmp_path):
 
 def filled(client, present):
     with torch.no_grad():
-        client.model.prototypes.means.copy_(torch.eye(4, 64))
+        client.model.prototypes.means.copy_(FILLED)
         client.model.prototypes.present.copy_(tensor(present))
 
 
@@ -73,7 +74,7 @@ def test_clients_are_judged_by_the_nearest_prototype(tiny_task):
     with torch.no_grad():
         judged = FedProto().client_model(client).eval()
         z = client.model.encoder(x)
-        distances = torch.stack([(z - torch.eye(4, 64)[c]).square().sum(1) for c in range(4)], 1)
+        distances = torch.stack([(z - FILLED[c]).square().sum(1) for c in range(4)], 1)
         logits = judged(x)
     assert (logits[:, 1] < -1e8).all()
     shown = [0, 2, 3]
@@ -92,9 +93,7 @@ def test_term_is_the_mean_square_over_batch_and_dimensions(tiny_task):
         loss = FedProto(weight=3.0).objective(client, {})(batch).item()
         z = client.model.encoder(batch.x)
         plain = F.cross_entropy(client.model.classifier(z), batch.y).item()
-    squares = [
-        (own - torch.eye(4, 64)[c]).square().sum().item() for own, c in zip(z, batch.y.tolist(), strict=True) if c != 2
-    ]
+    squares = [(own - FILLED[c]).square().sum().item() for own, c in zip(z, batch.y.tolist(), strict=True) if c != 2]
     assert loss == pytest.approx(plain + 3 * sum(squares) / (8 * 64), rel=1e-5)
 
 

@@ -123,12 +123,18 @@ def test_dirichlet_min_stops_clients_at_their_even_share():
     assert max(sizes) < len(LABELS) / 10 + COUNTS.max()
 
 
-def test_the_smallest_size_is_ten_for_dirichlet_min_and_none_for_dirichlet():
+def test_dirichlet_has_no_smallest_size():
     free = DataConfig(partition="dirichlet", alpha=0.01, clients=10)
     assert min(map(len, partition(LABELS, free, None))) < 10
+
+
+@pytest.mark.parametrize(("kind", "clients"), [("dirichlet_min", 20), ("exdir", 10)])
+def test_the_smallest_size_is_ten_unless_it_is_set(kind, clients):
     for seed in range(5):
-        config = DataConfig(partition="dirichlet_min", alpha=0.1, clients=10, seed=seed)
+        config = DataConfig(partition=kind, alpha=0.1, per_client=3, clients=clients, seed=seed)
         assert min(map(len, partition(LABELS, config, None))) >= 10
+        free = partition(LABELS, config.model_copy(update={"min_size": 0}), None)
+        assert min(map(len, free)) < 10
 
 
 @pytest.mark.parametrize("deal", [dirichlet, dirichlet_min])
