@@ -4,6 +4,7 @@ A statistic over the cohort alone, where a paper pools all clients, changes resu
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,15 +13,16 @@ from small_runs import QUICK
 from raylt.contract.case import SOME, Case
 from raylt.methods import METHODS
 
-ASKED = yaml.safe_load(Path(__file__).with_name("asked.yaml").read_text())
+TABLE = yaml.safe_load(Path(__file__).with_name("asked.yaml").read_text())
+ASKED, WITH_FIELDS = TABLE["defaults"], TABLE["fields"]
 
 # the other methods, which ask only the cohort, run with the slow tests
 QUICKLY = [name for name, calls in ASKED.items() if name == "mupfl" or any("all" in who for who in calls.values())]
 
 
-def asked(name: str, folder: Path) -> dict[str, str]:
+def asked(name: str, folder: Path, **fields: Any) -> dict[str, str]:
     """Return "all" or "some" for each client function of a run in which two of six clients train in a round."""
-    case = Case(METHODS[name](**QUICK.get(name, {})), METHODS[name].problems[0], folder)
+    case = Case(METHODS[name](**QUICK.get(name, {}) | fields), METHODS[name].problems[0], folder)
     trace = case.run(case.config(SOME))
     clients = len(trace.experiment.fleet.ids)
     replies: dict[str, set[str]] = {}
@@ -35,6 +37,13 @@ def asked(name: str, folder: Path) -> dict[str, str]:
 )
 def test_clients_that_are_asked_are_those_of_the_table(name, tmp_path):
     assert asked(name, tmp_path) == ASKED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "calls"), [(each["name"], each["with"], each["asks"]) for each in WITH_FIELDS], ids=str
+)
+def test_fields_that_add_a_call_ask_those_of_the_table(name, fields, calls, tmp_path):
+    assert asked(name, tmp_path, **fields) == calls
 
 
 def test_the_table_has_every_method_and_no_other():
