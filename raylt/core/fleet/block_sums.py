@@ -3,15 +3,14 @@
 The clients that are asked are sorted by id, and each BLOCK clients in this order form a block. The replies of a block
 are added in order of ids, in float64; then the sums of the blocks are added in order. Seed and round decide which
 clients are asked, and an unusable reply leaves its place in the block empty. So no bit depends on actors, on nodes, or
-on the order of arrival. A process that runs a whole block may send the block's sums instead of the replies. With at
-most BLOCK clients there is one block, and the sum is an ordinary sum.
+on the order of arrival. A process that has all replies of a block may send the block's sums instead of the replies.
+With at most BLOCK clients there is one block, and the sum is an ordinary sum.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raylt import tree
 from raylt.core.client import Reply
 from raylt.core.fleet.reductions import Reduction, ReductionKind
 from raylt.tree import RunningSum, Tree
@@ -77,25 +76,6 @@ def block_numbers(ids: Iterable[int]) -> dict[int, int]:
 def split_into_blocks(ids: Sequence[int]) -> list[list[int]]:
     """Split the ids of the asked clients, which must be in ascending order, into blocks."""
     return [list(ids[start : start + BLOCK]) for start in range(0, len(ids), BLOCK)]
-
-
-def sum_replies(
-    parts: Mapping[str, Reduction], replies: Sequence[tuple[Reply, ReplyLayout, dict[str, float]]]
-) -> list[SummedReply]:
-    """Add up a block's usable replies, given in ascending order of client ids; return a placeholder for each reply.
-
-    Args:
-        replies: each with its layout and its lengths.
-    """
-    sums: dict[ReplyLayout, BlockSums] = {}
-    for reply, layout, _ in replies:
-        if layout not in sums:
-            sums[layout] = BlockSums(parts)
-        sums[layout].add(reply)
-    return [
-        SummedReply(reply.weight, tree.nbytes(reply.tree), layout, lengths, sums[layout])
-        for reply, layout, lengths in replies
-    ]
 
 
 def _names_of(parts: Mapping[str, Any], kind: ReductionKind) -> list[str]:

@@ -1,7 +1,7 @@
 """`ClientHost`: the clients that one process runs."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,6 +149,11 @@ class ClientHost:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return bool(dropped)
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Remove the data of some clients from this process."""
+        for id in self.clients.keys() & set(ids):
+            self._release(id)
 
     def _run(
         self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None, private: Tree | None

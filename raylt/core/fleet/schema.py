@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raylt import tree
 from raylt.core.client import Reply
-from raylt.core.fleet.block_sums import ReplyLayout, SummedReply, sum_replies
+from raylt.core.fleet.block_sums import BlockSums, ReplyLayout, SummedReply
 from raylt.core.fleet.outliers import LengthBound, exceeds, is_compared, length
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.wire import Fault, Path, Unusable, dotted, shown
@@ -107,29 +107,34 @@ class Schema:
         }
         return light
 
+    @property
+    def template_bytes(self) -> int:
+        """Return the number of bytes of a reply's tensors, as far as templates give their shapes."""
+        leaves = (leaf for template in self._templates.values() for leaf in template.values())
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+
     def sum_block(
-        self, ids: Sequence[int], replies: Sequence[Reply | Unusable]
+        self, ids: Sequence[int], replies: Iterable[Reply | Unusable]
     ) -> list[Reply | SummedReply | Unusable]:
         """Add up a block's usable replies, given in ascending order of client ids; return a placeholder for each reply.
 
         The placeholder of a faulty reply is `Unusable`. A reply of suspicious length is returned as it is, since only
-        the server knows the lengths of all replies.
+        the server knows the lengths of all replies. No other reply is kept, so an iterator may load one at a time.
         """
         placeholders: list[Reply | SummedReply | Unusable] = []
-        positions: list[int] = []
-        summable: list[tuple[Reply, ReplyLayout, dict[str, float]]] = []
+        sums: dict[ReplyLayout, BlockSums] = {}
         for id, reply in zip(ids, replies, strict=True):
             fault = self.fault(id, reply)
             if fault is not None:
                 reply = Unusable(fault, tree.nbytes(reply.tree) if isinstance(reply, Reply) else 0)
-            placeholders.append(reply)
             if isinstance(reply, Reply):
                 lengths = self.lengths_of(id, reply)
                 if not exceeds(lengths, self.length_bounds):
-                    positions.append(len(placeholders) - 1)
-                    summable.append((reply, self.layout(reply), lengths))
-        for position, summed in zip(positions, sum_replies(self.parts, summable), strict=True):
-            placeholders[position] = summed
+                    layout = self.layout(reply)
+                    block = sums.setdefault(layout, BlockSums(self.parts))
+                    block.add(reply)
+                    reply = SummedReply(reply.weight, tree.nbytes(reply.tree), layout, lengths, block)
+            placeholders.append(reply)
         return placeholders
 
     def layout(self, reply: Reply | SummedReply) -> ReplyLayout:

@@ -73,6 +73,15 @@ def test_dropping_leaves_one_and_says_whether_there_were_others(tiny_task):
     assert not host.drop(all_but=1)
 
 
+def test_released_clients_leave_and_others_stay(tiny_task):
+    host = host_of(tiny_task, room=1e9)
+    for id in (0, 1, 2):
+        host.run(loss, {}, 1, id, tiny_task.shards[id], None)
+    host.release([2, 0, 5])
+    assert list(host.clients) == [1]
+    assert host._samples_bytes == host.clients[1].samples.nbytes
+
+
 def test_a_call_ends_with_the_entries_that_the_method_does_not_share(tiny_task):
     method = FedPer()
     host = ClientHost(make_setup(configure(), method), tiny_task.spec, tiny_task.test, CPU)
