@@ -1,10 +1,11 @@
 """The pool of client actors, each in a slot, and the replacement of lost actors."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import (
     ObjectLostError,
@@ -12,7 +13,7 @@ from ray.exceptions import (
     RayActorError,
     WorkerCrashedError,
 )
-from ray.util import get_current_placement_group, remove_placement_group
+from ray.util import get_current_placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.capacity import Placement, nodes_of, reserve, room
@@ -32,10 +33,12 @@ class ActorSlot:
         name: name of the actor in Ray.
         home: the clients whose calls the actor takes first.
         bundle: number of its bundle in the placement group.
+        home_node: number of the node whose actors have the slot's clients. After the loss of a node the actor may run
+            on another one.
         process: node and pid of the actor, once it has started.
         device: description of the device that the actor computes on.
         starts: how many actors have been started in the slot.
-        packs: numbers of the packs of clients' data that the actor has.
+        packs: numbers of the packs of clients' data that the actor keeps.
         current: name of the actor that runs in the slot now; a replacement has another one.
         late: reference of a call whose result is no longer needed, and which is still running.
     """
@@ -43,6 +46,7 @@ class ActorSlot:
     name: str
     home: list[int]
     bundle: int
+    home_node: int = 0
     actor: Any = None
     process: tuple[str, int] | None = None
     device: dict[str, str | None] = field(default_factory=dict)
@@ -59,33 +63,40 @@ class ActorPool:
     """The slots of all client actors. The pool shrinks if a device or the cluster has too little room.
 
     Args:
+        run: name of the run, with which the names of the actors start.
+        groups: ids of clients; the clients of each group are distributed evenly.
         start: starts the actor of a slot under a name, with Ray's scheduling strategy.
         note: called with one line when there are fewer slots than before.
         start_timeout_s: how long the actors may take to start.
 
     Attributes:
         group: Ray's placement group of the actors; None inside a trial of a search, which has its own.
+        home_nodes: number of each client's home node (`ActorSlot.home_node`), by id.
     """
 
     def __init__(
         self,
-        slots: list[ActorSlot],
+        run: str,
+        groups: Sequence[Sequence[int]],
         placement: Placement,
         start: Callable[[ActorSlot, str, Any], Any],
         note: Callable[[str], None],
         start_timeout_s: float,
     ):
-        self._slots = slots
+        self._slots: list[ActorSlot] = []
         self._placement = placement
         self._start = start
         self._note = note
         self._start_timeout_s = start_timeout_s
         # all actors get resources or none does; a trial of a search has its resources already
-        self.group = None if get_current_placement_group() else reserve(placement, len(slots))
+        actors = min(placement.actors, sum(map(len, groups)))
+        self.group = None if get_current_placement_group() else reserve(placement, actors)
         try:
-            for slot in slots:
+            self._slots = deal_clients(run, groups, self._bundles_by_node(actors))
+            self.home_nodes = _home_nodes(self._slots)
+            for slot in self._slots:
                 self._spawn(slot)
-            self._await(slots, starts=1)
+            self._await(self._slots, starts=1)
         except BaseException:
             self.close()
             raise
@@ -133,6 +144,21 @@ class ActorPool:
         if self.group is not None:
             remove_placement_group(self.group)
 
+    def _bundles_by_node(self, actors: int) -> list[list[int]]:
+        """Wait for the placement group, and return the numbers of its bundles on each node.
+
+        A trial's resources count as those of one node.
+        """
+        if self.group is None:
+            return [list(range(actors))]
+        if not self.group.wait(self._start_timeout_s):
+            raise self._no_room_in_time(actors)
+        nodes = placement_group_table(self.group)["bundles_to_node_id"]
+        by_node: dict[str, list[int]] = {}
+        for bundle in range(actors):
+            by_node.setdefault(nodes[bundle], []).append(bundle)
+        return list(by_node.values())
+
     def _spawn(self, slot: ActorSlot) -> None:
         name = slot.name if slot.starts == 0 else f"{slot.name}~{slot.starts}"
         slot.current = name
@@ -172,7 +198,7 @@ class ActorPool:
             if full:
                 waiting |= self._make_room(full, waiting)
             if waiting and time.monotonic() >= end:
-                raise self._no_room_in_time()
+                raise self._no_room_in_time(len(self))
             self._give_up(waiting)
 
     def _make_room(self, full: dict[int, DeviceFull], waiting: dict[Any, ActorSlot]) -> dict[Any, ActorSlot]:
@@ -218,13 +244,13 @@ class ActorPool:
                 f"the cluster has become smaller: no room for {slot.name}, continuing with {len(self)} client actors"
             )
 
-    def _no_room_in_time(self) -> ConfigError:
+    def _no_room_in_time(self, actors: int) -> ConfigError:
         return ConfigError(
-            f"resources: {len(self)} client actors of {count_of(self._placement.cpus, 'CPU')} and "
+            f"resources: {actors} client actors of {count_of(self._placement.cpus, 'CPU')} and "
             f"{count_of(self._placement.gpus, 'GPU')} did not start within {self._start_timeout_s:g} s. Wait until the "
             "cluster is free, or lower resources.actors.",
             code="cluster.busy",
-            actors=len(self),
+            actors=actors,
             cpus=self._placement.cpus,
             gpus=self._placement.gpus,
             timeout_s=self._start_timeout_s,
@@ -249,13 +275,36 @@ def _not_started(slot: ActorSlot, error: Exception) -> RayltError:
     )
 
 
-def deal_clients(run: str, ids: list[int], actors: int) -> list[ActorSlot]:
-    """Distribute the clients of a run evenly over actors; return one slot per actor."""
-    count = min(actors, len(ids))
-    slots = []
-    for number in range(count):
-        home = ids[number::count]
-        more = f"-and-{len(home) - 3}-more" if len(home) > 3 else ""
-        name = f"client{'s' * (len(home) > 1)}-{'-'.join(f'{id:03d}' for id in home[:3])}{more}"
-        slots.append(ActorSlot(f"{run}/{name}", home, number))
+def deal_clients(run: str, groups: Sequence[Sequence[int]], bundles: Sequence[Sequence[int]]) -> list[ActorSlot]:
+    """Distribute the clients of a run evenly over actors; return one slot per actor.
+
+    Neighbouring clients go to the same node, because they share packs of data and blocks of sums. On a node they go to
+    its actors in turn.
+
+    Args:
+        groups: ids of clients, ascending. Each actor gets its share of each group.
+        bundles: numbers of the actors' bundles, by node.
+    """
+    shares = np.concatenate([np.arange(len(group)) / len(group) for group in groups])
+    ids = np.concatenate(groups)[np.argsort(shares, kind="stable")]  # a part of it has the same part of each group
+    actors = sum(map(len, bundles))
+    slots: list[ActorSlot] = []
+    for node, numbers in enumerate(bundles):
+        first, after = (count * len(ids) // actors for count in (len(slots), len(slots) + len(numbers)))
+        for position, bundle in enumerate(numbers):
+            home = np.sort(ids[first + position : after : len(numbers)]).tolist()
+            slots.append(ActorSlot(f"{run}/{_name_of(home)}", home, bundle, node))
     return slots
+
+
+def _name_of(home: Sequence[int]) -> str:
+    more = f"-and-{len(home) - 3}-more" if len(home) > 3 else ""
+    return f"client{'s' * (len(home) > 1)}-{'-'.join(f'{id:03d}' for id in home[:3])}{more}"
+
+
+def _home_nodes(slots: Iterable[ActorSlot]) -> np.ndarray:
+    """Return the number of each client's home node, int32 [largest id + 1]."""
+    nodes = np.zeros(1 + max(max(slot.home) for slot in slots), np.int32)
+    for slot in slots:
+        nodes[slot.home] = slot.home_node
+    return nodes

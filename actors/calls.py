@@ -4,16 +4,22 @@ Small clients travel in blocks, one call of Ray's for several clients: the call 
 client with more than `SMALL` samples has a call of its own. So has every client where few are asked, or where the
 fleet does not wait for all of them. Where every actor gets several blocks of `raylt.core.fleet.block_sums`, each block
 whose clients are all small is one call and returns as its sum.
+
+Large replies of other blocks stay in the object store, on the nodes of their actors. When all clients of a block have
+replied, an actor fetches the replies and adds them up, and only the sums reach the server.
 """
 
 import itertools
 import time
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from ray.exceptions import ObjectLostError
 
 from actors.actor_pool import ActorPool, ActorSlot
 from actors.client import Block, name_clients
-from actors.dispatch import Call, Job, Outcome
+from actors.dispatch import Call, Job, Outcome, Reach
 from actors.shards import Shards
 from raylt.config import Config
 from raylt.core.client import ClientFunction
@@ -30,6 +36,52 @@ from raylt.tree import Tree, from_arrays, to_arrays
 SMALL = 32  # samples of a client that shares a call; SAMPLES where such clients train in stacks
 MOST = 64  # clients of a call
 SPREAD = 4  # fewest calls per actor, so that no actor waits long for the last call
+STORED_BYTES = 2**20  # size from which replies are added up by actors; the server adds smaller ones in a millisecond
+
+
+@dataclass(frozen=True)
+class StoredReply:
+    """A reply that stays in the object store, with its reference."""
+
+    ref: Any
+
+
+@dataclass
+class StoredBlock:
+    """A block of clients whose replies stay in the object store until an actor adds them up.
+
+    Attributes:
+        missing: clients that may still reply.
+        losses: how many actors died while they added up the block.
+    """
+
+    ids: list[int]
+    losses: int = 0
+
+    def __post_init__(self) -> None:
+        self.missing = set(self.ids)
+
+
+class Addition(Call):
+    """A call that adds up the replies of a `StoredBlock`."""
+
+
+@dataclass
+class NodeQueue:
+    """The calls that wait for an actor of one node, or for an idle actor of another one.
+
+    Attributes:
+        clients: ids, in the order of their calls.
+        blocks: ids of small clients; each block is one call, which returns its sum.
+        complete: blocks to add up.
+    """
+
+    clients: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    complete: list[StoredBlock] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.clients) + len(self.blocks) + len(self.complete)
 
 
 class ClientDirectory(Protocol):
@@ -103,7 +155,7 @@ class ClientCalls(Job):
         self.answers: dict[int, Answer] = {}
         self._usable_answers = 0
         self._attempts = dict.fromkeys(ids, 0)
-        self._alone = set[int]()  # clients of a block that was lost: each is asked again by itself
+        self._alone = set[int]()  # clients of a call that was lost: each is asked again by itself
         limit = fleet.config.federation.deadline_s
         self.deadline = None if limit is None else time.monotonic() + limit
         waits_for_all = enough >= len(ids) and limit is None
@@ -113,59 +165,90 @@ class ClientCalls(Job):
             size = max(size, min(FEW, len(ids) // len(fleet.slots)))
             self._most_samples = SAMPLES
         self._block_size = min(MOST, size) if waits_for_all else 1
-        blocks = split_into_blocks(ids) if sums is not None and self._block_size >= BLOCK else []
-        self._blocks = [block for block in blocks if all(map(self._shares, block))]
-        in_no_block = set(ids).difference(*self._blocks)
+        self._queues = [NodeQueue() for _ in range(1 + fleet.slots.home_nodes.max())]
+        self._stored_blocks: dict[int, StoredBlock] = {}  # by client
+        self._stored_replies: dict[int, Outcome] = {}  # by client
+        blocks = [] if sums is None else split_into_blocks(ids)
+        stores = sums is not None and waits_for_all and len(blocks) > 1 and sums.template_bytes >= STORED_BYTES
+        in_no_call = set(ids)
+        for block in blocks:
+            if self._block_size >= BLOCK and all(map(self._shares, block)):
+                self._queue_of(block[0]).blocks.append(block)
+                in_no_call.difference_update(block)
+            elif stores:
+                self._stored_blocks |= dict.fromkeys(block, StoredBlock(block))
         # the largest first: the round would otherwise end with it
-        self.waiting = sorted(in_no_block, key=lambda id: (-fleet.all_sizes[id], id))
+        for id in sorted(in_no_call, key=lambda id: (-fleet.all_sizes[id], id)):
+            self._queue_of(id).clients.append(id)
+
+    def _queue_of(self, id: int) -> NodeQueue:
+        return self._queues[self.fleet.slots.home_nodes[id]]
+
+    @property
+    def arrived(self) -> int:
+        """Return the number of answers and replies that have arrived at the server or in the object store."""
+        return len(self.answers) + len(self._stored_replies)
 
     @property
     def pending(self) -> bool:
-        return bool(self.waiting or self._blocks)
+        return any(self._queues)
 
     @property
     def satisfied(self) -> bool:
         return self._usable_answers >= self.enough
 
-    def submit(self, slot: ActorSlot, own: bool) -> tuple[Any, Call] | None:
-        ids = self._take(slot.own if own else None)
+    def submit(self, slot: ActorSlot, reach: Reach) -> tuple[Any, Call] | None:
+        queue = self._queues[slot.home_node]
+        if reach == "others":
+            queue = max(self._queues, key=len)
+        if queue.complete:  # first, because its replies fill the object store
+            return self._submit_addition(slot, queue.complete.pop(0))
+        ids = self._take(queue.clients, slot.own if reach == "own" else None)
         if ids:
             return self._submit(slot, ids)
-        if self._blocks and not own:
-            return self._submit(slot, self._blocks.pop(0), self.sums)
+        if queue.blocks and reach != "own":
+            return self._submit(slot, queue.blocks.pop(0), self.sums)
         return None
 
-    def _take(self, clients: Container[int] | None) -> list[int]:
+    def _take(self, waiting: list[int], clients: Container[int] | None) -> list[int]:
         """Return the ids of the first waiting clients that can share one call, and remove these clients from the queue.
 
         Args:
             clients: the clients to choose from; by default all.
         """
         positions: list[int] = []
-        for position, id in enumerate(self.waiting):
+        for position, id in enumerate(waiting):
             if clients is None or id in clients:
-                if positions and not self._shares(id):
+                if positions and not (self._shares(id) and self._stores(id) == self._stores(waiting[positions[0]])):
                     continue
                 positions.append(position)
                 if len(positions) >= self._block_size or not self._shares(id):
                     break
         if not positions:
             return []
-        ids = [self.waiting[position] for position in positions]
+        ids = [waiting[position] for position in positions]
         taken = set(positions)
         seen = positions[-1] + 1
         # the rest is not copied, so that the total time is not quadratic in the number of clients
-        self.waiting[:seen] = [id for position, id in enumerate(self.waiting[:seen]) if position not in taken]
+        waiting[:seen] = [id for position, id in enumerate(waiting[:seen]) if position not in taken]
         return ids
 
     def _shares(self, id: int) -> bool:
         return self.fleet.all_sizes[id] <= self._most_samples and id not in self._alone
 
+    def _stores(self, id: int) -> bool:
+        """Return whether a client's reply stays in the object store."""
+        return id in self._stored_blocks
+
     def _submit(self, slot: ActorSlot, ids: list[int], sums: Schema | None = None) -> tuple[Any, Call]:
         shards = self.fleet.shards
         private_refs = [self.fleet.private(id) for id in ids]
         new_packs = sorted({shards.places[id] for id in ids} - slot.packs)
-        slot.packs.update(new_packs)
+        # a node keeps the data of its own clients only
+        keep = self.fleet.slots.home_nodes[ids[0]] == slot.home_node
+        if keep:
+            slot.packs.update(new_packs)
+        apart = self._stores(ids[0])
         places = itertools.count()
         clients = [
             (id, shards.places[id], None if private is None else next(places))
@@ -173,26 +256,57 @@ class ClientCalls(Job):
         ]
         patience = self.fleet.patience(self.name, len(ids))
         name = f"{self.name}, round {self.fleet.round}"  # Ray's dashboard counts the calls of each name
-        replies, *new_private_refs = slot.actor.run.options(num_returns=1 + len(ids), name=name).remote(
+        returns = 1 + (2 if apart else 1) * len(ids)
+        replies, *refs = slot.actor.run.options(num_returns=returns, name=name).remote(
             self.fn,
             self.message,
-            Block(self.fleet.round, new_packs, clients),
+            Block(self.fleet.round, new_packs, clients, bool(keep), apart),
             patience,
             None if sums is None else sums.restricted_to(ids),
             *(shards.packs[number] for number in new_packs),
             *(private for private in private_refs if private is not None),
         )
-        return replies, Call(ids, slot, len(self.fleet.slots), new_private_refs, patience=patience)
+        call = Call(ids, slot, len(self.fleet.slots), refs[: len(ids)], refs[len(ids) :], patience=patience)
+        return replies, call
+
+    def _submit_addition(self, slot: ActorSlot, block: StoredBlock) -> tuple[Any, Call]:
+        assert self.sums is not None
+        ids = [id for id in block.ids if id in self._stored_replies]
+        # Ray would fetch all replies at once if they were arguments of their own
+        replies = [self._stored_replies[id].value.ref for id in ids]
+        name = f"add up {self.name}, round {self.fleet.round}"
+        sums = slot.actor.add_up.options(name=name).remote(self.sums.restricted_to(ids), ids, replies)
+        return sums, Addition(ids, slot, len(self.fleet.slots))
 
     def outcomes(self, call: Call, results: Any) -> Sequence[Outcome]:
-        private_refs = [self.fleet.keep(private) for private in call.private_refs]
+        if isinstance(call, Addition):
+            private_refs = [self._stored_replies[id].private_ref for id in call.ids]
+        else:
+            private_refs = [self.fleet.keep(private) for private in call.private_refs]
+        if call.reply_refs:
+            results = [fault or StoredReply(ref) for fault, ref in zip(results, call.reply_refs, strict=True)]
         return [Outcome(id, reply, private) for id, reply, private in zip(call.ids, results, private_refs, strict=True)]
 
     def accept(self, outcome: Outcome, seconds: float) -> None:
+        added_up = self._stored_replies.pop(outcome.id, None) is not None
+        if not added_up:
+            self.fleet.record_seconds(self.name, outcome.id, seconds)
+        if isinstance(outcome.value, StoredReply):
+            self._stored_replies[outcome.id] = outcome
+            self._complete_block(outcome.id)
+            return
         reply = outcome.value if isinstance(outcome.value, SummedReply) else unpacked(outcome.value)
         self._usable_answers += self.usable(outcome.id, reply)
         self.answers[outcome.id] = Answer(outcome.id, reply, outcome.private_ref)
-        self.fleet.record_seconds(self.name, outcome.id, seconds)
+
+    def _complete_block(self, id: int) -> None:
+        """Note that a client has replied or failed. Queue its block to be added up after the last client."""
+        block = self._stored_blocks.get(id)
+        if block is None:
+            return
+        block.missing.discard(id)
+        if not block.missing and any(id in self._stored_replies for id in block.ids):
+            self._queue_of(block.ids[0]).complete.append(block)
 
     def fail(self, id: int, fault: Fault) -> None:
         self._fail(id, ClientError(id, self.fleet.round, self.name, fault.text, code=fault.code))
@@ -202,12 +316,16 @@ class ClientCalls(Job):
         if self._attempts[id] < self.fleet.config.federation.retries:
             self._attempts[id] += 1
             self.fleet.round_stats.retried.append(id)
-            self.waiting.insert(0, id)
+            self.requeue([id])
         else:
             self.answers[id] = Answer(id, None, None, error)
+            self._complete_block(id)
 
     def requeue(self, ids: Sequence[int]) -> None:
-        self.waiting = [*ids, *self.waiting]
+        for id in reversed(ids):
+            self._queue_of(id).clients.insert(0, id)
+            if self._stored_replies.pop(id, None) is not None and self._stores(id):
+                self._stored_blocks[id].missing.add(id)
 
     def lose(self, call: Call, error: Exception) -> None:
         """Retry the calls of all clients whose actor died.
@@ -215,7 +333,9 @@ class ClientCalls(Job):
         The client that ended a block's process is unknown, so no client of a block loses an attempt.
         """
         cause = f"process died ({type(error).__name__})"
-        if len(call.ids) == 1:
+        if isinstance(call, Addition):
+            self._lose_addition(call, error)
+        elif len(call.ids) == 1:
             lost = ClientLost(call.ids[0], self.fleet.round, self.name, f"its {cause}")
             self.fleet.note(str(lost))
             self._fail(call.ids[0], lost)
@@ -226,8 +346,30 @@ class ClientCalls(Job):
             )
             self._ask_alone(call.ids)
 
+    def _lose_addition(self, call: Call, error: BaseException) -> None:
+        """Add up a block again at another actor, or ask its clients again for replies that the server adds up.
+
+        The clients are asked again if a reply was lost with its node, or after a second loss.
+        """
+        block = self._stored_blocks[call.ids[0]]
+        block.losses += 1
+        again = block.losses == 1 and not isinstance(error, ObjectLostError)
+        remedy = "another process adds them up" if again else "they are asked again"
+        self.fleet.note(
+            f"{name_clients(call.ids)}, round {self.fleet.round}, {self.name}: the sum of their replies was lost "
+            f"({type(error).__name__}), {remedy}"
+        )
+        if again:
+            self._queue_of(block.ids[0]).complete.append(block)
+            return
+        for id in block.ids:
+            del self._stored_blocks[id]
+        self._ask_alone(call.ids)
+
     def reject(self, call: Call, cause: BaseException) -> None:
-        if len(call.ids) > 1:
+        if isinstance(call, Addition):
+            self._lose_addition(call, cause)
+        elif len(call.ids) > 1:
             self._ask_alone(call.ids)
         else:
             self.fail(call.ids[0], Fault.of(cause))
@@ -240,7 +382,8 @@ class ClientCalls(Job):
     def expire(self, calls: Sequence[Call]) -> None:
         limit = self.fleet.config.federation.deadline_s
         running = [id for call in calls for id in call.ids]
-        for id in [*running, *self.waiting]:
+        waiting = [id for queue in self._queues for id in queue.clients]
+        for id in [*running, *waiting]:
             cause = f"not done after federation.deadline_s = {limit:g} s"
             error = ClientError(id, self.fleet.round, self.name, cause, code="client.late", deadline_s=limit)
             self.answers[id] = Answer(id, None, None, error)
@@ -287,8 +430,8 @@ class ServerItems(Job):
     def satisfied(self) -> bool:
         return self.error is not None or len(self.results) == len(self.items)
 
-    def submit(self, slot: ActorSlot, own: bool) -> tuple[Any, Call] | None:
-        if own or not self._waiting:
+    def submit(self, slot: ActorSlot, reach: Reach) -> tuple[Any, Call] | None:
+        if reach == "own" or not self._waiting:
             return None
         item = self._waiting.pop(0)
         ref = slot.actor.compute.remote(self.fn, to_arrays(self.items[item]), item)

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,11 +74,15 @@ class Block:
         packs: numbers of the packs of data that are sent with the call because the actor has not got them.
         clients: for each client its id, the number of the pack with its data, and its place among the private states
             that are sent with the call; None for the place before a client's first call.
+        keep: whether the actor keeps the packs and the clients' samples after the call.
+        apart: whether each reply becomes an object of its own in the object store.
     """
 
     round: int
     packs: list[int]
     clients: list[tuple[int, int, int | None]]
+    keep: bool
+    apart: bool
 
 
 @ray.remote
@@ -160,15 +164,18 @@ class ClientActor:
             objects: the packs that `block` names, then the private states that it has places for.
 
         Returns:
-            The replies, and each client's private state as an object of its own.
+            The replies, and each client's private state as an object of its own. If the replies are objects of their
+            own, they follow the states, and a None stands in place of each reply.
         """
-        self.packs |= dict(zip(block.packs, objects, strict=False))
+        packs = self.packs | dict(zip(block.packs, objects, strict=False))
+        if block.keep:
+            self.packs = packs
         privates = objects[len(block.packs) :]
         received = from_arrays(message)
         replies = []
         states = []
         calls = [
-            ClientCall(id, self.packs[pack].shard(id), None if place is None else from_arrays(privates[place]))
+            ClientCall(id, packs[pack].shard(id), None if place is None else from_arrays(privates[place]))
             for id, pack, place in block.clients
         ]
         with self._stacks_after(patience):
@@ -177,11 +184,26 @@ class ClientActor:
                 reply, state = self._call(fn, received, block, call, stacked.get(call.id))
                 replies.append(reply)
                 states.append(state)
+        if not block.keep:
+            self.host.release(call.id for call in calls)
+        if block.apart:
+            return [reply if isinstance(reply, Fault) else None for reply in replies], *states, *replies
         if sums is not None and not any(isinstance(reply, Fault) for reply in replies):
-            summed = sums.sum_block([id for id, *_ in block.clients], [unpacked(reply) for reply in replies])
-            # a reply that is returned as it is travels as it came
-            replies = [reply if isinstance(new, Reply) else new for reply, new in zip(replies, summed, strict=True)]
+            replies = _summed(sums, [call.id for call in calls], replies)
         return replies, *states
+
+    def add_up(self, sums: Schema, ids: list[int], replies: list[Any]) -> list[Any]:
+        """Add up the replies of a block's clients, which lie in the object store.
+
+        Args:
+            sums: layout of the replies.
+            ids: ascending.
+            replies: references to the clients' replies. One reply at a time is fetched and added.
+
+        Returns:
+            For each client the same as `run` for a block that returns as its sum.
+        """
+        return _summed(sums, ids, map(ray.get, replies))
 
     def _call(
         self, fn: ClientFunction, message: Tree, block: Block, call: ClientCall, outcome: Outcome | None
@@ -312,6 +334,12 @@ def label_of(ids: list[int], sizes: Any, counts: Any, names: Sequence[str] = ())
 def _copied(reply: Reply | Unusable, state: Tree) -> tuple[Reply | Unusable, Tree]:
     """Copy a reply and a private state, whose memory may belong to the model that the next client uses."""
     return reply if isinstance(reply, Unusable) else Reply(reply.weight, snapshot(reply.tree)), snapshot(state)
+
+
+def _summed(sums: Schema, ids: Sequence[int], replies: Iterable[Any]) -> list[Any]:
+    """Return the result of `Schema.sum_block` for packed replies, packed again."""
+    summed = sums.sum_block(ids, map(unpacked, replies))
+    return [packed(reply, {})[0] if isinstance(reply, Reply) else reply for reply in summed]
 
 
 def _lives(pid: int) -> bool:

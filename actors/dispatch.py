@@ -9,13 +9,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayTaskError
 
 from actors.actor_pool import LOST, ActorPool, ActorSlot
 from raylt.core.fleet.wire import Fault
+
+# an idle actor's choice of clients: its own, those of its node, those of other nodes
+Reach = Literal["own", "node", "others"]
+REACHES: tuple[Reach, ...] = ("own", "node", "others")  # in the order of its choice
 
 
 @dataclass
@@ -25,6 +29,7 @@ class Call:
     Attributes:
         ids: the clients, or items, that the call is for.
         private_refs: references to the new private state of each client; empty for items.
+        reply_refs: references to replies that stay in the object store; empty if the call returns its replies.
         start: when the call was submitted, from `time.monotonic`.
         patience: seconds after which the call is reported as stuck; None for never.
         actors: number of actors when the call was submitted.
@@ -35,6 +40,7 @@ class Call:
     slot: ActorSlot
     actors: int
     private_refs: list[Any] = field(default_factory=list)
+    reply_refs: list[Any] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
     patience: float | None = None
     reported: bool = False
@@ -82,11 +88,12 @@ class Job(ABC):
         """Return whether the job needs no further result."""
 
     @abstractmethod
-    def submit(self, slot: ActorSlot, own: bool) -> tuple[Any, Call] | None:
+    def submit(self, slot: ActorSlot, reach: Reach) -> tuple[Any, Call] | None:
         """Submit the next call that an idle actor can run.
 
         Args:
-            own: whether the call must be for a client whose home is this actor.
+            reach: the clients that the call may be for. An actor takes over another actor's clients only if none of
+                its own wait.
 
         Returns:
             Ray's reference to the results, and the call; None if no call suits the actor.
@@ -110,7 +117,7 @@ class Job(ABC):
 
     @abstractmethod
     def lose(self, call: Call, error: Exception) -> None:
-        """Record that the actor of a call died."""
+        """Record that the actor of a call died, or that an object was lost."""
 
     @abstractmethod
     def reject(self, call: Call, cause: BaseException) -> None:
@@ -171,11 +178,11 @@ class Dispatcher:
     def _submit(self) -> None:
         busy = {id(call.slot) for call in self.running.values()}
         idle = [slot for slot in self.pool if id(slot) not in busy and slot.late is None]
-        for own in (True, False):
-            idle = [slot for slot in idle if not self._submit_to(slot, own)]
+        for reach in REACHES:
+            idle = [slot for slot in idle if not self._submit_to(slot, reach)]
 
-    def _submit_to(self, slot: ActorSlot, own: bool) -> bool:
-        submitted = self.job.submit(slot, own)
+    def _submit_to(self, slot: ActorSlot, reach: Reach) -> bool:
+        submitted = self.job.submit(slot, reach)
         if submitted is None:
             return False
         ref, call = submitted
@@ -194,7 +201,8 @@ class Dispatcher:
             outcomes = self.job.outcomes(call, ray.get(ref))
         except LOST as error:
             self.job.lose(call, error)
-            self._replace(call.slot)
+            if not isinstance(error, RayTaskError):  # the actor lives, and an object that it needed is lost
+                self._replace(call.slot)
             return
         except RayTaskError as error:  # the call could not be sent, or its results could not
             self.job.reject(call, error.cause)

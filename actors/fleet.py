@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from actors.actor_pool import ActorPool, ActorSlot, deal_clients
+from actors.actor_pool import ActorPool, ActorSlot
 from actors.by_value import pack
 from actors.calls import ClientCalls, ServerItems
 from actors.capacity import Placement, nodes_of
@@ -72,7 +72,8 @@ class RayFleet(Fleet):
         self._longest: dict[str, float] = {}  # seconds, by client function
         self.seconds: dict[int, float] = {}  # of each client's calls since `begin`
         self.slots = ActorPool(
-            deal_clients(run, list(self.all_sizes), placement.actors),
+            run,
+            [group for group in (self.ids, self.new_clients) if group],
             placement,
             self._start,
             self.note,
@@ -179,7 +180,7 @@ class RayFleet(Fleet):
         for yielded, id in enumerate(ids):
             while id not in job.answers and not dispatcher.over:
                 dispatcher.advance()
-                self._show_arrived(job.name, yielded + len(job.answers), len(ids))
+                self._show_arrived(job.name, yielded + job.arrived, len(ids))
             answer = job.answers.pop(id, None)
             if answer is not None:
                 yield answer

@@ -1,6 +1,8 @@
 """A task of many tiny clients, and fleets that run it."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import ray
@@ -55,3 +57,16 @@ def make_fleet(config: Config, task: Task, actors: int, method, folder=None) -> 
         f"many{next(_names)}",
         folder,
     )
+
+
+class FakePool(list):
+    """A list of slots with the attributes of an `ActorPool` that jobs use."""
+
+    home_nodes: Any = None
+
+
+def fake_fleet(sizes: dict[int, int], slots: list[Any], home_nodes: list[int] | None = None) -> SimpleNamespace:
+    """Return the attributes of a fleet that decide which clients share a call; by default all are of one node."""
+    pool = FakePool(slots)
+    pool.home_nodes = np.array([0] * len(sizes) if home_nodes is None else home_nodes)
+    return SimpleNamespace(config=configure(len(sizes)), all_sizes=sizes, slots=pool)

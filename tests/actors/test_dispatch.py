@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import trouble
-from many import LARGE, NOBODY, configure, make_fleet, make_many
+from many import LARGE, NOBODY, configure, fake_fleet, make_fleet, make_many
 from tiny import CPU, fingerprint, make_experiment, make_setup
 from trouble import Private
 
@@ -92,13 +92,13 @@ def test_each_waiting_client_is_looked_at_once_or_twice_however_many_wait(monkey
 
     monkeypatch.setattr(ClientCalls, "_submit", lambda self, slot, ids, *sums: sent.append(ids) or ids)
     clients = 4000
-    slots = [SimpleNamespace(own=frozenset(range(start, clients, 2)), device={}) for start in (0, 1)]
-    fleet = SimpleNamespace(config=configure(clients), all_sizes=dict.fromkeys(range(clients), 3), slots=slots)
+    slots = [SimpleNamespace(own=frozenset(range(start, clients, 2)), home_node=0, device={}) for start in (0, 1)]
+    fleet = fake_fleet(dict.fromkeys(range(clients), 3), slots)
     calls = ClientCalls(fleet, trouble.count, list(range(clients)), None, clients, None, None)
-    calls.waiting = Looked(calls.waiting)
+    calls._queues[0].clients = Looked(calls._queues[0].clients)
     while calls.pending:
         for slot in slots:
-            calls.submit(slot, own=True)
+            calls.submit(slot, "own")
     assert sorted(id for ids in sent for id in ids) == list(range(clients))
     assert {len(ids) for ids in sent} == {64, 2000 % 64}
     assert all(set(ids) <= slot.own for ids, slot in zip(sent, 32 * slots, strict=False))
@@ -117,10 +117,9 @@ def test_each_waiting_client_is_looked_at_once_or_twice_however_many_wait(monkey
 def test_clients_that_train_in_stacks_share_a_call_with_more_samples_and_more_clients(monkeypatch, stacked, sent):
     monkeypatch.setattr(ClientCalls, "_submit", lambda self, slot, ids, *sums: ids)
     sizes = dict.fromkeys(range(9), 5) | {3: 129, 2: 128}
-    slots = [SimpleNamespace(own=frozenset(range(9)), device={"stacked": stacked})] * 2
-    fleet = SimpleNamespace(config=configure(9), all_sizes=sizes, slots=slots)
-    calls = ClientCalls(fleet, trouble.count, list(range(9)), None, 9, None, None)
-    assert [calls.submit(slots[0], own=True) for _ in sent] == sent
+    slots = [SimpleNamespace(own=frozenset(range(9)), home_node=0, device={"stacked": stacked})] * 2
+    calls = ClientCalls(fake_fleet(sizes, slots), trouble.count, list(range(9)), None, 9, None, None)
+    assert [calls.submit(slots[0], "own") for _ in sent] == sent
 
 
 @pytest.mark.slow

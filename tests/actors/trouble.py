@@ -15,6 +15,7 @@ from raylt.methods.fedprox import FedProx
 from raylt.models.split import Params, SplitModel
 
 IDS = [0, 1, 2, 3, 5]  # the clients of tiny_task that hold samples
+LARGE = torch.empty(2**18, device="meta")  # a part of a mebibyte
 
 
 def configure(**federation: Any) -> Config:
@@ -122,3 +123,17 @@ def wait_at_first(client: Client, message: Message) -> Reply:
     if client.id == 0:
         time.sleep(3)
     return client.reply()
+
+
+def scatter_large(client: Client, message: Message) -> Reply:
+    """Reply as `scatter` does, with a mebibyte of numbers; count the call in the client's private state."""
+    client.state["calls"] = client.state.get("calls", 0) + 1
+    generator = torch.Generator().manual_seed(client.id)
+    sizes = 10.0 ** torch.randint(-9, 4, LARGE.shape, generator=generator)  # short enough for sums (outliers.py)
+    return client.reply(x=torch.randn(LARGE.shape, generator=generator) * sizes)
+
+
+def die_once(folder: str, server: int, part: torch.Tensor) -> None:
+    """A condition on a part that ends the first process that checks it, unless that is the server's process."""
+    if os.getpid() != server and first(folder, -1):
+        os.kill(os.getpid(), signal.SIGKILL)
