@@ -335,6 +335,7 @@ CASES: dict[str, Callable[[], Measured]] = {
     "a call, in bare loops": calls,
     "SCAFFOLD, in steps of FedAvg": scaffold,
     "color_jitter": lambda: augmentation("color_jitter"),
+    "rand_augment": lambda: augmentation("rand_augment"),
     "short runs of nine methods": short_runs,
     "demonstration": demonstration,
 }

@@ -55,24 +55,27 @@ class Training:
     fewest: int | None = None  # samples of a client, where they differ; `samples` is the most
     clients: int = CLIENTS
     width: int | None = None  # of a frozen encoder's features, on which the clients then train
+    optimiser: str = "sgd"
 
     def __str__(self) -> str:
+        optimiser = "" if self.optimiser == "sgd" else f", {self.optimiser}"
         if self.width is not None:
             sizes = f"{self.samples} samples" if self.fewest is None else f"{self.fewest} to {self.samples} samples"
-            return f"{self.width} features of a frozen encoder, batches of {self.batch}, clients of {sizes}"
+            return f"{self.width} features of a frozen encoder, batches of {self.batch}, clients of {sizes}{optimiser}"
         precision = "" if self.precision == "float32" else f", {self.precision}"
         height, width, channels = self.shape
         sizes = "" if self.fewest is None else f", {self.clients} clients of {self.fewest} to {self.samples}"
-        return f"{self.model} {height}x{width}x{channels}, batches of {self.batch}{precision}{sizes}"
+        return f"{self.model} {height}x{width}x{channels}, batches of {self.batch}{precision}{sizes}{optimiser}"
 
     def host(self, stacked: str) -> ClientHost:
         """Return a host whose clients train in stacks or alone, whatever `auto` would decide."""
+        local = {"batch": self.batch, "epochs": 1, "precision": self.precision, "optimiser": self.optimiser}
         config = Config.model_validate(
             {
                 "method": {"name": "fedavg"},
                 "model": self.model,
                 "data": {"clients": CLIENTS},
-                "local": {"batch": self.batch, "epochs": 1, "stacked": stacked, "precision": self.precision},
+                "local": local | {"stacked": stacked},
                 "trainable": "all" if self.width is None else "classifier",
             }
         )
@@ -91,7 +94,17 @@ class Training:
 
 
 FROZEN = "small", (8, 8, 1)
+ADAM = tuple(
+    Training(model, shape, batch, samples, optimiser="adam", width=width)
+    for model, shape, batch, samples, width in (
+        ("small", (8, 8, 1), 5, 10, None),
+        ("small", (16, 16, 3), 10, 20, None),
+        ("cnn", (28, 28, 1), 5, 10, None),
+        (*FROZEN, 5, 10, 1280),
+    )
+)
 TRAININGS = (
+    *ADAM,
     Training(*FROZEN, 5, 10, width=1280),
     Training(*FROZEN, 32, 32, width=1280),
     Training(*FROZEN, 32, 128, width=1280),
@@ -125,14 +138,14 @@ TRAININGS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="models, or thousand; all by default")
+    parser.add_argument("cases", nargs="*", help="models, frozen, adam, or thousand; all by default")
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     stacked_sgd.MOST_WORK = float("inf")
     for training in TRAININGS:
-        kind = training.model if training.width is None else "frozen"
-        if not arguments.cases or kind in arguments.cases:
+        kinds = {training.model if training.width is None else "frozen", training.optimiser}
+        if not arguments.cases or kinds & set(arguments.cases):
             keep(str(training), compare(training, arguments.turns))
     if not arguments.cases or "thousand" in arguments.cases:
         keep("thousand clients, in bare loops", thousand(arguments.turns))

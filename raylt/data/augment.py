@@ -2,8 +2,8 @@
 
 Images are [B, H, W, channels] with values 0..255: uint8 in memory, float32 where an augmentation interpolates. Labels
 [B] stay as they are. Label maps uint8 [B, H, W] move with their images, by nearest neighbour, and are VOID outside of
-the image. Each crop has two parts: one draws, the other applies. torchvision's policies (transforms.v2) are drawn for
-each image separately.
+the image. Each crop has two parts: one draws, the other applies. torchvision's policies `trivial_augment` and
+`auto_augment` (transforms.v2) are applied to each image separately.
 
 Departure: CReFF's code makes one decision per batch.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from raylt.data.colour_jitter import color_jitter
 from raylt.data.label_maps import VOID
+from raylt.data.rand_augment import rand_augment
 from raylt.recordability import is_recordable, recordable
 
 #: A function (x, y, generator) -> (x, y) on images uint8 [B, H, W, channels] and their labels.
@@ -250,11 +251,9 @@ class EachImage:
 
     Attributes:
         make: returns the transform, a function of uint8 [channels, H, W].
-        moves: the transform may move pixels, so that label maps no longer fit.
     """
 
     make: Callable[[], Callable[[Tensor], Tensor]]
-    moves: bool
 
     def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Transform each image of a batch.
@@ -303,12 +302,12 @@ def in_turn(steps: Sequence[Augmentation | None]) -> Augmentation | None:
 
 def needs_grey_or_colour(augmentation: Augmentation | None) -> bool:
     """Return whether an augmentation works only on images with one or three channels, as colour operations do."""
-    return any(isinstance(step, EachImage) or step is color_jitter for step in _steps_of(augmentation))
+    return any(isinstance(step, EachImage) or step in (color_jitter, rand_augment) for step in _steps_of(augmentation))
 
 
 def moves_pixels(augmentation: Augmentation | None) -> bool:
     """Return whether an augmentation moves pixels of images without moving the label maps."""
-    return any(isinstance(step, EachImage) and step.moves for step in _steps_of(augmentation))
+    return any(isinstance(step, EachImage) or step is rand_augment for step in _steps_of(augmentation))
 
 
 def is_own(augmentation: Augmentation | None) -> bool:
@@ -320,14 +319,8 @@ def _steps_of(augmentation: Augmentation | None) -> tuple[Augmentation | None, .
     return augmentation.steps if isinstance(augmentation, InTurn) else (augmentation,)
 
 
-def _rand_augment() -> Any:
-    from torchvision.transforms import v2  # slow to import, and most runs need none of it
-
-    return v2.RandAugment()
-
-
 def _trivial_augment() -> Any:
-    from torchvision.transforms import v2
+    from torchvision.transforms import v2  # slow to import, and most runs need none of it
 
     return v2.TrivialAugmentWide()
 
@@ -338,10 +331,9 @@ def _auto_augment() -> Any:
     return v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
 
 
-# Cubuk et al. (NeurIPS 2020); Mueller and Hutter (ICCV 2021); Cubuk et al. (CVPR 2019), as searched on CIFAR-10
-rand_augment = EachImage(_rand_augment, moves=True)
-trivial_augment = EachImage(_trivial_augment, moves=True)
-auto_augment = EachImage(_auto_augment, moves=True)
+# Mueller and Hutter (ICCV 2021); Cubuk et al. (CVPR 2019), as searched on CIFAR-10
+trivial_augment = EachImage(_trivial_augment)
+auto_augment = EachImage(_auto_augment)
 
 
 AUGMENTATIONS: dict[str, Augmentation | None] = {

@@ -168,6 +168,10 @@ class StackedModel:
         """Return the values of an entry for several clients, [n, ...], in the shape that its layer computes with."""
         return values if values.ndim == 1 or isinstance(self._owners[name], _Linear) else values.flatten(0, 1)
 
+    def by_client(self, name: str, values: Tensor, clients: int) -> Tensor:
+        """Return values of an entry for several clients in the shape before `flat`, [clients, ...]."""
+        return values if isinstance(self._owners[name], _Linear) else values.unflatten(0, (clients, -1))
+
     def parameters(self, start: int, stop: int) -> list[Tensor]:
         """Return the trained parameters of the slots from `start` to before `stop`, in the order of `trained`."""
         views = self._flat_views(start, stop)

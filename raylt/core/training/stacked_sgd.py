@@ -25,8 +25,8 @@ from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
 from raylt.core.training.loss_terms import Terms, added, length, reply_of
-from raylt.core.training.optimisers import SGD
 from raylt.core.training.sgd import autocast, learning_rate
+from raylt.core.training.stacked_optimisers import make_stacked_optimiser
 from raylt.data.augment import is_own
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
@@ -95,8 +95,6 @@ def why_alone(
         return "local.stacked = off"
     if not is_stackable(method):
         return f"method = {method.name} is not stackable"
-    if local.optimiser != "sgd":
-        return f"local.optimiser = {local.optimiser}"
     if federation.over_select or federation.deadline_s is not None:
         return "a round does not wait for every client"
     if not is_own(augment):
@@ -252,11 +250,8 @@ class _Training:
         self._clients = clients
         self.objectives: list[Any] = [method.objective(client, message) for client in clients]
         local = clients[0].config.local
-        self._optimiser = SGD([], learning_rate(clients[0]), local.momentum, local.weight_decay)
-        self._velocity, self._copied_velocity = (
-            [torch.zeros_like(each.entries[name]) for name in stack.trained] if local.momentum else []
-            for each in (stack, copies)
-        )
+        self._optimiser = make_stacked_optimiser(local, learning_rate(clients[0]))
+        self._state, self._copied_state = self._optimiser.new_state(stack), self._optimiser.new_state(copies)
         self._totals = torch.zeros(len(clients), device=clients[0].device)  # of each client, the sum of its losses
         self._seen = [0] * len(clients)
 
@@ -308,12 +303,12 @@ class _Training:
         views = [self._views[slot] for slot in slots]
         start, stop = slots[0], slots[-1] + 1
         in_place = 1 < len(slots) == stop - start
-        network, velocity, images = self._stack, self._velocity, [batch.x for batch in batches]
+        network, state, images = self._stack, self._state, [batch.x for batch in batches]
         if not in_place:
             pair = slots if len(slots) > 1 else slots * 2
             self._copy(pair)
             start, stop = 0, len(pair)
-            network, velocity, images = self._copies, self._copied_velocity, images * (len(pair) // len(slots))
+            network, state, images = self._copies, self._copied_state, images * (len(pair) // len(slots))
         terms: list[dict[str, Tensor]] = []
         with autocast(self._clients[0]):
             z, logits = network(start, stop, side_by_side(self._inputs(images)))
@@ -329,14 +324,14 @@ class _Training:
             self._measure(terms, params, slots, last)
         gradients = self._gradients(losses.sum(), params, views)
         with torch.no_grad():
-            self._move(network, gradients, velocity, start, start + len(slots))
+            self._optimiser.move(network, gradients, state, start, start + len(slots))
             if not in_place:
                 self._copy_back(slots)
             self._totals[slots] += losses.detach() * len(rows[slots[0]])
 
     @torch.no_grad()
     def _copy(self, slots: list[int]) -> None:
-        """Copy the entries and velocities of some slots into the first slots of the copies."""
+        """Copy the entries and the optimiser's state of some slots into the first slots of the copies."""
         chosen = torch.tensor(slots, device=self._totals.device)
         for values, copied in self._copied():
             torch.index_select(values, 0, chosen, out=copied[: len(slots)])
@@ -355,10 +350,10 @@ class _Training:
         return [encoder(x) for x in images] if isinstance(encoder, FrozenEncoder) else images
 
     def _copied(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each entry and velocity of the stack, as rows, with its counterpart among the copies."""
+        """Yield each entry and state of the stack, as rows, with its counterpart among the copies."""
         for name, values in self._stack.entries.items():
             yield as_rows(values), as_rows(self._copies.entries[name])
-        for values, copied in zip(self._velocity, self._copied_velocity, strict=True):
+        for values, copied in zip(self._state, self._copied_state, strict=True):
             yield as_rows(values), as_rows(copied)
 
     def _gradients(
@@ -383,23 +378,6 @@ class _Training:
                 gradient = direct if gradient is None else gradient + direct
             gradients.append(gradient)
         return gradients
-
-    def _move(
-        self,
-        network: StackedModel,
-        gradients: list[Tensor | None],
-        velocity: list[Tensor],
-        start: int,
-        stop: int,
-    ) -> None:
-        """Move the parameters of some slots of a network along their gradients."""
-        params = network.parameters(start, stop)
-        used = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        self._optimiser.move(
-            [params[number] for number in used],
-            [gradient for gradient in gradients if gradient is not None],
-            [network.flat(network.trained[i], velocity[i][start:stop]) for i in used] if velocity else [],
-        )
 
     def _measure(
         self, terms: list[dict[str, Tensor]], params: list[Tensor], slots: list[int], last: Sequence[int]
