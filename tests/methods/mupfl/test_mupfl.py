@@ -6,7 +6,7 @@ import pytest
 import torch
 from mupfl_runs import OFF, QUICK, average, ends_of, equal_task, initial, replies_of, run
 from sklearn.metrics import adjusted_rand_score
-from tiny import configure, fingerprint
+from tiny import configure, fingerprint, make_experiment
 from torch.nn import functional as F
 
 from raylt.core.fleet.client_host import ClientHost
@@ -192,3 +192,14 @@ def test_two_groups_with_permuted_labels_are_found(tmp_path, fields):  # T-MUP-8
     for report in reports:
         assert report.figures["kappa"] == 2
         assert adjusted_rand_score(planted, report.figures["clusters"]) == 1
+
+
+def test_class_known_once_stays_known(tiny_task, tmp_path, monkeypatch):
+    asked = [[0], [2]]  # client 2 owns class 1 alone
+    monkeypatch.setattr(MuPFL, "sample", lambda self, server, fleet: asked[server.round - 1])
+    experiment = make_experiment(configure(), tiny_task, tmp_path, MuPFL(**QUICK))
+    experiment.step()
+    known = experiment.server.state["known"].tolist()
+    experiment.step()
+    assert known == experiment.server.state["known"].tolist() == (tiny_task.client_counts[0] > 0).tolist()
+    assert sum(known) > 1

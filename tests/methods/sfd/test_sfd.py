@@ -265,3 +265,12 @@ def test_the_time_of_the_synthesis_is_that_of_its_steps(tiny_task, monkeypatch):
     method = SFD(rf_dim=60, m_min=80, m_max=120, synthesis_steps=10)
     # 3 s a step at the largest bank; on average a bank has 100 of the largest one's 120 features
     assert method.last_phase_seconds(spec, model) == pytest.approx(3 * 10 * spec.classes * 100 / 120)
+
+
+def test_batches_that_weigh_a_client_are_those_of_one_epoch(tiny_task, tmp_path):
+    config = load(None, ["method=sfd", "data.clients=6", "local.epochs=3", "local.batch=8"])
+    experiment = make_experiment(config, tiny_task, tmp_path, SFD(weighting="batches"))
+    weights = SFD(weighting="batches").weights(experiment.server, experiment.fleet)
+    # a last batch of one sample is left out
+    sizes = {id: n for id, n in enumerate(tiny_task.sizes) if n}
+    assert weights == {id: max(1, n // 8 + (n % 8 > 1)) for id, n in sizes.items()}
