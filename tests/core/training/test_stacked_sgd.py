@@ -230,12 +230,13 @@ def test_a_stack_leaves_nothing_behind(optimiser):
     assert all(client.model is host.model for client in host.clients.values())
 
 
-def test_more_clients_than_slots_train_in_several_stacks(monkeypatch):
-    whole = train_stack(make_host(), range(11))
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_more_clients_than_slots_train_in_several_stacks(monkeypatch, optimiser):
+    whole = train_stack(make_host(optimiser=optimiser), range(11))
     monkeypatch.setattr("raylt.core.training.stacked_sgd.MOST_CLIENTS", 3)
-    assert fingerprint(train_stack(make_host(), range(11))) == fingerprint(whole)
+    assert fingerprint(train_stack(make_host(optimiser=optimiser), range(11))) == fingerprint(whole)
     monkeypatch.setattr("raylt.core.training.stacked_sgd.MOST_SLOTS", 4)
-    assert fingerprint(train_stack(make_host(), range(11))) == fingerprint(whole)
+    assert fingerprint(train_stack(make_host(optimiser=optimiser), range(11))) == fingerprint(whole)
 
 
 def test_the_size_of_a_stack_follows_from_the_outputs_of_a_step_and_from_the_weights(monkeypatch):
