@@ -15,6 +15,7 @@ import torch
 from raylt import registry
 from raylt.config import Config
 from raylt.core.experiment import Experiment
+from raylt.core.training import stacked_sgd
 from raylt.data.task import Task
 from raylt.models.image_text import open_tower
 from raylt.own_code.module_sources import PLUGIN
@@ -49,6 +50,12 @@ def no_guests() -> Iterator[None]:
     """Undo after each test what the test registered."""
     with plugins_forgotten():
         yield
+
+
+@pytest.fixture
+def stacks_on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small clients train in stacks also without AVX-512, where the bits of some models' stacks differ."""
+    monkeypatch.setattr(stacked_sgd, "has_avx512", lambda: True)
 
 
 @pytest.fixture(scope="session", autouse=True)

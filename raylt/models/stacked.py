@@ -4,9 +4,10 @@ A batch of K clients is [B, K * C, H, W], channels-last. A convolution has one g
 statistics of K * C channels, and a linear layer is a batched product. On a CPU a small step spends most of its time on
 the calls of its operations, and here one call serves all clients. The clients' numbers never mix.
 
-A client's bits depend neither on the other clients of its stack nor on their number, from two clients on. Torch has
-other kernels for a single group, so a single client must be computed in a stack of two. Some kernels also compute the
-last few numbers of a row in another way than the others, or depend on where a row lies in memory. So the widths of
+On processors with AVX-512, a client's bits depend neither on the other clients of its stack nor on their number, from
+two clients on. Elsewhere the kernels of convolutions depend on the number of groups, so runs stack no clients. Torch
+has other kernels for a single group, so a single client must be computed in a stack of two. Some kernels also compute
+the last few numbers of a row in another way than the others, or depend on where a row lies in memory. So the widths of
 BatchNorm and linear layers must be multiples of `WIDTH`, and another kernel takes the mean of a map.
 """
 

@@ -21,6 +21,7 @@ from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.core.experiment import Experiment
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.reductions import each, mean
+from raylt.core.training.stacked_sgd import has_avx512
 from raylt.errors import TooFewReplies
 from raylt.methods.fedavg import FedAvg
 
@@ -105,6 +106,7 @@ def test_fleets_agree_when_everything_travels_and_some_are_asked(make_fleet, und
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not has_avx512(), reason="clients train alone on this processor")
 def test_stacks_have_the_same_bits_whichever_clients_an_actor_puts_into_one(
     make_fleet, undisturbed, tiny_task, tmp_path
 ):

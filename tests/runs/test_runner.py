@@ -51,6 +51,7 @@ def test_the_third_death_in_a_step_ends_the_run_and_is_noted(tmp_path, dying):
     assert (tmp_path / "r" / NOTES).read_text().splitlines()[-1].endswith("; the run ends")
 
 
+@pytest.mark.usefixtures("stacks_on_any_processor")
 @pytest.mark.parametrize(("method", "reason"), [("fedavg", None), ("scaffold", "method = scaffold is not stackable")])
 def test_a_run_says_once_that_stacks_do_not_suit_it(tmp_path, method, reason):
     lines = []

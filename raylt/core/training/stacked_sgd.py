@@ -88,7 +88,7 @@ def why_alone(
 ) -> str | None:
     """Return the reason why each client of a run trains alone, in words; None if small clients train in stacks.
 
-    The reason depends on nothing but the run, so that all processes agree.
+    The reason depends on nothing but the run and the kind of processor, so that all processes agree.
     """
     local, federation = config.local, config.federation
     if local.stacked == "off":
@@ -101,12 +101,23 @@ def why_alone(
         return f"augment = {config.augment} is not raylt's own"
     if device.type != "cpu":
         return f"the clients' device is {device.type}"
+    if not has_avx512():
+        return "the processor has no AVX-512, and a client's bits would depend on the number of clients in its stack"
     if (layer := unstackable_layer(model)) is not None:
         return f"the model has a layer that cannot be stacked, {layer}"
     work = Workload.of(model, spec, local.batch).multiplications
     if work > MOST_WORK:
         return f"a step takes {work / 1e6:.0f} million multiplications, and stacks pay up to {MOST_WORK / 1e6:.0f}"
     return None
+
+
+def has_avx512() -> bool:
+    """Return whether the processor has AVX-512.
+
+    Without it, torch's convolutions in groups choose other kernels by the number of groups, so that a client's last
+    bits depend on the clients that train beside it.
+    """
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def is_stackable(method: Method) -> bool:

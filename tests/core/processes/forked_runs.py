@@ -49,6 +49,7 @@ def forked(**parts):
     return configure(resources={"actors": 2}, **parts)
 
 
+@pytest.mark.usefixtures("stacks_on_any_processor")
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -167,6 +168,7 @@ def test_clients_that_share_a_task_with_a_client_that_ends_its_process_lose_noth
     assert [(report.lost, report.retried) for report in trace.reports] == [([2], []), ([], [])]
 
 
+@pytest.mark.usefixtures("stacks_on_any_processor")
 @pytest.mark.parametrize(("stacked", "sizes"), [("off", {5: 1, 40: 5, 2000: 64}), ("auto", {5: 2, 40: 8, 2000: 64})])
 def test_a_task_has_eight_clients_that_train_in_stacks_if_each_process_gets_that_many(
     tiny_task, tmp_path, stacked, sizes

@@ -15,6 +15,7 @@ from raylt.core.checkpoint import checkpoint
 from raylt.core.fleet.client_host import ClientCall, ClientHost
 from raylt.core.fleet.reductions import each
 from raylt.core.method import Method
+from raylt.core.training import stacked_sgd
 from raylt.core.training.sgd import sgd
 from raylt.core.training.stacked_sgd import MOST_CLIENTS, SAMPLES, ClientStack, Workload, is_stackable
 from raylt.data.augment import draw_view
@@ -25,6 +26,7 @@ from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedbn import FedBN
 from raylt.methods.fedprox import FedProx
 
+pytestmark = pytest.mark.usefixtures("stacks_on_any_processor")
 SIZES = (1, 2, 3, 7, 8, 9, 13, 13, 16, 31, 128, 129)  # samples of a client; the last one is no small client
 SPEC = TaskSpec("random", ("a", "b", "c"), (7, 7, 3), (0.5,) * 3, (0.25,) * 3)
 
@@ -290,6 +292,13 @@ def test_an_augmentation_of_ones_own_may_draw_from_torchs_generator_so_its_clien
     setup = replace(make_setup(configure(local={"stacked": "auto"})), augment=lambda x, y, generator: (x, y))
     host = ClientHost(setup, tiny_task.spec, tiny_task.test, CPU)
     assert host.why_alone == "augment = none is not raylt's own"
+
+
+def test_clients_train_alone_where_their_bits_would_depend_on_the_others(monkeypatch):
+    monkeypatch.setattr(stacked_sgd, "has_avx512", lambda: False)
+    assert make_host().why_alone == (
+        "the processor has no AVX-512, and a client's bits would depend on the number of clients in its stack"
+    )
 
 
 class Twice(FedAvg):
