@@ -10,6 +10,7 @@ import ray
 import torch
 import trouble
 from ray.util import placement_group_table
+from ray.util.placement_group import PlacementGroup
 from refusals import refused
 from started import wait_for
 from tiny import make_setup
@@ -49,10 +50,17 @@ def test_all_actors_get_their_places_or_none_does(make_fleet, monkeypatch):
     wait_for(lambda: ray.available_resources().get("CPU", 0.0) >= free)  # other files' actors may still be ending
     monkeypatch.setattr("actors.fleet.START_TIMEOUT_S", 3)
     given = []
-    monkeypatch.setattr("actors.actor_pool.LOOK_S", 0.2)
-    monkeypatch.setattr(
-        "actors.actor_pool.ActorPool._give_up", lambda *_: given.append(ray.available_resources().get("CPU", 0.0))
-    )
+    wait = PlacementGroup.wait
+
+    def look_while_waiting(group, timeout_s):
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            given.append(ray.available_resources().get("CPU", 0.0))
+            if wait(group, 0.2):
+                return True
+        return False
+
+    monkeypatch.setattr(PlacementGroup, "wait", look_while_waiting)
     with refused("cluster.busy", actors=2):
         make_fleet(configure(), 2, cpus=float(free))
     # no actor held a CPU while the other waited; Ray lists no CPU only at the moment when it tries to place both
