@@ -1,4 +1,4 @@
-"""What every method declares of itself, against a second list of these declarations.
+"""Declarations of every method, and a second list of these declarations.
 
 The framework believes a declaration: it decides which clients' models are evaluated, which settings are refused, and
 which steps the runs of a study share. A wrong one changes no equation, so few other tests would fail. Change
