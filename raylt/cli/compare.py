@@ -2,7 +2,9 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -37,10 +39,12 @@ At = Annotated[
     Literal["last", "last10", "validation", "best"] | None,
     typer.Option(
         help="Use the last round, the mean of the last ten evaluated rounds, or the best round on validation samples "
-        "or "
-        "on the test set."
+        "or on the test set."
     ),
 ]
+
+# studies that `results_read_once` has opened, by path
+_opened: ContextVar[dict[Path, "Study"] | None] = ContextVar("opened", default=None)
 
 Level = Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")]
 
@@ -174,10 +178,10 @@ def open_any(paths: Sequence[Path]) -> "Study":
         ConfigError: a study is among several paths.
         CheckpointError: a path is neither a study nor a run folder.
     """
-    from raylt.studies.study import FILE, Study, of_runs
+    from raylt.studies.study import FILE, of_runs
 
     if len(paths) == 1 and not is_file(paths[0] / "config.yaml"):
-        return Study.open(paths[0])
+        return _open_study(paths[0])
     for path in paths:
         if path.suffix == ".json" or is_file(path / FILE):
             raise ConfigError(
@@ -186,6 +190,27 @@ def open_any(paths: Sequence[Path]) -> "Study":
                 path=str(path),
             )
     return of_runs(list(paths))
+
+
+@contextmanager
+def results_read_once() -> Iterator[None]:
+    """Read and check each study once inside the block, however many comparisons open it."""
+    token = _opened.set({})
+    try:
+        yield
+    finally:
+        _opened.reset(token)
+
+
+def _open_study(path: Path) -> "Study":
+    from raylt.studies.study import Study
+
+    known = _opened.get()
+    if known is None:
+        return Study.open(path)
+    if path not in known:
+        known[path] = Study.open(path)
+    return known[path]
 
 
 def _compare_claims(paths: Sequence[Path], at: At, level: float, mix_versions: bool, format: str) -> None:

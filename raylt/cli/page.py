@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from raylt import store
-from raylt.cli.compare import compare
+from raylt.cli.compare import compare, results_read_once
 from raylt.cli.options import out
 from raylt.disk import is_file
 from raylt.errors import ConfigError
@@ -40,7 +40,8 @@ def page(
     """Update the tables of Markdown pages: run the command in the comment above each table, in this folder."""
     texts = {file: _read(file) for file in files}
     # all pages are filled before any is written, so that an error changes no page
-    filled_texts = {file: filled(text, str(file)) for file, text in texts.items()}
+    with results_read_once():
+        filled_texts = {file: filled(text, str(file)) for file, text in texts.items()}
     for file, text in texts.items():
         changed = filled_texts[file] != text
         if changed:

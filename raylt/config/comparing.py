@@ -1,5 +1,6 @@
 """Compare two configurations by the settings that affect results."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,12 +41,20 @@ def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
         recorded: Nested settings, as `settled` returns them.
     """
     tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in recorded.items()}
-    for key, field in settings():
-        section, _, name = key.rpartition(".")
-        if section in NO_RESULT or field.is_required():
-            continue
-        (tree.setdefault(section, {}) if section else tree).setdefault(name, field.default)
+    for section, name, default in _defaults():
+        (tree.setdefault(section, {}) if section else tree).setdefault(name, default)
     return tree
+
+
+@functools.cache
+def _defaults() -> list[tuple[str, str, Any]]:
+    """Return section, name and default of the settings that results depend on and that have a default."""
+    parts = [(*key.rpartition(".")[::2], field) for key, field in settings()]
+    return [
+        (section, name, field.default)
+        for section, name, field in parts
+        if section not in NO_RESULT and not field.is_required()
+    ]
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any, Any]]:

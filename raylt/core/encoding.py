@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -83,6 +83,52 @@ def trains_on_features(setup: Setup, spec: TaskSpec) -> bool:
     return setup.config.trainable == "classifier" and spec.kind == "classification"
 
 
+class FeatureFiles:
+    """The features in a cache folder by key. Each pair of files is opened once, however many images are looked up."""
+
+    def __init__(self) -> None:
+        self._features: dict[str, np.ndarray] = {}  # memory-mapped, by the name of the file of keys
+        self._places: dict[bytes, tuple[str, int]] = {}  # of each key, its file and row
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def look(self, folder: Folder) -> None:
+        """Open the pairs of files that were added to the folder, by this process or another, since the last look.
+
+        Raises:
+            DataError: a pair cannot be read.
+        """
+        for name in folder.names():
+            if not name.startswith("keys.") or name in self._features:
+                continue
+            path = folder.path / name.replace("keys.", "features.", 1)
+            try:
+                keys = np.load(io.BytesIO(folder.read(name)), allow_pickle=False)
+                features = np.load(path, mmap_mode="r", allow_pickle=False)
+                if len(keys) != len(features):
+                    raise ValueError(f"{len(keys)} keys, {len(features)} features")
+            except (OSError, ValueError) as error:
+                raise DataError(
+                    f"data.root: the cache of features {path} cannot be read ({error}). Remove it with raylt data "
+                    f"--clear-cache {folder.path.name}.",
+                    code="data.cache-unreadable",
+                    key="data.root",
+                    path=str(path),
+                ) from None
+            self._features[name] = features
+            self._places |= {key.tobytes(): (name, row) for row, key in enumerate(keys)}
+
+    def get(self, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
+        """Return the features of those keys that are there."""
+        found = {}
+        for key in keys:
+            if key in self._places:
+                name, row = self._places[key]
+                found[key] = np.array(self._features[name][row])
+        return found
+
+
 @dataclass
 class FeatureCache:
     """A cache, on disk and in memory, of the features that one encoder computes at one precision.
@@ -99,6 +145,7 @@ class FeatureCache:
     precision: str
     computed: int = 0
     from_cache: int = 0
+    _files: FeatureFiles = field(default_factory=FeatureFiles, init=False)
 
     @cached_property
     def path(self) -> Path:
@@ -137,14 +184,16 @@ class FeatureCache:
     def _view(self, images: np.ndarray, keys: list[bytes], view: int) -> np.ndarray:
         """Return the features of one view of images, float32 [n, d], from the cache where possible."""
         with folder_for(self.path) as folder:
-            cached = _read(folder, keys)
+            self._files.look(folder)
+            cached = self._files.get(keys)
             lacking = [key for key in dict.fromkeys(keys) if key not in cached]
             self.from_cache += len(keys) - len(lacking)
             if lacking:
                 lock = folder.lock("lock", wait=True)  # arms that start together encode once
                 assert lock is not None
                 try:
-                    cached |= _read(folder, lacking)
+                    self._files.look(folder)
+                    cached |= self._files.get(lacking)
                     missing = [key for key in lacking if key not in cached]
                     self.from_cache += len(lacking) - len(missing)
                     cached |= self._compute(folder, images, keys, missing, view)
@@ -168,7 +217,8 @@ class FeatureCache:
         self.computed += len(missing)
         _write(folder, missing, features)
         of = f"features of {self.setup.config.model}"
-        about = {"of": of, "images": _rows(folder), "size": max(self.spec.shape[:2])}
+        self._files.look(folder)
+        about = {"of": of, "images": len(self._files), "size": max(self.spec.shape[:2])}
         folder.write(ABOUT, json.dumps(about))
         return dict(zip(missing, features, strict=True))
 
@@ -192,39 +242,6 @@ def _augmented(image: Tensor, key: bytes, augment: Augmentation) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
     x, _ = augment(image[None], torch.zeros(1, dtype=torch.int64), generator)
     return x.float()
-
-
-def _read(folder: Folder, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
-    """Return the features that a cache folder has for the given keys."""
-    wanted = set(keys)
-    features: dict[bytes, np.ndarray] = {}
-    for name in folder.names():
-        if not name.startswith("keys."):
-            continue
-        path = folder.path / name.replace("keys.", "features.", 1)
-        try:
-            there = np.load(io.BytesIO(folder.read(name)), allow_pickle=False)
-            rows = np.load(path, mmap_mode="r", allow_pickle=False)
-            if len(there) != len(rows):
-                raise ValueError(f"{len(there)} keys, {len(rows)} features")
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"data.root: the cache of features {path} cannot be read ({error}). Remove it with raylt data "
-                f"--clear-cache {folder.path.name}.",
-                code="data.cache-unreadable",
-                key="data.root",
-                path=str(path),
-            ) from None
-        for row, key in enumerate(there):
-            if (name := key.tobytes()) in wanted:
-                features[name] = np.array(rows[row])
-    return features
-
-
-def _rows(folder: Folder) -> int:
-    """Return the number of features in a cache folder."""
-    names = [name for name in folder.names() if name.startswith("keys.")]
-    return sum(len(np.load(folder.path / name, mmap_mode="r")) for name in names)
 
 
 def _write(folder: Folder, keys: Sequence[bytes], features: np.ndarray) -> None:

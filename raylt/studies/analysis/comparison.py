@@ -253,7 +253,7 @@ def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str
     Raises:
         CheckpointError: two runs differ; the error names both runs and the difference.
     """
-    first: dict[tuple[str, str], RunRecord] = {}
+    first: dict[tuple[str, str], tuple[RunRecord, str]] = {}
     decided = {arm: {_condition_of(key) for key in settings} for arm, settings in own.items()}
     for record in done:
         codes = record.made.get("codes", ["unknown"])
@@ -269,19 +269,20 @@ def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str
             if name in decided.get(record.arm, ()) or (name == "code" and mix_versions):
                 continue
             scope = {"split": f"{record.cell}\0{record.seed}", "code": ""}.get(name, record.cell)
-            other = first.setdefault((name, scope), record)
-            if _conditions(other)[name] != condition:
+            other, expected = first.setdefault((name, scope), (record, condition))
+            if condition != expected:
                 raise _not_comparable(record, other, name)
 
 
 def _conditions(record: RunRecord) -> dict[str, str]:
     """Return the conditions of a run, such as its split and its budget, that must be equal in all compared runs."""
     assert record.summary is not None
+    config = completed(record.config)  # settings that an older record lacks have their defaults
     return {
         "split": record.summary["split_sha256"][:12],
-        "budget": _budget(record.config),
-        "optimiser": _optimiser(record.config),
-        "evaluation": _evaluation(record.config),
+        "budget": _budget(config),
+        "optimiser": _optimiser(config),
+        "evaluation": _evaluation(config),
         "code": record.made.get("codes", ["unknown"])[0][:12],
     }
 
@@ -296,7 +297,7 @@ def _condition_of(key: str) -> str:
 
 def _budget(config: dict[str, Any]) -> str:
     federation = config["federation"]
-    local = completed(config)["local"]
+    local = config["local"]
     amount = f"{local['epochs']} epochs" if local["steps"] is None else f"{local['steps']} steps"
     patience = federation.get("patience")
     early = "" if patience is None else f", patience of {patience} rounds"
@@ -307,16 +308,13 @@ def _budget(config: dict[str, Any]) -> str:
 
 
 def _optimiser(config: dict[str, Any]) -> str:
-    """Describe how clients train in a run.
-
-    Settings that an older record lacks have their defaults.
-    """
-    local = completed(config)["local"]
+    """Describe how clients train in a run."""
+    local = config["local"]
     return ", ".join(f"local.{name} {local[name]}" for name in sorted(local) if name not in _PASSES)
 
 
 def _evaluation(config: dict[str, Any]) -> str:
-    judged = completed(config)["evaluation"]
+    judged = config["evaluation"]
     return f"every {judged['every']} rounds, personal models {judged['personal'] or 'last'}"
 
 

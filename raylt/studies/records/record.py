@@ -12,7 +12,7 @@ Comparisons use only records with the state "done". The states:
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -133,9 +133,9 @@ class RunRecord:
         return self.state == "failed" and self.error == "training.diverged" and bool(self.config)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as JSON values."""
+        """Return the record as JSON values, which share the record's dictionaries and lists."""
         absent = {"sealed"} if self.error else {"sealed", "error"}
-        return {key: value for key, value in asdict(self).items() if key not in absent}
+        return {key.name: getattr(self, key.name) for key in fields(self) if key.name not in absent}
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], name: str = "record") -> "RunRecord":

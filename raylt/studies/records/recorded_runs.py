@@ -419,9 +419,9 @@ def _outcomes_of(kept: Mapping[Key, RunRecord], outcomes: Outcomes) -> Outcomes:
 
 def _portable(record: RunRecord) -> RunRecord:
     """Return a record in which file names replace this machine's paths, in settings and in figures."""
-    tree = record.to_json()
-    tree["config"]["data"]["root"] = Path(tree["config"]["data"]["root"]).name
-    text = json.dumps(tree)
+    data = record.config["data"]
+    config = {**record.config, "data": {**data, "root": Path(data["root"]).name}}
+    text = json.dumps({**record.to_json(), "config": config})
     for path, name in file_names(record.config).items():
         text = text.replace(json.dumps(path)[1:-1], json.dumps(name)[1:-1])
     portable: dict[str, Any] = json.loads(text)
