@@ -4,6 +4,7 @@
 # make mutants   plausible mistakes in the methods, each of which their tests must notice (an hour; WORD=sfd for some)
 # make bench     the speed table of docs/speed.md: installs other frameworks in environments of their own (TURNS=1 for fewer runs)
 # make fuzz      2,000 malformed inputs (N=10000 for more), each of which must be refused in a line or change nothing
+# make soak      tests that do for minutes what others do once: kills at random moments, every hostile client on Ray
 # make docs      the documentation as a site, docs/_build/html
 
 PYTHON ?= python3
@@ -17,8 +18,7 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
-# the fast tests on two processes, a file on one of them; of the slow ones those that compute, as well; the others start
-# clusters and wait for them, so one by one
+# a file of tests on one of two processes; the tests outside COMPUTE start clusters
 PAIRED = -n 2 --dist loadfile
 FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
 COMPUTE = $(addprefix tests/,cli/test_attack_command.py cli/test_check_command.py cli/test_listings.py cli/test_page.py cli/test_plot_command.py \
@@ -27,7 +27,7 @@ COMPUTE = $(addprefix tests/,cli/test_attack_command.py cli/test_check_command.p
 	tune/test_trial.py test_accelerator.py test_contract.py test_docs.py test_machine.py test_metrics.py test_mutants.py \
 	test_prose.py)
 
-.PHONY: install run test fast mutants bench fuzz docs
+.PHONY: install run test fast mutants bench fuzz soak docs
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -48,7 +48,7 @@ test: .venv/test.stamp
 	$(BIN)/basedpyright
 	$(FAST)
 	$(BIN)/pytest -m slow $(PAIRED) $(COMPUTE)
-	$(BIN)/pytest -m slow --durations=10 $(addprefix --ignore=,$(COMPUTE))
+	$(BIN)/pytest -m slow $(PAIRED) --durations=10 $(addprefix --ignore=,$(COMPUTE))
 
 fast: .venv/test.stamp
 	$(FAST)
@@ -62,6 +62,9 @@ bench: .venv/test.stamp
 
 fuzz: .venv/test.stamp
 	RAYLT_FUZZ=$(or $(N),2000) $(BIN)/pytest tests/fuzz -m slow
+
+soak: .venv/test.stamp
+	RAYLT_SOAK=1 $(BIN)/pytest -m soak
 
 docs: .venv/docs.stamp
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html

@@ -21,6 +21,15 @@ from raylt.models.image_text import open_tower
 from raylt.own_code.module_sources import PLUGIN
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `soak` unless RAYLT_SOAK is set."""
+    if os.environ.get("RAYLT_SOAK"):
+        return
+    for item in items:
+        if "soak" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="a soak test; set RAYLT_SOAK=1, or run make soak"))
+
+
 @contextmanager
 def plugins_forgotten() -> Iterator[None]:
     """Undo registrations made inside the block, and unload the modules of its plugin files."""

@@ -39,7 +39,7 @@ def run(installed, folder, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_wheel_runs_the_demonstration(installed, tmp_path):
     file = run(installed, tmp_path, "-c", "import raylt; print(raylt.__file__)").strip()
     assert Path(file) == installed / "raylt/__init__.py"
@@ -49,7 +49,7 @@ def test_the_wheel_runs_the_demonstration(installed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_wheel_has_what_the_first_page_needs(installed, tmp_path):
     for kind in ("example", "study", "method", "cluster"):
         run(installed, tmp_path, "-m", "raylt", "new", kind)

@@ -78,7 +78,7 @@ def nodes(folder: Path, env: dict[str, str], *options: list[str]) -> Iterator[st
             process.wait(30)
 
 
-def wait_for(claim, process: subprocess.Popen[bytes] | None = None, seconds: float = 60.0) -> None:
+def wait_for(claim, process: subprocess.Popen[bytes] | None = None, seconds: float = 180.0) -> None:
     end = time.monotonic() + seconds
     while not claim():
         assert time.monotonic() < end, "waited in vain"

@@ -17,7 +17,7 @@ from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.reductions import each, mean
 from raylt.methods.fedper import FedPer
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 CLIENTS = 40
 
 
@@ -158,7 +158,7 @@ def test_where_not_all_are_waited_for_everyone_has_a_call_of_its_own(fleet, bloc
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_a_thousand_clients_with_states_are_taken_up_from_a_checkpoint_to_the_same_bits(ray_session, tmp_path):
     many, config = make_many(1000), configure(1000, rounds=3, participation=0.1)
     straight = make_experiment(config, many, tmp_path / "local", FedPer())

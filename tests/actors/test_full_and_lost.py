@@ -128,7 +128,7 @@ def fleet_of(ray_session, tiny_task, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_process_whose_device_is_lost_is_replaced_and_the_call_made_again(fleet_of, tmp_path):
     fleet = fleet_of(2)
     before = {slot.process for slot in fleet.slots}
@@ -140,7 +140,7 @@ def test_a_process_whose_device_is_lost_is_replaced_and_the_call_made_again(flee
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_an_item_of_map_that_finds_the_device_full_halves_the_actors(fleet_of, tmp_path):
     fleet = fleet_of(4)
     items = [{"folder": str(tmp_path), "fit": 2, "x": torch.tensor([float(i)])} for i in range(5)]
@@ -153,7 +153,7 @@ def test_an_item_of_map_that_finds_the_device_full_halves_the_actors(fleet_of, t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_steps_inside_items_are_shown_while_they_run(fleet_of, tmp_path):
     fleet = fleet_of(2)
     shown = []
@@ -166,7 +166,7 @@ def test_steps_inside_items_are_shown_while_they_run(fleet_of, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_device_that_is_full_as_actors_start_halves_them(fleet_of, tmp_path):
     fleet = fleet_of(4, faulty.Crowded(folder=str(tmp_path), fit=2))
     assert 1 <= len(fleet.slots) <= 2  # one actor if the actors that were given up had not ended yet
@@ -177,7 +177,7 @@ def test_a_device_that_is_full_as_actors_start_halves_them(fleet_of, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_no_room_for_a_single_actor_is_one_line(fleet_of, tmp_path):
     with refused("device.full", ConfigError) as caught:
         fleet_of(1, faulty.Crowded(folder=str(tmp_path), fit=0))
@@ -185,7 +185,7 @@ def test_no_room_for_a_single_actor_is_one_line(fleet_of, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_clients_that_wait_in_a_process_give_way_before_processes_do(fleet_of, tmp_path):
     fleet = fleet_of(1)
     for message in ({"alone": False}, {"alone": True}):

@@ -152,6 +152,7 @@ def test_a_run_survives_its_terminal_is_followed_stopped_at_a_checkpoint_and_res
     assert raylt.Run.open(folder).state == "done"
 
 
+@pytest.mark.soak
 def test_a_search_is_interrupted_and_resumed_as_a_job(cluster, hurry):
     url, call, runs, _ = cluster
     settings = [*SETTINGS[:-1], "federation.rounds=20", "local.lr=loguniform(0.01,0.3)"]

@@ -12,7 +12,7 @@ import pytest
 from ray._private.services import get_node_ip_address
 from started import BIN, RAYLT, bare, call, free_port, nodes, save_token
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 RUN = ["run", "method=fedavg", "data.clients=2", "federation.rounds=1", "local.epochs=1", "--name", "r"]
 
 

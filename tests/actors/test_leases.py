@@ -13,7 +13,7 @@ import torch
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(290),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU"),
 ]
 
@@ -28,7 +28,7 @@ def told(tmp_path_factory):
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stderr

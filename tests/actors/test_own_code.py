@@ -12,7 +12,7 @@ from test_docs import blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "write-a-method.md"
 SMALL = ["data.source=digits", "data.clients=2", "federation.rounds=1", "local.epochs=1"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(290)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OWN = """
 from typing import ClassVar
 import raylt, torch
@@ -40,7 +40,7 @@ def started(*command, folder, **variables):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         env=bare(folder, RAY_AUTH_MODE="disabled", **variables),
         check=False,
     )

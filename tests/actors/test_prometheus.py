@@ -116,7 +116,7 @@ class Slowly(Method):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian: prometheus)")
 def test_every_query_of_the_dashboard_returns_data_of_a_run(tmp_path):
     """Prometheus finds the run by the file that Ray writes, as docs/deployment.md describes."""

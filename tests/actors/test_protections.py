@@ -11,7 +11,7 @@ from raylt.core.protection import masking
 from raylt.methods.classifiers.fedncm import FedNCM
 from raylt.methods.fedavg import FedAvg
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NOISE = {"epsilon": 5.0, "delta": 1e-4, "clip": 3.0}
 CASES = {
     "secure": (FedAvg(), {"federation": {"secure": True}}),

@@ -27,7 +27,7 @@ from raylt.errors import TooFewReplies
 from raylt.methods.fedavg import FedAvg
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 COUNTED = {"calls": each, "pid": each}  # the parts of a reply of `trouble.count`
 
 

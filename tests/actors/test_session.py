@@ -52,14 +52,14 @@ def started(tmp_path, before="", **variables):
     }
     script = SCRIPT.format(before=before)
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     return dict(line.split(" ", 1) for line in done.stdout.splitlines())
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_long_temporary_folder_ends_no_run(tmp_path):
     long = tmp_path / LONG
     long.mkdir(parents=True)
@@ -71,7 +71,7 @@ def test_a_long_temporary_folder_ends_no_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_dashboard_that_does_not_start_is_a_notice(tmp_path):
     lines = started(tmp_path, NO_DASHBOARD)
     assert lines["dashboard"] == "None"

@@ -56,7 +56,7 @@ def test_a_head_that_cannot_start_ends_the_job(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_job_of_two_nodes_runs_and_leaves_nothing(tmp_path):
     from ray._private.services import get_node_ip_address
 

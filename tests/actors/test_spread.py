@@ -19,7 +19,7 @@ from actors import calls
 from raylt.core.fleet.block_sums import BLOCK
 from raylt.methods.fedper import FedPer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
 # from 1,024 asked clients on a call holds a whole block: with four actors, or with 16 if each gets one call
 CLIENTS = 1100
@@ -67,7 +67,7 @@ def test_four_nodes(four_nodes, undisturbed, tmp_path):
         [sys.executable, HERE / "spread.py", four_nodes, str(CLIENTS), "4", tmp_path],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     check(json.loads(done.stdout.splitlines()[-1]), json.loads(json.dumps(undisturbed)), 4, 4)

@@ -9,7 +9,7 @@ import time
 import pytest
 from started import RAYLT, bare, call, nodes, save_token
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 RUN = ["run", "method=fedavg", "federation.rounds=2", "local.epochs=1", "--format", "json"]
 
 

@@ -21,7 +21,7 @@ from raylt.core.fleet.reductions import each
 from raylt.methods.fedavg import FedAvg
 from raylt.runs.folder.writer import NOTES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

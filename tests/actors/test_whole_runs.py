@@ -16,7 +16,7 @@ import ray  # noqa: F401  (brings psutil)
 from teachers import save_clip
 
 psutil = pytest.importorskip("psutil")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SETTINGS = ["method=fedavg", "seed=3", "federation.rounds=3"]
 # long enough to be killed in the middle: a round takes about a second

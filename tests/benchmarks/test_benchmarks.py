@@ -124,11 +124,13 @@ def test_rows_of_fedsm_that_share_a_first_stage_are_what_whole_runs_give(images,
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_gives_the_weights_of_the_bare_loop():
     assert "same weights, bit for bit: yes" in script("overhead", "--rounds", 2, "--model", "small")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_the_servers_memory_is_measured():
     assert [line.split()[0] for line in script("memory", "--model", "small", "--clients", 2, 3).splitlines()[1:]] == [
@@ -226,6 +228,7 @@ def test_a_table_of_the_page_on_privacy_is_written_from_what_was_measured(monkey
         recorded.filled("nothing", name, table)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_scale_prints_a_line_for_each_number_of_clients():
     heads, row = script("scale", "--clients", 100, "--rounds", 12).splitlines()

@@ -1,6 +1,7 @@
 """The measured costs of a method: bytes, passes over the samples, and the parts that the server sees."""
 
 import pytest
+from small_runs import QUICK
 
 from raylt import tree
 from raylt.contract.costs import measure, relative_cost
@@ -19,7 +20,7 @@ def calls(method: Method, cut: bool = True):
 @pytest.mark.parametrize("name", OURS)
 def test_no_client_is_asked_after_the_servers_own_work_in_the_last_phase(name):
     """The measurement ends at the server's own work and would miss a later call."""
-    method = OURS[name](**{"rf_dim": 60, "m_min": 80, "m_max": 120} if name == "sfd" else {})
+    method = OURS[name](**QUICK.get(name, {}))
     assert calls(method, cut=True) == calls(method, cut=False)
 
 

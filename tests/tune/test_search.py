@@ -468,7 +468,7 @@ def test_a_search_killed_on_ray_is_resumed_to_the_same_end(tmp_path):
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=True,
     )
     assert before == {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}

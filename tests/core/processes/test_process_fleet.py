@@ -22,7 +22,7 @@ RUNS = Path(__file__).with_name("forked_runs.py")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_runs_in_forked_processes():
     root = RUNS.parents[3]
     done = subprocess.run(
