@@ -160,7 +160,13 @@ OWN_WAITS = [case for case in CASES if case[0] not in ("fedyoyo", "fedala")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), OWN_WAITS, ids=["-".join(case) for case in OWN_WAITS])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(*case, id="-".join(case), marks=[] if case[0] in QUICKLY else pytest.mark.soak)
+        for case in OWN_WAITS
+    ],
+)
 def test_twice_as_many_steps_wait_no_more_often(device, tmp_path, name, kind):
     case = Case(METHODS[name](**QUICK.get(name, {})), kind, tmp_path)
     waits = []

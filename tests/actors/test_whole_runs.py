@@ -148,6 +148,7 @@ def test_a_killed_driver_leaves_nothing_behind_and_can_be_resumed(tmp_path, undi
     assert (summary["model_sha256"], accuracies(tmp_path / "r")) == undisturbed
 
 
+@pytest.mark.soak
 def test_a_killed_server_is_started_again_with_the_same_result(tmp_path, undisturbed):
     process = launch(tmp_path, LONG)
     await_a_round(process, tmp_path)
@@ -161,7 +162,8 @@ def test_a_killed_server_is_started_again_with_the_same_result(tmp_path, undistu
 
 
 @pytest.mark.parametrize(
-    ("number", "fleet"), [(signal.SIGINT, "ray"), (signal.SIGTERM, "ray"), (signal.SIGTERM, "local")]
+    ("number", "fleet"),
+    [(signal.SIGINT, "ray"), pytest.param(signal.SIGTERM, "ray", marks=pytest.mark.soak), (signal.SIGTERM, "local")],
 )
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, number, fleet):
     process = launch(tmp_path, [*LONG, "--fleet", fleet])

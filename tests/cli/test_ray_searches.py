@@ -35,7 +35,7 @@ def test_what_does_not_go_with_a_scheduler_of_ray_is_refused_before_ray_starts(r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", ["hyperband", "pbt", "median"])
+@pytest.mark.parametrize("scheduler", ["hyperband", "pbt", pytest.param("median", marks=pytest.mark.soak)])
 def test_a_search_with_a_scheduler_of_ray_leaves_its_tables_and_can_be_resumed(raylt, ray_session, tmp_path, scheduler):
     metrics = ["--metric", "accuracy", "--metric", "many"]
     where = ["--name", "s", "--samples", "3", "--format", "json"]

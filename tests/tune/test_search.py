@@ -446,6 +446,7 @@ def test_on_ray_two_at_a_time_with_a_killed_process_it_comes_to_the_same_and_lea
     assert ray.available_resources().get("CPU") == free
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_search_killed_on_ray_is_resumed_to_the_same_end(tmp_path):
     asked = [*SETTINGS, *(f"{key}={text}" for key, text in RANGES.items()), "--samples", "5", "--out", str(tmp_path)]
