@@ -205,12 +205,12 @@ def results_read_once() -> Iterator[None]:
 def _open_study(path: Path) -> "Study":
     from raylt.studies.study import Study
 
-    known = _opened.get()
-    if known is None:
+    studies = _opened.get()
+    if studies is None:
         return Study.open(path)
-    if path not in known:
-        known[path] = Study.open(path)
-    return known[path]
+    if path not in studies:
+        studies[path] = Study.open(path)
+    return studies[path]
 
 
 def _compare_claims(paths: Sequence[Path], at: At, level: float, mix_versions: bool, format: str) -> None:

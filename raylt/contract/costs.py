@@ -29,9 +29,11 @@ CLIENTS = 2
 LACKING = 2  # classes that a client lacks in `relative_cost`; distillation on one class alone would be left out
 # fields that set only how long the server or a client computes on features; calls do not depend on them
 SHORT: dict[str, Any] = {"retrain_epochs": 1, "synthesis_steps": 1, "matching_steps": 1}
-UNTAUGHT: dict[str, dict[str, Any]] = {  # settings without a teacher, for methods that would have to download one
+# of methods that would have to download a teacher, or whose server would compute for seconds
+REPLACED: dict[str, dict[str, Any]] = {
     "fedsm": {"teacher": "none"},
     "clip2fl": {"kd": 0, "contrast": 0},
+    "fedloge": {"steps": 1},
 }
 WHEN = ("join", "round", "finish")
 
@@ -72,7 +74,7 @@ def measure(
     """Measure the calls of a method at one client: before the first round, in a round, and after the last.
 
     Args:
-        method: The method. Fields in SHORT and UNTAUGHT are replaced.
+        method: The method. Fields in SHORT and REPLACED are replaced.
         factory: Makes the model.
         shape: Height, width and channels of an image.
         classes: The number of classes, C.
@@ -83,7 +85,7 @@ def measure(
     """
     kind = type(method)
     short = {name: value for name, value in SHORT.items() if name in kind.model_fields}
-    method = kind(**method.model_dump() | short | UNTAUGHT.get(method.name, {}))
+    method = kind(**method.model_dump() | short | REPLACED.get(method.name, {}))
     task = _task(shape, classes, lacking)
     config = Config.model_validate(
         {

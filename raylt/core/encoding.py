@@ -121,12 +121,8 @@ class FeatureFiles:
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
         """Return the features of those keys that are there."""
-        found = {}
-        for key in keys:
-            if key in self._places:
-                name, row = self._places[key]
-                found[key] = np.array(self._features[name][row])
-        return found
+        places = {key: self._places[key] for key in keys if key in self._places}
+        return {key: np.array(self._features[name][row]) for key, (name, row) in places.items()}
 
 
 @dataclass
