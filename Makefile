@@ -18,7 +18,8 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
-# a file of tests on one of two processes; the tests outside COMPUTE start clusters
+# a file of tests on one of two processes; the tests outside COMPUTE start clusters, and those of ALONE start them with
+# `ray start`, which does not live through a crowded processor
 PAIRED = -n 2 --dist loadfile
 FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
 COMPUTE = $(addprefix tests/,cli/test_attack_command.py cli/test_check_command.py cli/test_listings.py cli/test_page.py cli/test_plot_command.py \
@@ -26,6 +27,7 @@ COMPUTE = $(addprefix tests/,cli/test_attack_command.py cli/test_check_command.p
 	runs/serving runs/test_branch.py runs/test_continuation.py runs/test_shown.py studies tune/test_importance.py \
 	tune/test_trial.py test_accelerator.py test_contract.py test_docs.py test_machine.py test_metrics.py test_mutants.py \
 	test_prose.py)
+ALONE = $(addprefix tests/actors/,test_jobs.py test_joining.py test_two_nodes.py)
 
 .PHONY: install run test fast mutants bench fuzz soak docs
 
@@ -48,7 +50,8 @@ test: .venv/test.stamp
 	$(BIN)/basedpyright
 	$(FAST)
 	$(BIN)/pytest -m slow $(PAIRED) $(COMPUTE)
-	$(BIN)/pytest -m slow $(PAIRED) --durations=10 $(addprefix --ignore=,$(COMPUTE))
+	$(BIN)/pytest -m slow $(PAIRED) --durations=10 $(addprefix --ignore=,$(COMPUTE) $(ALONE))
+	$(BIN)/pytest -m slow $(ALONE)
 
 fast: .venv/test.stamp
 	$(FAST)
