@@ -68,3 +68,10 @@ def test_a_mutant_of_each_method_is_noticed(name):
     done = subprocess.run([sys.executable, FOLDER / "run.py", name], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert f"{name}: noticed\n" in done.stdout
+
+
+def test_a_word_that_names_no_mutant_is_refused_in_a_line():
+    done = subprocess.run([sys.executable, FOLDER / "run.py", "nonsense"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr.startswith("no mutant has 'nonsense' in its name")
+    assert done.stderr.count("\n") == 1

@@ -43,9 +43,6 @@ At = Annotated[
     ),
 ]
 
-# studies that `results_read_once` has opened, by path
-_opened: ContextVar[dict[Path, "Study"] | None] = ContextVar("opened", default=None)
-
 Level = Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")]
 
 SpreadOption = Annotated[
@@ -55,6 +52,9 @@ SpreadOption = Annotated[
         help="Show the t interval of each mean behind ± or as a band, or one standard deviation.",
     ),
 ]
+
+# studies that `results_read_once` has opened, by path
+_opened: ContextVar[dict[Path, "Study"] | None] = ContextVar("opened", default=None)
 
 
 def compare(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from started import RAYLT, bare, call, nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 GUESTS = Path(__file__).parents[1] / "guests"
 SETTINGS = [
     "method=smoothed",

@@ -24,7 +24,7 @@ from raylt.studies.report import comparison_tables
 from raylt.studies.study import Study
 from tune import search, space
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent
 RAYLT = [sys.executable, "-m", "raylt"]
 LIMIT_S = 400
@@ -77,6 +77,7 @@ def tables(study: Study) -> list[str]:
     return [comparison_tables.comparison_table(made).markdown(), json.dumps(made.to_json())]
 
 
+@pytest.mark.soak
 def test_a_study_killed_at_random_moments_ends_with_the_same_tables(cluster, tmp_path):
     tree = {
         "name": "tiny",
@@ -98,6 +99,7 @@ def test_a_study_killed_at_random_moments_ends_with_the_same_tables(cluster, tmp
     assert any(record.summary["made"]["sessions"] > 1 for record in killed.records)
 
 
+@pytest.mark.soak
 def test_a_search_killed_at_random_moments_ends_with_the_same_trials(cluster, tmp_path):
     settings = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=6", "resources.actors=1"]
     ranges = {"local.lr": "loguniform(0.01, 0.3)"}
@@ -119,6 +121,7 @@ def test_a_search_killed_at_random_moments_ends_with_the_same_trials(cluster, tm
     assert rows[0] == rows[1]
 
 
+@pytest.mark.soak
 def test_nodes_lost_at_random_moments_change_no_model(cluster, tmp_path):
     methods = ("scaffold", "fedper")
     chance, runs = random.Random(473), Runs(tmp_path, cluster.address, methods)

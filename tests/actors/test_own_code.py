@@ -100,7 +100,6 @@ except raylt.RayltError as error:
     assert "Locked.train uses LOCK, a lock, which cannot be sent to another process" in lines[1]
 
 
-@pytest.mark.soak
 def test_a_search_with_a_plugin_named_torch_prints_a_command_that_runs_unchanged(tmp_path):
     (tmp_path / "torch.py").write_text(OWN.format(extra="import helper", term="self.pull * helper.ONE"))
     (tmp_path / "helper.py").write_text("ONE = 1\n")

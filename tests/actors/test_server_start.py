@@ -43,7 +43,6 @@ def test_a_server_that_dies_as_it_starts_is_started_again_to_the_same_model(tmp_
     assert raylt.Run(tmp_path / "doomed").summary["model_sha256"] == undisturbed.summary["model_sha256"]
 
 
-@pytest.mark.soak
 def test_one_that_always_does_is_given_up_in_one_line(tmp_path):
     code, said = run_doomed(tmp_path, 99)
     assert code == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
+from raylt.cli.compare import open_any
 from raylt.cli.main import ClickException
 from raylt.cli.page import filled
 from raylt.cli.page import page as write_page
@@ -101,6 +102,20 @@ def test_of_several_pages_none_is_written_where_one_cannot_be(raylt, tmp_path):
     code, out, _ = raylt("page", first, second)
     assert (code, out.count("1 tables, updated")) == (0, 2)
     assert first.read_text() == second.read_text() != content
+
+
+def test_results_are_opened_once_for_all_tables_of_a_command_and_again_for_the_next(raylt, tmp_path, monkeypatch):
+    pages = [tmp_path / "first.md", tmp_path / "second.md"]
+    for file in pages:
+        file.write_text(2 * PAGE.format(DIGITS))
+    opened = []
+    monkeypatch.setattr(Study, "open", lambda path, read=Study.open: opened.append(path) or read(path))
+    for times in (1, 2):
+        assert raylt("page", *pages).code == 0
+        assert opened == [DIGITS] * times
+    open_any([DIGITS])
+    open_any([DIGITS])  # outside the command
+    assert opened == [DIGITS] * 4
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from actors.shards import packs
 from raylt import metrics, tree
 from raylt.contract.case import Case
 from raylt.contract.trace import private_states
-from raylt.core.encoding import encode
+from raylt.core.encoding import KEY_BYTES, FeatureFiles, _write, encode
 from raylt.data.augment import crop_flip, draw_view, normalise
 from raylt.data.images.cache import caches, load
 from raylt.data.samples import Samples
@@ -25,6 +25,7 @@ from raylt.methods import METHODS
 from raylt.models import SplitModel
 from raylt.models.trainable import FrozenEncoder
 from raylt.runs.callbacks.prediction_grid import draw_prediction_grid
+from raylt.store import Folder, folder_for
 from raylt.studies.records.record import read_run
 from raylt.studies.records.seal import contradiction
 
@@ -174,6 +175,23 @@ def test_a_damaged_cache_is_named(tiny_task, tmp_path):
     file.write_bytes(file.read_bytes()[:200])
     with refused("data.cache-unreadable", DataError, key="data.root", path=str(file)):
         encode(setup_for(tmp_path), tiny_task)
+
+
+def test_files_of_features_are_opened_once_and_those_of_other_processes_are_found(tmp_path, monkeypatch):
+    keys = [bytes([number]) * KEY_BYTES for number in range(4)]
+    features = np.arange(8, dtype=np.float32).reshape(4, 2)
+    files, read = FeatureFiles(), []
+    monkeypatch.setattr(Folder, "read", lambda folder, name, own=Folder.read: read.append(name) or own(folder, name))
+    with folder_for(tmp_path) as folder:
+        for known in (2, 4):
+            _write(folder, keys[known - 2 : known], features[known - 2 : known])  # as another process does
+            for _ in range(2):
+                files.look(folder)
+            found = files.get(keys)
+            assert list(found) == keys[:known]
+            assert np.array_equal(list(found.values()), features[:known])
+            assert len(read) == len(set(read)) == known // 2
+    assert len(files) == 4
 
 
 # whole runs

@@ -197,6 +197,9 @@ def show_table(chosen: Iterable[Mutant], noticed: Iterable[Mutant]) -> None:
 def main(*arguments: str) -> int:
     word = "".join(argument for argument in arguments if argument != "--check")
     chosen = [mutant for mutant in mutants() if word in mutant.name]
+    if not chosen:
+        print(f"no mutant has {word!r} in its name; give one part of a name, as in sfd or sfd.labels", file=sys.stderr)
+        return 2
     if not check(chosen):
         return 1
     if "--check" in arguments:
