@@ -10,7 +10,7 @@ unchanged.
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -27,7 +27,7 @@ from raylt.data.sources.sources import NAMES, SOURCES
 from raylt.data.splits.partitions import PARTITIONS
 from raylt.errors import ConfigError, did_you_mean, spoken
 from raylt.methods import METHODS, make_method
-from raylt.models import MODELS, build
+from raylt.models import LIBRARIES, MODELS, build
 from raylt.own_code.module_sources import PLUGIN
 from raylt.own_code.plugin_file import run_plugin
 
@@ -40,6 +40,8 @@ TABLES: dict[PluginKind, dict[str, Any]] = {
     "partition": PARTITIONS,
     "schedule": SCHEDULES,
 }
+# what stands before the colon in names such as folder:PATH and timm:NAME, whose values are not a package's plugins
+OWN_PREFIXES: dict[PluginKind, Collection[str]] = {"source": NAMES, "model": LIBRARIES}
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def resolve(config: Config) -> Setup:
 def seek(config: Config) -> None:
     """Load the plugins of installed packages that a configuration names, unless they are registered already."""
     for kind, name in sorted(_named(config)):
-        if name in TABLES[kind] or (kind == "source" and name.partition(":")[0] in NAMES):
+        # looking through all installed packages takes longer than all else that a configuration needs
+        if name in TABLES[kind] or name.partition(":")[0] in OWN_PREFIXES.get(kind, ()):
             continue
         for point in entry_points(group=f"raylt.{kind}s", name=name):
             package = f"{point.dist.name} {point.dist.version}" if point.dist else point.value

@@ -53,13 +53,12 @@ def run_on(case: Case, place: str, batch: int = 8, epochs: int = 1, task: Task |
     return finish(Experiment(setup, task, clients, device, case.folder))
 
 
-# the other methods run with the slow tests
+# the other methods run with the soak tests; test_cuda_graphs.py runs each on the pretended device once
 QUICKLY = ("fedavg", "fedper", "scaffold", "sfd", "fedsm", "mupfl", "bpfed")
 
 
 def marked(name: str, kind: str) -> Any:
-    quick = name in QUICKLY and kind == "classification"
-    return pytest.param(name, kind, marks=[] if quick else pytest.mark.slow, id=f"{name}-{kind}")
+    return pytest.param(name, kind, marks=[] if name in QUICKLY else pytest.mark.soak, id=f"{name}-{kind}")
 
 
 @pytest.mark.slow
@@ -162,10 +161,7 @@ OWN_WAITS = [case for case in CASES if case[0] not in ("fedyoyo", "fedala")]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        pytest.param(*case, id="-".join(case), marks=[] if case[0] in QUICKLY else pytest.mark.soak)
-        for case in OWN_WAITS
-    ],
+    [marked(*case) for case in OWN_WAITS],
 )
 def test_twice_as_many_steps_wait_no_more_often(device, tmp_path, name, kind):
     case = Case(METHODS[name](**QUICK.get(name, {})), kind, tmp_path)

@@ -148,6 +148,12 @@ def test_installed_packages_offer_theirs_by_entry_points(monkeypatch, shops):
         resolve(load(None, ["method=fedavg", "model=broken"]))
 
 
+@pytest.mark.parametrize("model", ["small", "timm:resnet18", "torchvision:resnet18", "clip:ViT-B-32/openai"])
+def test_installed_packages_are_not_searched_for_what_raylt_has_itself(monkeypatch, model):
+    monkeypatch.setattr(registry, "entry_points", lambda group, name: pytest.fail(f"searched for {name} in {group}"))
+    resolve(load(None, ["method=fedavg", "data.source=folder:shops", f"model={model}"]))
+
+
 @pytest.mark.parametrize(
     ("text", "code", "named"),
     [

@@ -14,7 +14,7 @@ from raylt.models.split import SplitModel
 from raylt.models.torchvision_timm import library_model
 from raylt.models.trial import materialise, try_model
 
-__all__ = ["MODELS", "SEGMENTERS", "ModelFactory", "SplitModel", "build", "build_model", "try_model"]
+__all__ = ["LIBRARIES", "MODELS", "SEGMENTERS", "ModelFactory", "SplitModel", "build", "build_model", "try_model"]
 
 ModelFactory = Callable[[int, tuple[int, int, int]], SplitModel]
 
@@ -32,6 +32,7 @@ MODELS: dict[str, ModelFactory] = {
     "lraspp": lraspp,
 }
 SEGMENTERS = frozenset({"lraspp"})  # models that give logits for each pixel instead of each image
+LIBRARIES = frozenset({"torchvision", "timm", "clip"})  # what may stand before the colon of a library's model
 
 # the smallest side of an image at which every stride still halves something
 _SMALLEST = {

@@ -228,11 +228,28 @@ def test_what_a_page_fetches_from_elsewhere_is_found(html, found):
     assert bool(FETCHED.search(html)) == found
 
 
+@pytest.fixture(scope="module")
+def measured_page():
+    """Return the page of methods; measuring them all takes minutes."""
+    return generate.methods_page()
+
+
+@pytest.mark.slow
+def test_methods_page_has_the_measured_uploads_of_every_method(measured_page):
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\(#\w+\) \| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \| (.*) \|$", measured_page, re.M
+    )
+    assert sorted(name for name, *_ in rows) == sorted(OURS)
+    assert all(re.fullmatch(r"[\d.]+\s(B|KiB|MiB)", up) for _, _, up, *_ in rows)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_site_builds_without_warnings_and_fetches_nothing_from_elsewhere(tmp_path):
+def test_site_builds_without_warnings_and_fetches_nothing_from_elsewhere(tmp_path, measured_page):
     source, site = tmp_path / "docs", tmp_path / "site"
-    shutil.copytree(DOCS, source, ignore=shutil.ignore_patterns("_build"))
+    shutil.copytree(DOCS, source, ignore=shutil.ignore_patterns("_build", "generated"))
+    (source / "generated").mkdir()
+    (source / "generated" / "methods.md").write_text(measured_page)  # a page newer than the code is not made again
     # pages link to files of the repository, and generate.py reads the recorded studies
     for name in ("raylt", "studies", "examples", "SECURITY.md", "README.md", "pyproject.toml"):
         (tmp_path / name).symlink_to(DOCS.parent / name)

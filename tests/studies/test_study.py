@@ -178,7 +178,7 @@ def test_a_study_that_is_killed_twice_ends_with_the_same_tables(tmp_path):
     sfd = {"name": "sfd", "rf_dim": 50, "retrain_epochs": 5, "synthesis_steps": 10}
     tree = TINY | {
         "arms": {"fedavg": "fedavg", "sfd": {"method": sfd}},
-        "seeds": 3,
+        "seeds": 2,
         "base": {"data": {"clients": 4}, "federation": {"rounds": 5}},
         "claims": ["sfd > fedavg on few"],
     }

@@ -199,7 +199,7 @@ def test_an_interrupted_trial_continues_to_the_same_bits(tmp_path):
 def test_a_trial_killed_before_it_began_begins_again(tmp_path):
     (tmp_path / "trials/t").mkdir(parents=True)
     (tmp_path / "trials/t/split.json").write_text("{")
-    assert finish(trial(tmp_path, "method=sfd", "federation.rounds=2"))[-1].kind == "final"
+    assert finish(trial(tmp_path, "method=fedavg", "federation.rounds=2"))[-1].kind == "final"
 
 
 def test_personal_models_are_judged_at_rungs_and_the_end_on_validation_samples(tmp_path):
@@ -217,7 +217,7 @@ def test_every_class_counts_the_same_on_validation():
 
 @pytest.mark.slow
 def test_nothing_of_a_trial_is_left_but_its_record(tmp_path):
-    finish(trial(tmp_path, "method=sfd", "federation.rounds=2"))
+    finish(trial(tmp_path, "method=fedavg", "federation.rounds=2"))
     assert not (tmp_path / "trials/t/checkpoints").exists()
     shutil.rmtree(tmp_path)
 
