@@ -4,7 +4,7 @@ claims."""
 import functools
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -24,7 +24,7 @@ from raylt.hyper import Uniform, hp
 from raylt.methods import METHODS
 
 CASES = [(name, kind) for name, method in METHODS.items() for kind in method.problems]
-# the other methods run with the slow tests
+# the other methods run with the slow tests, and on segmentation with the soak tests
 QUICKLY = ("fedavg", "scaffold", "sfd", "fedsm", "mupfl")
 
 
@@ -39,6 +39,13 @@ def case_of(tmp_path_factory):
     return make
 
 
+def marks_of(name: str, kind: str, quickly: Collection[str] = QUICKLY) -> list[pytest.MarkDecorator]:
+    """Return the marks of a method's tests: methods outside `quickly` are slow, and segment in the soak tests."""
+    if kind == "classification":
+        return [] if name in quickly else [pytest.mark.slow]
+    return [pytest.mark.slow] if name in quickly else [pytest.mark.slow, pytest.mark.soak]
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -48,15 +55,7 @@ def case_of(tmp_path_factory):
 )
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        pytest.param(
-            name,
-            kind,
-            marks=[] if name in QUICKLY and kind == "classification" else pytest.mark.slow,
-            id=f"{name}-{kind}",
-        )
-        for name, kind in CASES
-    ],
+    [pytest.param(name, kind, marks=marks_of(name, kind), id=f"{name}-{kind}") for name, kind in CASES],
 )
 def test_method_keeps_the_contract(case_of, name, kind, check):
     assert fault_of(check, case_of(name, kind)) is None

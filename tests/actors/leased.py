@@ -48,7 +48,7 @@ def carry_out(name: str, *settings: str) -> dict[str, object]:
     """Do a run; return the devices that it recorded, or the error that refused it."""
     folder = Path(sys.argv[1]) / name
     try:
-        raylt.run(config_of(*settings), out=folder.parent, name=name, quiet=True)
+        raylt.run(config_of("resources.actors=1", *settings), out=folder.parent, name=name, quiet=True)
     except RayltError as error:
         return {"refused": str(error), "exit_code": error.exit_code, "left": folder.exists()}
     (line,) = provenance.read(folder)

@@ -1,4 +1,4 @@
-"""SIGKILLs at random moments to random processes of runs on a two-node cluster: four, and twenty in the soak tests.
+"""SIGKILLs at random moments to random processes of runs on a two-node cluster.
 
 Runs of several methods are at work, two at a time. Each must end with the model of an undisturbed run. A seed draws the
 moments and victims; what a kill interrupts depends on the machine.
@@ -16,10 +16,11 @@ import raylt
 from raylt.config import load
 from raylt.runs.verify import verify
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 LIMIT_S = 840  # for a machine with other work; an idle one takes about two minutes
 # these methods have control variates, a last phase at the server, private states and none of these
 METHODS = ("scaffold", "ccvr", "fedper", "fedavg")
+KILLS = {"driver": 5, "ServerActor": 5, "ClientActor": 10}
 
 
 def kill(kind, chance, runs, cluster):
@@ -38,21 +39,14 @@ def kill(kind, chance, runs, cluster):
     return True
 
 
-@pytest.mark.parametrize(
-    ("methods", "kills"),
-    [
-        pytest.param(METHODS[:2], {"driver": 1, "ServerActor": 1, "ClientActor": 2}, id="four"),
-        pytest.param(METHODS, {"driver": 5, "ServerActor": 5, "ClientActor": 10}, id="twenty", marks=pytest.mark.soak),
-    ],
-)
-def test_kills_change_no_model(cluster, tmp_path, capsys, methods, kills):
-    chance, runs = random.Random(16), Runs(tmp_path, cluster.address, methods)
-    doomed = [kind for kind, count in kills.items() for _ in range(count)]
+def test_kills_change_no_model(cluster, tmp_path, capsys):
+    chance, runs = random.Random(16), Runs(tmp_path, cluster.address, METHODS)
+    doomed = [kind for kind, count in KILLS.items() for _ in range(count)]
     chance.shuffle(doomed)
     began, pause, goal = time.monotonic(), 0.0, 1
     try:
-        while doomed or runs.drivers or runs.begun < len(methods):
-            runs.look(more=doomed or runs.begun < len(methods))
+        while doomed or runs.drivers or runs.begun < len(METHODS):
+            runs.look(more=doomed or runs.begun < len(METHODS))
             if goal and runs.steps() >= goal:  # a step was committed since the last kill, which most kills wait for
                 goal, pause = 0, max(pause, time.monotonic() + chance.uniform(0.0, 0.5))
             if doomed and not goal and time.monotonic() >= pause and kill(doomed[-1], chance, runs, cluster):
@@ -75,4 +69,4 @@ def test_kills_change_no_model(cluster, tmp_path, capsys, methods, kills):
         assert summary["accuracy"] == expected[method]["accuracy"], name
         assert all(finding.whole for finding in verify(tmp_path / name)), name
     with capsys.disabled():
-        print(f"\n{sum(kills.values())} kills over {len(runs.done)} runs in {time.monotonic() - began:.0f} s")
+        print(f"\n{sum(KILLS.values())} kills over {len(runs.done)} runs in {time.monotonic() - began:.0f} s")

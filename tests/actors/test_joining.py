@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 RUN = ["run", "method=fedavg", "data.clients=2", "federation.rounds=1", "local.epochs=1", "--name", "r"]
 
 
-@pytest.fixture(scope="module", params=["token", "none"])
+@pytest.fixture(scope="module", params=["token", pytest.param("none", marks=pytest.mark.soak)])
 def cluster(request, tmp_path_factory):
     """Yield the cluster's address, its dashboard's address, and the home folder of its user."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -71,7 +71,7 @@ def test_a_job_joins_the_cluster_that_it_was_submitted_to(cluster, tmp_path):
     finished(done, tmp_path, "(this is a Ray job)")
 
 
-@pytest.mark.parametrize("mode", ["token", "disabled"])
+@pytest.mark.parametrize("mode", ["token", pytest.param("disabled", marks=pytest.mark.soak)])
 def test_a_plain_run_has_a_cluster_of_its_own(mode, tmp_path):
     home = tmp_path / "home"
     home.mkdir()

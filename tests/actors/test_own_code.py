@@ -46,18 +46,20 @@ def started(*command, folder, **variables):
     )
 
 
-def test_the_methods_of_the_page_run_on_ray_to_the_same_bits(tmp_path):
+def test_methods_of_the_page_run_on_ray_to_the_same_bits(tmp_path):
     # the page's blocks after this heading use the file that the blocks before it make
     end = PAGE.read_text().splitlines().index("## Bring it in")
     (tmp_path / "my-method.py").write_text("\n".join([*blocks(PAGE).split("\n")[:end], ""]))
     (tmp_path / "work").mkdir()
+    # one whose clients keep a state, and one with another step after the rounds
+    names = ["mine_memory", "mine_nearest"]
     script = f"""
 import ray, raylt
 from pathlib import Path
 from raylt.registry import load_plugin
-names = [plugin.name for plugin in load_plugin(Path("../my-method.py"))]
+load_plugin(Path("../my-method.py"))
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-for name in names:
+for name in {names}:
     shas = [raylt.run(name, overrides={SMALL}, out=fleet, name=name, fleet=fleet, quiet=True).summary["model_sha256"]
             for fleet in ("ray", "local")]
     print(name, shas[0] == shas[1])
@@ -65,8 +67,7 @@ for name in names:
     (tmp_path / "work" / "script.py").write_text(script)
     done = started(sys.executable, "script.py", folder=tmp_path / "work")
     outcomes = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert {"mine", "mine_means", "mine_memory"} <= outcomes.keys(), done.stderr
-    assert set(outcomes.values()) == {"True"}
+    assert outcomes == dict.fromkeys(names, "True"), done.stderr
     assert done.returncode == 0, done.stderr
 
 
@@ -115,7 +116,7 @@ def test_a_search_with_a_plugin_named_torch_prints_a_command_that_runs_unchanged
         *SMALL,
         "resources.actors=1",
         "--samples",
-        "2",
+        "1",
         "--scheduler",
         "none",
         "--name",
@@ -129,6 +130,6 @@ def test_a_search_with_a_plugin_named_torch_prints_a_command_that_runs_unchanged
     done = started(*raylt, *command[1:], "--format", "json", "--name", "best", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     trials = json.loads((tmp_path / "runs/search/trials.json").read_text())
-    assert [trial["state"] for trial in trials] == ["done", "done"]
+    assert [trial["state"] for trial in trials] == ["done"]
     head = (tmp_path / "runs/search/best.yaml").read_text()
     assert json.loads(done.stdout)["model_sha256"][:16] in head

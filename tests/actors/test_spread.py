@@ -39,6 +39,7 @@ def check(result, undisturbed, actors, nodes):
     assert result == undisturbed
 
 
+@pytest.mark.soak
 def test_sixteen_actors(ray_session, undisturbed, monkeypatch, tmp_path):
     # the default of four calls per actor would need 256 asked clients for each of the 16 actors
     monkeypatch.setattr(calls, "SPREAD", 1)

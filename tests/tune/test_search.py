@@ -113,7 +113,7 @@ def test_test_figures_decide_nothing(undisturbed, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [1, 5, 14])
+@pytest.mark.parametrize("after", [1, 14])
 def test_a_resumed_search_equals_an_undisturbed_one_and_runs_no_finished_trial_again(
     undisturbed, tmp_path, after, monkeypatch
 ):

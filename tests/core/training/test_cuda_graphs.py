@@ -12,6 +12,7 @@ import pytest
 import torch
 from refusals import refused
 from test_accelerator import CASES, QUICK, device, run_on  # noqa: F401
+from test_contract import marks_of
 from tiny import configure, make_setup
 from torch import nn
 from torch.nn import functional as F
@@ -46,8 +47,7 @@ def cases() -> Iterator[Any]:
         method = METHODS[name]
         own = (method.objective, method.train, method.settle, method.finish, kind)
         if own not in seen:
-            quick = name in QUICKLY and kind == "classification"
-            yield pytest.param(name, kind, marks=[] if quick else pytest.mark.slow, id=f"{name}-{kind}")
+            yield pytest.param(name, kind, marks=marks_of(name, kind, QUICKLY), id=f"{name}-{kind}")
         seen.add(own)
 
 
