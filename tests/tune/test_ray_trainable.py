@@ -82,6 +82,7 @@ def test_a_trial_larger_than_the_cluster_is_refused(ray_session):
         trainable(load(None, ["method=fedprox", *SETTINGS, "resources.cpus_per_client=9"]))
 
 
+@pytest.mark.soak
 def test_population_based_training_changes_the_learning_rate_of_a_trial(ray_session, tmp_path):
     results = example("population_based").tune_population(tmp_path)
     assert not results.errors
