@@ -4,7 +4,7 @@
 # make mutants   plausible mistakes in the methods, each of which their tests must notice (an hour; WORD=sfd for some)
 # make bench     the speed table of docs/speed.md: installs other frameworks in environments of their own (TURNS=1 for fewer runs)
 # make fuzz      2,000 malformed inputs (N=10000 for more), each of which must be refused in a line or change nothing
-# make soak      tests that do for minutes what others do once: kills at random moments, every hostile client on Ray
+# make soak      tests that mostly do for minutes what others do once: kills at random moments, every hostile client on Ray
 # make docs      the documentation as a site, docs/_build/html
 
 PYTHON ?= python3
@@ -18,8 +18,8 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
-# a file of tests on one of two processes; the tests outside COMPUTE start clusters, and those of ALONE start them with
-# `ray start`, which does not live through a crowded processor
+# a file of tests on one of two processes; the tests outside COMPUTE start clusters, and those of ALONE failed when
+# another file ran beside them
 PAIRED = -n 2 --dist loadfile
 FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
 COMPUTE = $(addprefix tests/,cli/test_attack_command.py cli/test_check_command.py cli/test_listings.py cli/test_page.py cli/test_plot_command.py \

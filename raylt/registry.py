@@ -10,7 +10,7 @@ unchanged.
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -40,8 +40,6 @@ TABLES: dict[PluginKind, dict[str, Any]] = {
     "partition": PARTITIONS,
     "schedule": SCHEDULES,
 }
-# what stands before the colon in names such as folder:PATH and timm:NAME, whose values are not a package's plugins
-OWN_PREFIXES: dict[PluginKind, Collection[str]] = {"source": NAMES, "model": LIBRARIES}
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def seek(config: Config) -> None:
     """Load the plugins of installed packages that a configuration names, unless they are registered already."""
     for kind, name in sorted(_named(config)):
         # looking through all installed packages takes longer than all else that a configuration needs
-        if name in TABLES[kind] or name.partition(":")[0] in OWN_PREFIXES.get(kind, ()):
+        if name in TABLES[kind] or _is_built_in(kind, name):
             continue
         for point in entry_points(group=f"raylt.{kind}s", name=name):
             package = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
@@ -176,6 +174,14 @@ def seek(config: Config) -> None:
                     name=name,
                 ) from error
             _add(value, name, kind, package)
+
+
+def _is_built_in(kind: PluginKind, name: str) -> bool:
+    """Return whether a name is one of raylt's own with a colon, as in folder:PATH and timm:NAME, or a source's."""
+    prefix, colon, _ = name.partition(":")
+    if kind == "source":
+        return prefix in NAMES
+    return kind == "model" and colon == ":" and prefix in LIBRARIES
 
 
 def plugin_files() -> list[str]:

@@ -53,8 +53,11 @@ def run_on(case: Case, place: str, batch: int = 8, epochs: int = 1, task: Task |
     return finish(Experiment(setup, task, clients, device, case.folder))
 
 
-# the other methods run with the soak tests; test_cuda_graphs.py runs each on the pretended device once
-QUICKLY = ("fedavg", "fedper", "scaffold", "sfd", "fedsm", "mupfl", "bpfed")
+# the other methods run with the soak tests; test_cuda_graphs.py runs those that train in another way on this device
+QUICKLY = (
+    *("fedavg", "fedper", "scaffold", "sfd", "fedsm", "mupfl", "bpfed"),
+    *("fedic", "promptfl", "fedbn", "noisymeans", "fedyogi"),
+)
 
 
 def marked(name: str, kind: str) -> Any:

@@ -2,9 +2,10 @@
 claims."""
 
 import functools
+import itertools
 import random
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ from refusals import refused
 from small_runs import QUICK
 
 from raylt.contract.case import SOME, Case
-from raylt.contract.checks import CHECKS, fault_of, run_checks
+from raylt.contract.checks import CHECKS, fault_of, predicts_what_was_judged, resumed_after_every_step, run_checks
 from raylt.contract.fields import acts_from_its_stage_on
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.method import Method
@@ -24,8 +25,9 @@ from raylt.hyper import Uniform, hp
 from raylt.methods import METHODS
 
 CASES = [(name, kind) for name, method in METHODS.items() for kind in method.problems]
-# the other methods run with the slow tests, and on segmentation with the soak tests
+# the other methods run with the slow tests, and on segmentation with the soak tests but for the checks of ALWAYS
 QUICKLY = ("fedavg", "scaffold", "sfd", "fedsm", "mupfl")
+ALWAYS = (resumed_after_every_step, predicts_what_was_judged)
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +42,25 @@ def case_of(tmp_path_factory):
 
 
 def marks_of(name: str, kind: str, quickly: Collection[str] = QUICKLY) -> list[pytest.MarkDecorator]:
-    """Return the marks of a method's tests: methods outside `quickly` are slow, and segment in the soak tests."""
+    """Return the marks of a method's tests: those of `quickly` are fast, and slow on segmentation.
+
+    Those of other methods are slow, and soak tests on segmentation.
+    """
     if kind == "classification":
         return [] if name in quickly else [pytest.mark.slow]
     return [pytest.mark.slow] if name in quickly else [pytest.mark.slow, pytest.mark.soak]
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(check, marks=pytest.mark.slow if check is acts_from_its_stage_on else [], id=check.__name__)
-        for check in CHECKS
-    ],
-)
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [pytest.param(name, kind, marks=marks_of(name, kind), id=f"{name}-{kind}") for name, kind in CASES],
-)
+def checks_of_methods() -> Iterator[Any]:
+    for (name, kind), check in itertools.product(CASES, CHECKS):
+        always = check in ALWAYS and kind == "segmentation"
+        marks = [pytest.mark.slow] if always else marks_of(name, kind)
+        if check is acts_from_its_stage_on:
+            marks = [*marks, pytest.mark.slow]
+        yield pytest.param(name, kind, check, marks=marks, id=f"{name}-{kind}-{check.__name__}")
+
+
+@pytest.mark.parametrize(("name", "kind", "check"), list(checks_of_methods()))
 def test_method_keeps_the_contract(case_of, name, kind, check):
     assert fault_of(check, case_of(name, kind)) is None
 

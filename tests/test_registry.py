@@ -126,6 +126,7 @@ def test_installed_packages_offer_theirs_by_entry_points(monkeypatch, shops):
     monkeypatch.syspath_prepend(str(shops.parent))
     offered = {
         ("raylt.models", "wide"): "shops:tinynet",
+        ("raylt.models", "clip"): "shops:tinynet",
         ("raylt.methods", "smoothed"): "shops:Smoothed",
         ("raylt.sources", "halves"): "shops:stripes",
         ("raylt.models", "broken"): "shops:nothing",
@@ -138,6 +139,7 @@ def test_installed_packages_offer_theirs_by_entry_points(monkeypatch, shops):
     setup = resolve(load(None, ["method=smoothed", "model=wide"]))
     assert type(setup.method).__name__ == "Smoothed"
     assert setup.model(2, (8, 8, 1)).dim == 16
+    assert resolve(load(None, ["method=smoothed", "model=clip"])).model(2, (8, 8, 1)).dim == 16
     registry.seek(load(None, ["method=fedavg", "data.source=halves"]))
     assert build_task(load(None, ["method=fedavg", "data.source=halves", "data.imbalance=1"]).data).classes == 2
     assert {record["origin"] for record in origins(load(None, ["method=smoothed", "model=wide"]))} == {

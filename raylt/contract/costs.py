@@ -29,7 +29,7 @@ CLIENTS = 2
 LACKING = 2  # classes that a client lacks in `relative_cost`; distillation on one class alone would be left out
 # fields that set only how long the server or a client computes on features; calls do not depend on them
 SHORT: dict[str, Any] = {"retrain_epochs": 1, "synthesis_steps": 1, "matching_steps": 1}
-# of methods that would have to download a teacher, or whose server would compute for seconds
+# fields of methods that would download a teacher, or whose server would compute for seconds
 REPLACED: dict[str, dict[str, Any]] = {
     "fedsm": {"teacher": "none"},
     "clip2fl": {"kd": 0, "contrast": 0},

@@ -11,6 +11,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -84,45 +85,66 @@ def trains_on_features(setup: Setup, spec: TaskSpec) -> bool:
 
 
 class FeatureFiles:
-    """The features in a cache folder by key. Each pair of files is opened once, however many images are looked up."""
+    """The features in a cache folder by key. Each file of keys is read once, however many images are looked up."""
 
     def __init__(self) -> None:
-        self._features: dict[str, np.ndarray] = {}  # memory-mapped, by the name of the file of keys
-        self._places: dict[bytes, tuple[str, int]] = {}  # of each key, its file and row
+        self._seen: set[str] = set()  # names of files of keys
+        self._places: dict[bytes, tuple[Path, int]] = {}  # of each key, the file of its features and the row
 
     def __len__(self) -> int:
         return len(self._places)
 
     def look(self, folder: Folder) -> None:
-        """Open the pairs of files that were added to the folder, by this process or another, since the last look.
+        """Read the keys of the pairs of files that this process or another has added to the folder since the last look.
 
         Raises:
             DataError: a pair cannot be read.
         """
         for name in folder.names():
-            if not name.startswith("keys.") or name in self._features:
+            if not name.startswith("keys.") or name in self._seen:
                 continue
             path = folder.path / name.replace("keys.", "features.", 1)
-            try:
+            with _readable(path):
                 keys = np.load(io.BytesIO(folder.read(name)), allow_pickle=False)
-                features = np.load(path, mmap_mode="r", allow_pickle=False)
-                if len(keys) != len(features):
-                    raise ValueError(f"{len(keys)} keys, {len(features)} features")
-            except (OSError, ValueError) as error:
-                raise DataError(
-                    f"data.root: the cache of features {path} cannot be read ({error}). Remove it with raylt data "
-                    f"--clear-cache {folder.path.name}.",
-                    code="data.cache-unreadable",
-                    key="data.root",
-                    path=str(path),
-                ) from None
-            self._features[name] = features
-            self._places |= {key.tobytes(): (name, row) for row, key in enumerate(keys)}
+                rows = len(np.load(path, mmap_mode="r", allow_pickle=False))
+                if len(keys) != rows:
+                    raise ValueError(f"{len(keys)} keys, {rows} features")
+            self._seen.add(name)
+            self._places |= {key.tobytes(): (path, row) for row, key in enumerate(keys)}
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
-        """Return the features of those keys that are there."""
-        places = {key: self._places[key] for key in keys if key in self._places}
-        return {key: np.array(self._features[name][row]) for key, (name, row) in places.items()}
+        """Return the features of those keys that are there.
+
+        Raises:
+            DataError: a file that was there at the last look cannot be read.
+        """
+        wanted: dict[Path, dict[bytes, int]] = {}
+        for key in keys:
+            if key in self._places:
+                path, row = self._places[key]
+                wanted.setdefault(path, {})[key] = row
+        features = {}
+        for path, rows in wanted.items():
+            with _readable(path):
+                # a file stays open as long as its map, and there may be more files than a process may open
+                stored = np.load(path, mmap_mode="r", allow_pickle=False)
+                features |= {key: np.array(stored[row]) for key, row in rows.items()}
+        return features
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise a DataError with the remedy for what goes wrong with the file of features inside the block."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"data.root: the cache of features {path} cannot be read ({error}). Remove it with raylt data "
+            f"--clear-cache {path.parent.name}.",
+            code="data.cache-unreadable",
+            key="data.root",
+            path=str(path),
+        ) from None
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Kill every process of a run at one stage, in the soak tests at all, on a cluster with replaceable workers.
+"""Kill each process of a run at one stage, on a cluster with replaceable workers; the soak tests do so at every stage.
 
-The tests print a table at the end: seconds until the kill is noticed, seconds until the next committed round, and the
-number of repeated rounds.
+Run alone, the tests print a table at the end: seconds until the kill is noticed, seconds until the next committed
+round, and the number of repeated rounds.
 """
 
 import json
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
 SETTINGS = ["method=faulty", f"federation.rounds={ROUNDS}", "local.epochs=1", "resources.actors=2"]
 # the stage at which each is killed outside the soak tests
-STAGE_OF = {"client": "upload", "node": "train", "server": "checkpoint", "driver": "evaluate"}
+STAGE_OF = {"client": "upload", "node": "train", "server": "train", "driver": "checkpoint"}
 LIMIT_S = 90.0  # limit from any fault to the next committed round
 FAST = {
     "health_check_initial_delay_ms": 0,
@@ -206,9 +206,16 @@ def told(folder, victim):
 def kill_server(driver):
     """Kill the server actor of a run on a cluster that the driver did not start."""
     servers = [p for p in psutil.process_iter(["cmdline"]) if "ray::ServerActor" in " ".join(p.info["cmdline"] or [])]
-    reached = [p for p in servers if p.environ().get("RAY_RUNTIME_ENV_HOOK") == "faulty.hook"]
-    (server,) = reached
+    (server,) = [p for p in servers if environment(p).get("RAY_RUNTIME_ENV_HOOK") == "faulty.hook"]
     server.kill()
+
+
+def environment(process):
+    """Return the environment of a process of any test; an empty one if the process has ended."""
+    try:
+        return process.environ()
+    except psutil.NoSuchProcess:
+        return {}
 
 
 def test_clients_that_misbehave_are_left_out_and_named(machines, tmp_path):

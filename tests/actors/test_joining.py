@@ -1,7 +1,4 @@
-"""Every way to join a cluster from a bare shell, with and without a token, in real processes.
-
-Takes about 100 s for three clusters and five runs.
-"""
+"""Every way to join a cluster from a bare shell, in real processes; some ways without a token are soak tests."""
 
 import json
 import shutil

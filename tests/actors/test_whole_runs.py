@@ -19,8 +19,8 @@ psutil = pytest.importorskip("psutil")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SETTINGS = ["method=fedavg", "seed=3", "federation.rounds=3"]
-# long enough to be killed in the middle
-LONG = ["method=fedavg", "seed=3", "federation.rounds=4", "local.epochs=20"]
+# long enough to be killed in the middle: a round takes a tenth of a second or more
+LONG = ["method=fedavg", "seed=3", "federation.rounds=20", "local.epochs=4"]
 
 
 def environment():

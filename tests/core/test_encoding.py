@@ -1,5 +1,6 @@
 """Frozen encoders run once: features are cached by weights and pixels, and training on them gives the same run."""
 
+import os
 from dataclasses import replace
 from functools import cached_property
 
@@ -177,7 +178,7 @@ def test_a_damaged_cache_is_named(tiny_task, tmp_path):
         encode(setup_for(tmp_path), tiny_task)
 
 
-def test_files_of_features_are_opened_once_and_those_of_other_processes_are_found(tmp_path, monkeypatch):
+def test_keys_of_features_are_read_once_and_those_of_other_processes_are_found(tmp_path, monkeypatch):
     keys = [bytes([number]) * KEY_BYTES for number in range(4)]
     features = np.arange(8, dtype=np.float32).reshape(4, 2)
     files, read = FeatureFiles(), []
@@ -192,6 +193,18 @@ def test_files_of_features_are_opened_once_and_those_of_other_processes_are_foun
             assert np.array_equal(list(found.values()), features[:known])
             assert len(read) == len(set(read)) == known // 2
     assert len(files) == 4
+
+
+def test_no_file_of_features_stays_open(tmp_path):
+    keys = [bytes([number]) * KEY_BYTES for number in range(40)]
+    files, rows = FeatureFiles(), np.ones((1, 2), np.float32)
+    with folder_for(tmp_path) as folder:
+        for key in keys:
+            _write(folder, [key], rows)
+        before = len(os.listdir("/proc/self/fd"))
+        files.look(folder)
+        assert len(files.get(keys)) == 40
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 # whole runs

@@ -235,6 +235,7 @@ def measured_page():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_methods_page_has_the_measured_uploads_of_every_method(measured_page):
     rows = re.findall(
         r"^\| \[`(\w+)`\]\(#\w+\) \| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \| (.*) \|$", measured_page, re.M

@@ -446,17 +446,16 @@ def test_on_ray_two_at_a_time_with_a_killed_process_it_comes_to_the_same_and_lea
     assert ray.available_resources().get("CPU") == free
 
 
-@pytest.mark.soak
 @pytest.mark.slow
 def test_a_search_killed_on_ray_is_resumed_to_the_same_end(tmp_path):
-    asked = [*SETTINGS, *(f"{key}={text}" for key, text in RANGES.items()), "--samples", "5", "--out", str(tmp_path)]
+    asked = [*SETTINGS, *(f"{key}={text}" for key, text in RANGES.items()), "--samples", "3", "--out", str(tmp_path)]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             command(*asked, "--name", "s", "--parallel", "2"), stdout=log, stderr=log, env=ENVIRONMENT
         )
         table = tmp_path / "s/trials.jsonl"
         until = time.monotonic() + 120
-        while not (table.exists() and table.read_text().count("\n") >= 2):
+        while not (table.exists() and table.read_text().count("\n") >= 1):
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < until, (tmp_path / "log").read_text()
             time.sleep(0.05)
@@ -473,7 +472,7 @@ def test_a_search_killed_on_ray_is_resumed_to_the_same_end(tmp_path):
         check=True,
     )
     assert before == {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}
-    straight = small_search(tmp_path / "straight", samples=5)
+    straight = small_search(tmp_path / "straight", samples=3)
     rows = json.loads((tmp_path / "s/trials.json").read_text())
     assert rows == json.loads((straight.folder / "trials.json").read_text())
     assert "best first" in shown.stdout
