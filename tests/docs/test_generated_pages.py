@@ -228,6 +228,19 @@ def test_what_a_page_fetches_from_elsewhere_is_found(html, found):
     assert bool(FETCHED.search(html)) == found
 
 
+def test_methods_are_measured_where_the_code_is_newer_than_the_page(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(generate, "PAGES", {"methods": lambda: measured.append("once more") or "# Methods\n"})
+    monkeypatch.setattr(generate, "write_method_parts", lambda folder: None)
+    for _ in range(2):
+        generate.write_pages(tmp_path)
+        assert len(measured) == 1
+    os.utime(tmp_path / "methods.md", (0, 0))
+    generate.write_pages(tmp_path)
+    assert len(measured) == 2
+    assert (tmp_path / "methods.md").read_text() == "# Methods\n"
+
+
 @pytest.fixture(scope="module")
 def measured_page():
     """Return the page of methods; measuring them all takes minutes."""
