@@ -140,6 +140,7 @@ def test_fields_of_the_tuning_change_clients_models_and_not_the_global_one(tiny_
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_killed_in_the_tuning_and_resumed_it_ends_the_same(tmp_path):
     run_and_kill_in(
         tmp_path,

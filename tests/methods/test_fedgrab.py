@@ -166,6 +166,7 @@ def test_without_the_analyser_nothing_is_sent_and_with_it_the_second_round_is_an
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_killed_in_the_analyser_and_resumed_it_ends_the_same(tmp_path):
     run_and_kill_in(
         tmp_path,

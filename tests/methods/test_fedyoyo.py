@@ -138,6 +138,7 @@ def test_without_both_parts_it_is_plain_training_on_two_views(tiny_task):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_killed_between_its_two_questions_and_resumed_it_ends_the_same(tmp_path):
     run_and_kill_in(
         tmp_path,
