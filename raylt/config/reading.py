@@ -22,10 +22,7 @@ DEMO = "demo"  # the recipe that `raylt run` without settings runs
 
 def recipes() -> dict[str, str]:
     """Return the names of all recipes (such as sfd/cifar10_if100_alpha0.05_k10), each with its first line."""
-    return {
-        str(file.relative_to(FOLDER).with_suffix("")): file.read_text().partition("\n")[0].lstrip("# ")
-        for file in sorted(FOLDER.rglob("*.yaml"))
-    }
+    return {name: file.read_text().partition("\n")[0].lstrip("# ") for name, file in _recipe_files().items()}
 
 
 def recipe(name: str) -> Path:
@@ -34,17 +31,22 @@ def recipe(name: str) -> Path:
     Raises:
         ConfigError: There is no recipe of this name.
     """
-    names = recipes()
+    files = _recipe_files()
     name = name.removesuffix(".yaml")
-    if name not in names:
+    if name not in files:
         raise ConfigError(
-            f"recipe:{name}: there is no such recipe. {did_you_mean(name, names, 'recipe:')}Give one that "
+            f"recipe:{name}: there is no such recipe. {did_you_mean(name, files, 'recipe:')}Give one that "
             "raylt recipes lists.",
             code="config.unknown-name",
             key="recipe",
             value=name,
         )
-    return FOLDER / f"{name}.yaml"
+    return files[name]
+
+
+def _recipe_files() -> dict[str, Path]:
+    """Return the recipes' files by the names of the recipes."""
+    return {str(file.relative_to(FOLDER).with_suffix("")): file for file in sorted(FOLDER.rglob("*.yaml"))}
 
 
 def load(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:

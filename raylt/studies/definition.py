@@ -17,9 +17,9 @@ therefore train on the same split, and their differences are paired.
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolve
 
 MOST_SEEDS = 10_000
 MOST_CELLS = 10_000
+RecipeReader = Callable[[str], dict[str, Any]]
 _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
 
 
@@ -154,8 +155,9 @@ class Definition(Section):
         Raises:
             ConfigError: a setting does not exist or has a wrong value.
         """
+        read = cache(read_recipe)  # not once for each run
         return [
-            self.run(cell, arm, seed, tuned)
+            self._planned(cell, arm, seed, tuned, read)
             for cell in self.all_cells
             for seed in self.all_seeds
             for arm in self.arms_of(cell)
@@ -166,8 +168,11 @@ class Definition(Section):
 
         The seed need not be one that the study uses.
         """
+        return self._planned(cell, arm, seed, tuned, read_recipe)
+
+    def _planned(self, cell: str, arm: str, seed: int, tuned: Outcomes | None, read: RecipeReader) -> Planned:
         outcome = (tuned or {}).get(cell, {}).get(arm)
-        tree = self._settings(cell, arm, seed)
+        tree = self._settings(cell, arm, seed, read)
         config = resolved(merge(tree, outcome["values"]) if outcome else tree, f"arm {arm!r}")
         folder = "/".join(part for part in (slug(cell), slug(arm), f"seed-{seed}") if part)
         return Planned(cell, arm, seed, config, folder)
@@ -181,7 +186,7 @@ class Definition(Section):
 
         They have the first seed, and only those fields of the method that the study gives.
         """
-        return check(Config, self._settings(cell, arm, self.all_seeds[0]))
+        return check(Config, self._settings(cell, arm, self.all_seeds[0], read_recipe))
 
     def check_names(self) -> None:
         """Check that names can be folder names, and that claims and references name existing arms, cells and measures.
@@ -285,11 +290,11 @@ class Definition(Section):
                 measure=self.measure,
             )
 
-    def _settings(self, cell: str, arm: str, seed: int) -> dict[str, Any]:
+    def _settings(self, cell: str, arm: str, seed: int, read: RecipeReader) -> dict[str, Any]:
         settings = self.all_cells[cell]
         without_recipe = {key: value for key, value in settings.items() if key != "recipe"}
         recipe = settings.get("recipe", self.recipe)
-        tree = merge({} if recipe is None else read_recipe(recipe), self.base)
+        tree = merge({} if recipe is None else read(recipe), self.base)
         tree = merge(tree, without_recipe)
         tree = merge(tree, self.arms[arm])
         return merge(tree, {"seed": seed, "data.seed": seed})

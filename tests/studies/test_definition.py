@@ -7,8 +7,9 @@ from refusals import refused
 from raylt.config import load
 from raylt.errors import ConfigError
 from raylt.methods import make_method
+from raylt.studies import definition
 from raylt.studies.definition import define, read_definition
-from raylt.studies.settings import label, merge, resolved, slug
+from raylt.studies.settings import label, merge, read_recipe, resolved, slug
 from raylt.studies.study import Study
 
 SMALL = {
@@ -173,3 +174,12 @@ def test_a_recipe_that_is_a_file_is_found_beside_the_study_from_anywhere(tmp_pat
     study = Study.create(read_definition(Path("../a/s.yaml")), tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     assert Study.open(study.folder).planned[0].config.federation.rounds == 7
+
+
+def test_a_recipe_is_read_once_for_all_runs(monkeypatch):
+    read = []
+    monkeypatch.setattr(definition, "read_recipe", lambda name: read.append(name) or read_recipe(name))
+    made = define({"name": "two", "recipe": "demo", "arms": {"a": "fedavg", "b": "fedprox"}, "seeds": 3})
+    read.clear()
+    assert len(made.runs()) == 6
+    assert read == ["demo"]
