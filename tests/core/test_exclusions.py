@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 from refusals import refused
-from small_runs import needs_of
+from small_runs import QUICK, needs_of
 from tiny import configure, make_experiment
 
 from raylt.core.exclusions import EXCLUSIONS
@@ -104,12 +104,9 @@ def test_the_chance_of_an_empty_round_is_at_most_one(tiny_task, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_method_says_whether_clients_upload_more_than_a_model(tiny_task, tmp_path, monkeypatch, name):
-    fields = {"fedsm": {"teacher": "none"}}
-    if name == "clip2fl":
-        pytest.skip("needs a teacher's files")
     if name == "ratioloss":
         pytest.skip("needs images at the server")
-    method = METHODS[name](**fields.get(name, {}))
+    method = METHODS[name](**QUICK.get(name, {}))
     if method.uploads_more:
         return
     torch.manual_seed(0)

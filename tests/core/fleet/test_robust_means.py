@@ -6,6 +6,7 @@ import torch
 from refusals import refused
 from rounds import flat, run
 from scipy.stats import trim_mean
+from small_runs import QUICK
 from tiny import configure, make_experiment
 from torch import tensor
 
@@ -20,14 +21,6 @@ from raylt.methods.local import Local
 from raylt.methods.mupfl.method import MuPFL
 
 RULES = "median", "trimmed_mean", "norm_clipped_mean"
-QUICK = {
-    "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 1, "retrain_epochs": 1},
-    "ccvr": {"virtual": 20},
-    "creff": {"per_class": 5, "matching_steps": 1, "retrain_epochs": 1},
-    "mupfl": {"m": 5, "tau": 2, "matching_steps": 1},
-    "fedsm": {"teacher": "none", "retrain_rounds": 1, "size": 5, "retrain_epochs": 1},
-    "clip2fl": {"per_class": 5, "matching_steps": 1, "retrain_epochs": 1, "kd": 0, "contrast": 0},
-}
 
 
 class Hostile(FedAvg):
