@@ -67,7 +67,9 @@ def test_the_file_brings_the_methods_of_the_page_and_each_does_what_it_says(my_m
 def test_each_keeps_the_contract(my_method, tmp_path):
     faults = {}
     for plugin in load_plugin(my_method):
-        case = Case(plugin.value(), "classification", tmp_path / plugin.name)
+        folder = tmp_path / plugin.name
+        folder.mkdir()
+        case = Case(plugin.value(), "classification", folder)
         faults |= {(plugin.name, check.__name__): fault_of(check, case) for check in CHECKS}
     assert {what: fault for what, fault in faults.items() if fault} == {}
     assert len(faults) == len(NAMES) * len(CHECKS)
