@@ -203,7 +203,8 @@ def test_no_file_of_features_stays_open(tmp_path):
             _write(folder, [key], rows)
         before = len(os.listdir("/proc/self/fd"))
         files.look(folder)
-        assert len(files.get(keys)) == 40
+        features = files.get(keys)
+        assert len(features) == 40
         assert len(os.listdir("/proc/self/fd")) == before
 
 
