@@ -4,7 +4,7 @@
 # make mutants   plausible mistakes in the methods, each of which their tests must notice (an hour; WORD=sfd for some)
 # make bench     the speed table of docs/speed.md: installs other frameworks in environments of their own (TURNS=1 for fewer runs)
 # make fuzz      2,000 malformed inputs (N=10000 for more), each of which must be refused in a line or change nothing
-# make soak      tests that mostly do for minutes what others do once: kills at random moments, every hostile client on Ray
+# make soak      tests that take minutes and mostly repeat others: kills at random moments, every hostile client on Ray
 # make docs      the documentation as a site, docs/_build/html
 
 PYTHON ?= python3

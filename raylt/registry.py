@@ -177,7 +177,7 @@ def seek(config: Config) -> None:
 
 
 def _is_built_in(kind: PluginKind, name: str) -> bool:
-    """Return whether a name is one of raylt's own with a colon, as in folder:PATH and timm:NAME, or a source's."""
+    """Return whether raylt itself opens or builds what is named, such as digits, folder:PATH or timm:NAME."""
     prefix, colon, _ = name.partition(":")
     if kind == "source":
         return prefix in NAMES

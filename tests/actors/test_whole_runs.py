@@ -19,7 +19,7 @@ psutil = pytest.importorskip("psutil")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SETTINGS = ["method=fedavg", "seed=3", "federation.rounds=3"]
-# long enough to be killed in the middle: a round takes a tenth of a second or more
+# long enough to be killed in the middle: a round takes 0.3 s on a slow core
 LONG = ["method=fedavg", "seed=3", "federation.rounds=20", "local.epochs=4"]
 
 

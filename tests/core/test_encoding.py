@@ -208,6 +208,17 @@ def test_no_file_of_features_stays_open(tmp_path):
         assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_file_that_is_lost_after_its_keys_were_read_is_named(tmp_path):
+    key, files = bytes(KEY_BYTES), FeatureFiles()
+    with folder_for(tmp_path) as folder:
+        _write(folder, [key], np.ones((1, 2), np.float32))
+        files.look(folder)
+        (file,) = tmp_path.glob("features.*")
+        file.unlink()
+        with refused("data.cache-unreadable", DataError, key="data.root", path=str(file)):
+            files.get([key])
+
+
 # whole runs
 
 
