@@ -64,8 +64,17 @@ SCALES = {
         ),
     )
 }
-PACKAGES = {"flower": "flwr[simulation]>=1.20,<2", "pfl": "pfl[pytorch]>=0.4,<1", "flgo": "flgo>=0.4,<1"}
-MISSING = {"PFLlib": "no package of it on the registry: it is a folder of scripts, and its loop is not copied here"}
+PACKAGES = {
+    "flower": "flwr[simulation]>=1.20,<2",
+    "pfl": "pfl[pytorch]>=0.4,<1",
+    "flgo": "flgo>=0.4,<1",
+    "blazefl": "blazefl[contrib,reproducibility]>=2,<4",
+}
+PYTHONS = {"blazefl": ">=3.12"}  # where a framework needs a newer Python than raylt does
+MISSING = dict.fromkeys(
+    ("PFLlib", "FedLTLib"),
+    "no package of it on the registry: it is a folder of scripts, and its loop is not copied here",
+)
 SYSTEMS = (
     "bare",
     "raylt-ray",
@@ -118,7 +127,8 @@ def install(name: str) -> str:
     uv, python = shutil.which("uv"), folder / "bin" / "python"
     if (folder / "ready").exists():
         return ""
-    venv = [uv, "venv", "--quiet", "--clear", "--python", sys.executable] if uv else [sys.executable, "-m", "venv"]
+    wanted = PYTHONS.get(name, sys.executable) if uv else sys.executable
+    venv = [uv, "venv", "--quiet", "--clear", "--python", wanted] if uv else [sys.executable, "-m", "venv"]
     pip = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
     for command in (
         [*venv, folder],
@@ -270,12 +280,15 @@ def commit() -> str:
 
 
 def versions(name: str) -> dict[str, str]:
-    """Return the versions of a framework and of its main dependencies, in the framework's environment."""
+    """Return the versions of a framework, of its main dependencies and of Python, in the framework's environment."""
     packages = {"raylt": ["raylt", "torch", "ray"], "flower": ["flwr", "torch", "ray"]}.get(name, [name, "torch"])
-    code = f"from importlib.metadata import version as v; print(*map(v, {packages}))"
+    code = (
+        f"from importlib.metadata import version as v; import platform, sysconfig; print(*map(v, {packages}), "
+        "platform.python_version() + 't' * bool(sysconfig.get_config_var('Py_GIL_DISABLED')))"
+    )
     python = sys.executable if name == "raylt" else PEERS / ".env" / name / "bin" / "python"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    return dict(zip(packages, done.stdout.split(), strict=True))
+    return dict(zip([*packages, "python"], done.stdout.split(), strict=True))
 
 
 if __name__ == "__main__":

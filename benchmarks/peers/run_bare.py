@@ -1,7 +1,7 @@
 """Federated averaging without any framework, the baseline of the speed table.
 
 Two forked processes of one thread each train the clients; weights travel through shared memory, and the mean is formed
-in float64. An SGD of a line instead of torch.optim's, whose import takes seconds.
+in float64.
 """
 
 import sys
@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from workload import Work, mark
 
 
@@ -45,15 +44,10 @@ def main() -> None:
 
 def train(work: Work, net, shared, replies, todo, done) -> None:
     torch.set_num_threads(1)
-    net.train()
-    params = list(net.parameters())
     while (order := todo.get()) is not None:
         place, client = order
         net.load_state_dict(shared)
-        for x, y in work.batches(client):
-            grads = torch.autograd.grad(F.cross_entropy(net(x), y), params)
-            with torch.no_grad():
-                torch._foreach_add_(params, grads, alpha=-work.scale.lr)
+        work.train(net, client)
         for name, value in net.state_dict().items():
             replies[place][name].copy_(value)
         done.put(place)

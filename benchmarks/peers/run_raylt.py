@@ -26,7 +26,7 @@ def main() -> None:
         "fedavg",
         out=folder / "runs",
         name=f"raylt-{system}",
-        fleet="local" if fleet == "local" else "ray",
+        fleet=fleet,
         quiet=True,
         callbacks=[Marks()],
         overrides={

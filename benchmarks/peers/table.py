@@ -17,7 +17,9 @@ NAMES = {
     "flower": "Flower",
     "pfl": "pfl-research",
     "flgo": "FLGo",
+    "blazefl": "BlazeFL",
     "PFLlib": "PFLlib",
+    "FedLTLib": "FedLTLib",
 }
 
 
@@ -48,11 +50,12 @@ def show(record: dict) -> str:
                 ]
                 parts.append(f"| {NAMES[name]} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
         parts.append("")
+    own = record["versions"]["raylt"].get("python")
     versions = ", ".join(
-        f"{package} {version}"
+        f"{package} {version}" + (f" on Python {system['python']}" if system.get("python", own) != own else "")
         for system in record["versions"].values()
         for package, version in system.items()
-        if package not in ("torch", "ray")
+        if package not in ("torch", "ray", "python")
     )
     kernel = record["versions"]["raylt"]
     shared = " that others worked on meanwhile: CPU seconds are what to go by" if record["shared"] else ""

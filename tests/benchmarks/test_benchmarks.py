@@ -246,6 +246,21 @@ def test_the_speed_table_of_the_page_is_that_of_the_record():
     assert written.strip("\n") == table.show(json.loads(table.RECORD.read_text()))
 
 
+@pytest.mark.parametrize(
+    ("system", "fleet", "stacked"),
+    [("ray", "ray", "off"), ("local-stacked", "local", "auto"), ("processes", "processes", "off")],
+)
+def test_the_speed_table_runs_each_fleet_by_its_name(system, fleet, stacked, tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(raylt, "run", lambda method, **options: asked.update(options))
+    monkeypatch.setattr(sys, "argv", ["run_raylt.py", str(tmp_path), system])
+    settings = {"model": "cnn", "rounds": 5, "per_round": 100, "clients": 1000, "batch": 5, "lr": 0.05}
+    (tmp_path / "scale.json").write_text(json.dumps(settings))
+    load_module("peers/run_raylt").main()
+    assert asked["fleet"] == fleet
+    assert asked["overrides"]["local.stacked"] == stacked
+
+
 @pytest.mark.parametrize(("name", "shape"), [("resnet8", (32, 32, 3)), ("cnn", (28, 28, 1))])
 def test_the_networks_of_the_speed_table_are_raylts(name, shape):
     ours, net = MODELS[name](10, shape), getattr(load_module("peers/workload"), name)(shape[2])
