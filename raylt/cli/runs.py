@@ -144,4 +144,5 @@ def _show(run: "Run", format: Format) -> None:
     if format is Format.json:
         print_json(run.summary | {"folder": str(run.folder)})
     else:
-        out.print(table_of(run.summary, str(run.folder)))
+        out.print(table_of(run.summary))
+        out.print(f"run folder: {run.folder}", soft_wrap=True, markup=False)  # in one line, so that it can be copied

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,7 +77,7 @@ class Run:
     def _repr_html_(self) -> str:
         """Return the summary as an HTML table; for an unfinished run, the state and the last step's figures."""
         if self.state == "done":
-            return html_of(table_of(self.summary, str(self.folder)))
+            return f"{html_of(table_of(self.summary))}<div>run folder: {escape(str(self.folder))}</div>"
         rows = [("run folder", str(self.folder)), ("state", self.state)]
         if self.state != "missing":
             reports = self.reports

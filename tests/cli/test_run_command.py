@@ -158,7 +158,14 @@ def test_table_of_a_run_shows_the_figures_of_its_summary(raylt):
     assert code == 0
     assert f"{100 * summary['accuracy']['last']:.2f} %" in out
     assert summary["model_sha256"][:16] in out
-    assert "runs/two" in out
+
+
+def test_a_long_path_of_a_run_folder_stays_in_one_line(raylt, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a-long-name-" * 8 + "end"
+    code, out, _ = raylt("run", *SMALL, "federation.rounds=1", "--fleet", "local", "--name", name)
+    assert code == 0
+    assert out.splitlines()[-1] == f"run folder: runs/{name}"
 
 
 def test_run_from_a_file_equals_the_run_from_overrides(raylt, finished):

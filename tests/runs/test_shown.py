@@ -17,6 +17,7 @@ def run(tmp_path_factory):
 def test_a_run_is_shown_as_its_summary(run, tmp_path):
     text = run._repr_html_()
     assert "accuracy, last" in text
+    assert f"run folder: {run.folder}" in text
     assert f"n = {run.summary['tests']['images']}" in text
     assert "missing" in raylt.Run(tmp_path / "none")._repr_html_()
 

@@ -325,7 +325,7 @@ def _changed(message: str, path: Path) -> CheckpointError:
     return CheckpointError(message, code="run.changed", path=str(path))
 
 
-def table_of(summary: dict[str, Any], folder: str) -> Table:
+def table_of(summary: dict[str, Any]) -> Table:
     """Return the summary of a run as a table, with accuracies in percent."""
     table = Table(show_header=False, title=f"{summary['method']}, rounds: {summary['rounds']}", title_justify="left")
     table.add_column()
@@ -333,7 +333,6 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
     for rows in (_accuracy_rows, _client_rows, _cost_rows):
         for name, value in rows(summary):
             table.add_row(name, value)
-    table.add_row("run folder", folder)
     return table
 
 
