@@ -26,7 +26,7 @@ from raylt.core.fleet.fleet import ItemFunction, compute
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault, Unusable, packed, unpacked
 from raylt.data.task import Shard, TaskSpec
-from raylt.errors import ConfigError, RayltError, one_line
+from raylt.errors import ConfigError, RayltError, count_of, one_line
 from raylt.own_code.shipment import Shipment
 from raylt.runs.callbacks.progress import item_writer
 from raylt.store import Folder
@@ -328,7 +328,7 @@ def label_of(ids: list[int], sizes: Any, counts: Any, names: Sequence[str] = ())
         class_counts = counts[ids[0]]
         name = names[ids[0]] if names else ids[0]
         return f"client {name} · {sizes[ids[0]]} samples · {(class_counts > 0).sum()}/{len(class_counts)} classes"
-    return f"{name_clients(ids)} · {sizes[ids].sum()} samples"
+    return f"{name_clients(ids)} · {count_of(int(sizes[ids].sum()), 'sample')}"
 
 
 def _copied(reply: Reply | Unusable, state: Tree) -> tuple[Reply | Unusable, Tree]:

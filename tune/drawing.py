@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raylt.errors import count_of
 from raylt.hyper import Choice, LogUniform
 from tune.pareto import pareto_front
 from tune.plan import SearchPlan, SearchState
@@ -93,7 +94,9 @@ def _draw_scores(
     panel.set_xlabel(f"cost of a trial, {plan.unit}")
     panel.set_ylabel(f"validation {plan.metric}, %")
     stopped = sum(r.outcome is not None and r.outcome.state == "stopped" for r in state.trials)
-    panel.set_title(f"{len(state.trials)} trials, {stopped} stopped early (hollow)", loc="left", fontsize=10, color=INK)
+    panel.set_title(
+        f"{count_of(len(state.trials), 'trial')}, {stopped} stopped early (hollow)", loc="left", fontsize=10, color=INK
+    )
     if len(plan.methods) > 1:
         for method in plan.methods:
             panel.plot([], [], color=colour[method], label=method)
@@ -178,7 +181,7 @@ def draw_pareto(trials: Sequence[Mapping[str, Any]], metrics: Sequence[str], nam
         panel.set_xlabel(f"{first}, %")
         panel.set_ylabel(f"{other}, %")
         if number == 0:
-            title = f"on the Pareto front: {len(front)} of {len(trials)} trials"
+            title = f"on the Pareto front: {len(front)} of {count_of(len(trials), 'trial')}"
             panel.set_title(title, loc="left", fontsize=10, color=INK)
         plain(panel)
     picture = io.BytesIO()

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from raylt.config import yaml_text
-from raylt.errors import CheckpointError
+from raylt.errors import CheckpointError, count_of
 from raylt.registry import plugin_files
 from raylt.runs.folder.reader import Files
 from raylt.runs.folder.summary import percent
@@ -182,8 +182,8 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> Table:
     heads = [key if short.count(name) > 1 else name for key, name in zip(keys, short, strict=True)]
     front = front_of(plan, state.trials) if plan.other_metrics else []
     title = (
-        f"{len(state.trials)} trials, best first; percent: {', '.join(plan.metrics)} on validation samples, accuracy "
-        "on the test set"
+        f"{count_of(len(state.trials), 'trial')}, best first; percent: {', '.join(plan.metrics)} on validation "
+        "samples, accuracy on the test set"
     )
     if plan.splits > 1:
         title += f"; finished trials: the worst of {plan.splits} splits"

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from raylt.errors import count_of
 from raylt.runs.callbacks.base import Callback, TrialReport
 from raylt.runs.callbacks.console import PlainConsole
 
@@ -31,7 +32,7 @@ class SearchProgress(Callback):
             self._console.print(text, soft_wrap=True, markup=False)
 
     def on_search_start(self, folder: Path, methods: Sequence[str], trials: int | None, at_once: int) -> None:
-        count = "as many trials as the budget allows" if trials is None else f"{trials} trials"
+        count = "as many trials as the budget allows" if trials is None else count_of(trials, "trial")
         self.on_message(f"search of {', '.join(methods)}: {count}, {at_once} at once, folder {folder}")
         self._task = self._bar.add_task("", total=trials, best="")
         self._bar.start()

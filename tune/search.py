@@ -29,7 +29,7 @@ from raylt.config.sections import LAST_SEED
 from raylt.data.label_maps import class_counts
 from raylt.data.task import Task
 from raylt.disk import check_name, exists
-from raylt.errors import CheckpointError, ConfigError, RayltError, describe_error, quoted, spoken
+from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken
 from raylt.hyper import Choice
 from raylt.methods import METHODS
 from raylt.notebook import html_of, in_notebook
@@ -86,7 +86,7 @@ class SearchResult:
         return front_of(self.plan, self.trials)
 
     def __repr__(self) -> str:
-        return f"SearchResult({str(self.folder)!r}, best {self.best.id} of {len(self.trials)} trials)"
+        return f"SearchResult({str(self.folder)!r}, best {self.best.id} of {count_of(len(self.trials), 'trial')})"
 
     def _repr_html_(self) -> str:
         """Return an HTML table of the trials, and the best settings."""

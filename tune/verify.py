@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raylt.disk import exists, is_folder
-from raylt.errors import CheckpointError, RayltError
+from raylt.errors import CheckpointError, RayltError, count_of
 from raylt.runs.folder.reader import LOCK, Files
 from raylt.runs.verify import Finding, finding_of, unbound_in, verify_inner
 from raylt.store import Folder
@@ -28,7 +28,7 @@ def _findings(folder: Path) -> Iterator[Finding]:
         except RayltError as error:
             yield Finding(TRIALS, False, str(error))
             return
-    detail = f"{len(trials)} trials in order"
+    detail = f"{count_of(len(trials), 'trial')} in order"
     yield Finding(TRIALS, not torn, f"{detail}, and a line that a kill cut off" if torn else detail)
     if exists(folder / SEAL):
         yield finding_of(SEAL, lambda: _describe_results(folder))
@@ -99,4 +99,4 @@ def _describe_run(folder: Path, trial: EndedTrialJson, split: int) -> str:
                 path=str(folder),
                 step=point["step"],
             )
-    return f"{'done' if files.ended else 'stopped'}, {len(reports)} steps"
+    return f"{'done' if files.ended else 'stopped'}, {count_of(len(reports), 'step')}"

@@ -8,7 +8,7 @@ import typer
 
 from raylt.cli.options import Format, FormatOption, Settings, divide, err, out, print_json
 from raylt.config import load_data
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ConfigError, count_of
 
 if TYPE_CHECKING:
     from raylt.data.images.cache import Cache
@@ -98,7 +98,8 @@ def _show_caches(root: Path, cleared: str | None, format: Format) -> None:
         out.print(_table(listed))
     what = "removed from" if cleared is not None else "in"
     out.print(
-        f"{len(listed)} caches, {size(sum(cache.size for cache in listed))}, {what} {root / 'cache'}", soft_wrap=True
+        f"{count_of(len(listed), 'cache')}, {size(sum(cache.size for cache in listed))}, {what} {root / 'cache'}",
+        soft_wrap=True,
     )
 
 

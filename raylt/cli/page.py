@@ -19,7 +19,7 @@ from raylt import store
 from raylt.cli.compare import compare, results_read_once
 from raylt.cli.options import out
 from raylt.disk import is_file
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, count_of
 
 START = "<!-- raylt compare "
 END = "<!-- end of raylt compare -->"
@@ -47,7 +47,7 @@ def page(
         if changed:
             store.write(file, filled_texts[file])
         state = "updated" if changed else "unchanged"
-        out.print(f"{file}: {len(BLOCK.findall(text))} tables, {state}", soft_wrap=True)
+        out.print(f"{file}: {count_of(len(BLOCK.findall(text)), 'table')}, {state}", soft_wrap=True)
 
 
 def filled(text: str, name: str = "page") -> str:

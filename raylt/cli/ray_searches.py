@@ -11,7 +11,7 @@ from rich.table import Table
 
 from raylt.cli.options import Format, err, out, print_json
 from raylt.config import Config
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ConfigError, count_of
 from raylt.store import followed
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def search(
             other_metrics=tuple(metrics[1:]),
             **{**fields, "samples": fields["samples"] or SAMPLES},
         )
-        trials = "all trials of the grid" if plan.searcher == "grid" else f"{plan.samples} trials"
+        trials = "all trials of the grid" if plan.searcher == "grid" else count_of(plan.samples, "trial")
         err.print(f"search of {method} with Ray's {plan.scheduler}: {trials}, folder {target}", soft_wrap=True)
         return ray_search(target, plan)
 
@@ -175,7 +175,9 @@ def _show(result: "RaySearchResult", format: Format) -> None:
     if format is Format.json:
         print_json({"folder": str(result.folder), "trials": result.rows})
         return
-    title = f"{len(result.rows)} trials, best first; percent: {', '.join(result.metrics)} on validation samples"
+    title = (
+        f"{count_of(len(result.rows), 'trial')}, best first; percent: {', '.join(result.metrics)} on validation samples"
+    )
     table = Table(
         title=f"{title}; front: on the Pareto front" if len(result.metrics) > 1 else title,
         title_justify="left",

@@ -12,7 +12,7 @@ from raylt import store
 from raylt.cli.options import err, out
 from raylt.cli.study import Address, Fleet, MixVersions, Out, Parallel, StudyProgress, raise_if_failed, show_plan
 from raylt.disk import is_file
-from raylt.errors import CheckpointError, ConfigError, quoted
+from raylt.errors import CheckpointError, ConfigError, count_of, quoted
 
 if TYPE_CHECKING:
     from raylt.studies.definition import Definition
@@ -172,7 +172,7 @@ def show(judged: "list[Verdict]", format: str, only_run: bool = False) -> None:
         return
     if lines := [verdict for verdict in judged if verdict.ours is not None or not only_run]:
         out.print(verdict_tables(lines))
-    out.print(f"{len(judged)} cells: {', '.join(f'{number} {kind}' for kind, number in counts.items())}")
+    out.print(f"{count_of(len(judged), 'cell')}: {', '.join(f'{number} {kind}' for kind, number in counts.items())}")
 
 
 def parse_cells(text: str | None) -> dict[str, str]:

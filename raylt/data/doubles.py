@@ -106,8 +106,13 @@ def _first_copies(x: Stored) -> np.ndarray:
 
 
 def _left_out(count: int, of: int, part: str) -> list[str]:
-    repeats = "also training images" if part == "test" else "copies of others"
-    return [f"{count:,} of {of:,} {part} images are {repeats} and are left out (data.doubles=drop)"] if count else []
+    if not count:
+        return []
+    if count == 1:
+        repeats = "is also a training image and is" if part == "test" else "is a copy of another and is"
+    else:
+        repeats = "are also training images and are" if part == "test" else "are copies of others and are"
+    return [f"{count:,} of {of:,} {part} images {repeats} left out (data.doubles=drop)"]
 
 
 def _row_hashes(x: Stored) -> np.ndarray:

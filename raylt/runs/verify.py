@@ -171,7 +171,9 @@ def _findings(run: Run, data: bool) -> Iterator[Finding]:
     yield finding_of("config.yaml", lambda: f"{files.config().method['name']}, as the run was made")
     if (run.folder / ORIGINS).is_symlink() or (run.folder / ORIGINS).exists():
         yield finding_of(ORIGINS, lambda: ", ".join(plugin["name"] for plugin in files.plugins()))
-    yield finding_of("split.json", lambda: f"split {files.split().sha256[:16]}, {len(files.split().clients)} clients")
+    yield finding_of(
+        "split.json", lambda: f"split {files.split().sha256[:16]}, {count_of(len(files.split().clients), 'client')}"
+    )
     yield finding_of(OUTLINE, lambda: "not kept" if files.outline() is None else "the task without its data")
     if data:
         yield finding_of("data", lambda: f"{run.task.name}, as the run read it")
@@ -243,7 +245,7 @@ def _check_lines(files: Files) -> Finding:
         return Finding(metrics_log.FILE, False, detail, "cut it there")
     unsealed = not lines.sealed and not files.ended
     detail = f", line {len(lines.texts)} unsealed: of an early version" if unsealed else ""
-    return Finding(metrics_log.FILE, True, f"{len(lines.texts)} steps in order{detail}")
+    return Finding(metrics_log.FILE, True, f"{count_of(len(lines.texts), 'step')} in order{detail}")
 
 
 def _check_checkpoints(files: Files) -> Iterator[Finding]:
@@ -256,7 +258,7 @@ def _check_checkpoints(files: Files) -> Iterator[Finding]:
     for step, state in states.items():
         what = f"{CHECKPOINTS}/{step:06d}"
         if isinstance(state, Checkpoint):
-            yield Finding(what, True, f"{len(state.parts)} parts")
+            yield Finding(what, True, count_of(len(state.parts), "part"))
         else:
             yield Finding(what, False, str(state), "remove it" if any_usable and isinstance(state, str) else None)
     if not states and not files.ended and lines is not None and metrics_log.was_saved(lines):

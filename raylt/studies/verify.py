@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raylt.disk import exists
-from raylt.errors import RayltError
+from raylt.errors import RayltError, count_of
 from raylt.runs.folder import metrics_log
 from raylt.runs.verify import Finding, finding_of, unbound_in, verify_inner
 from raylt.store import Folder
@@ -26,7 +26,7 @@ def verify_results(file: Path) -> list[Finding]:
     except RayltError as error:
         return [Finding(file.name, False, str(error))]
     sealed = [record for record in records if record.sealed]
-    findings = [Finding(file.name, True, f"{len(records)} records, {len(sealed)} of them sealed")]
+    findings = [Finding(file.name, True, f"{count_of(len(records), 'record')}, {len(sealed)} of them sealed")]
     for record in records:
         if not record.sealed:
             findings.append(Finding(record.folder, True, "unsealed: no hash binds its figures to its run"))
@@ -84,5 +84,5 @@ def _check_run(folder: Path, record: RunRecord) -> list[Finding]:
         config = f"{record.folder}/config.yaml"
         return [Finding(config, False, "missing: put it back")] if exists(folder / metrics_log.FILE) else []
     if record.state == "running":  # its files change while they are checked
-        return [Finding(record.folder, True, f"running, {record.steps} steps")]
-    return verify_inner(folder, record.folder, f"{record.state}, {record.steps} steps")
+        return [Finding(record.folder, True, f"running, {count_of(record.steps, 'step')}")]
+    return verify_inner(folder, record.folder, f"{record.state}, {count_of(record.steps, 'step')}")

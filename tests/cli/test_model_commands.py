@@ -169,7 +169,7 @@ def test_damaged_images_are_left_out_where_that_is_asked_for(raylt, personal, ne
 def test_other_files_in_the_folder_are_reported(raylt, personal, new):
     (new / "wien/low right/photo.heic").write_bytes(b"\0" * 20)
     code, out, err = raylt("evaluate", personal, "--data", f"folder:{new}", "--format", "json")
-    assert (code, " ".join(err.split())) == (0, "1 files are not images and were left out: 1 .heic")
+    assert (code, " ".join(err.split())) == (0, "1 file is not an image and was left out: 1 .heic")
     assert len(json.loads(out)["notes"]) == 1
 
 

@@ -74,7 +74,7 @@ def test_command_writes_the_file_once(tmp_path, raylt):
     page.write_text(PAGE.format(DIGITS))
     code, out, _ = raylt("page", page)
     assert code == 0
-    assert "1 tables, updated" in out.replace("\n", " ")
+    assert "1 table, updated" in out.replace("\n", " ")
     before = page.read_text()
     code, out, _ = raylt("page", page)
     assert "unchanged" in out
@@ -100,7 +100,7 @@ def test_of_several_pages_none_is_written_where_one_cannot_be(raylt, tmp_path):
         assert first.read_text() == content
     second.write_text(content)
     code, out, _ = raylt("page", first, second)
-    assert (code, out.count("1 tables, updated")) == (0, 2)
+    assert (code, out.count("1 table, updated")) == (0, 2)
     assert first.read_text() == second.read_text() != content
 
 

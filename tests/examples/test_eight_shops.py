@@ -55,7 +55,7 @@ def test_from_folders_to_a_trained_run_with_the_shops_names(example, shops, tmp_
     assert task.class_names == tuple(sorted(example.KINDS))
     assert task.sizes.sum() + len(task.test) == made  # no image is left out by default
     assert task.notes[0] == "2 files are not images and were left out: 1 .db, 1 .txt"
-    assert task.notes[1].startswith("left out: 1 images cannot be decoded: ")
+    assert task.notes[1].startswith("left out: 1 image cannot be decoded: ")
     names = list(split_table(task, 200).columns[0].cells)
     assert names[:8] == sorted(example.SHOPS)
     assert json.loads((run.folder / "split.json").read_text())["client_names"] == sorted(example.SHOPS)

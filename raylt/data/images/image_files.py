@@ -126,13 +126,19 @@ def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
     if ignored:
         by_count = sorted((-count, kind) for kind, count in ignored.items())
         kinds = ", ".join(f"{-negative} {kind}" for negative, kind in by_count)
-        notes.append(f"{sum(ignored.values())} files are not images and were left out: {kinds}")
+        files = sum(ignored.values())
+        what = "1 file is not an image and was" if files == 1 else f"{files} files are not images and were"
+        notes.append(f"{what} left out: {kinds}")
     empty = [folder / name for folder, listing in listings for name in listing.empty]
     hidden = [folder / name for folder, listing in listings for name in listing.hidden]
-    for why, folders in (("hold no image", empty), ("are hidden", hidden)):
+    for one, several, folders in (
+        ("1 folder holds no image and was", "folders hold no image and were", empty),
+        ("1 folder is hidden and was", "folders are hidden and were", hidden),
+    ):
         if folders:
             names = ", ".join(map(shown_name, folders[:5])) + ", .." * (len(folders) > 5)
-            notes.append(f"{len(folders)} folders {why} and were left out: {names}")
+            what = one if len(folders) == 1 else f"{len(folders)} {several}"
+            notes.append(f"{what} left out: {names}")
     return notes
 
 

@@ -12,7 +12,7 @@ from raylt.data.images.cache import Mapped, load, take
 from raylt.data.images.cache_builder import pack, place_of
 from raylt.data.images.decoding import Fit, Fitted, is_deep
 from raylt.data.images.image_files import shown_name
-from raylt.errors import DataError
+from raylt.errors import DataError, count_of
 
 LISTED = 20  # damaged files that an error names one by one
 FORMAT = 3  # version of the decoding; another version has another cache
@@ -150,7 +150,7 @@ def _stamp(path: str) -> tuple[int, int]:
 def _describe(bad: dict[int, str], path: Path) -> str:
     """Describe the damaged files and their faults in one line."""
     reasons = [reason for _, reason in sorted(bad.items())]
-    text = f"{len(reasons)} images cannot be decoded: {'; '.join(reasons[:LISTED])}"
+    text = f"{count_of(len(reasons), 'image')} cannot be decoded: {'; '.join(reasons[:LISTED])}"
     if len(reasons) > LISTED:
         text += f"; and {len(reasons) - LISTED} more, listed in {path.with_name('images.bad.json')}"
     return text

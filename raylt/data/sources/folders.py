@@ -236,8 +236,8 @@ def assemble_coded(name: str, x: Mapped, rows: np.ndarray, labels: CodedLabels, 
         if lost:
             notes = (
                 *notes,
-                f"{len(lost)} clients have no training image that can be decoded, and are left out with their "
-                f"test images: {', '.join(lost[:10])}" + ", .." * (len(lost) > 10),
+                f"{'1 client has' if len(lost) == 1 else f'{len(lost)} clients have'} no training image that can be "
+                f"decoded; left out with all test images: {', '.join(lost[:10])}" + ", .." * (len(lost) > 10),
             )
             test = test[np.isin(owners[test], trained)]
         test_ids = np.searchsorted(trained, owners[test]) if labels.tested else None

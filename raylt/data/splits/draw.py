@@ -167,9 +167,8 @@ def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | No
     untested = [] if own is None else np.flatnonzero(own.sizes == 0).tolist()
     if untested:
         clients = [split.client_names[k] if split.client_names else str(k) for k in untested]
-        sentences.append(
-            f"{len(untested)} of {len(split.clients)} clients have no test image of their own: {_first_ten(clients)}"
-        )
+        lack = "has no test image of its own" if len(untested) == 1 else "have no test image of their own"
+        sentences.append(f"{len(untested)} of {len(split.clients)} clients {lack}: {_first_ten(clients)}")
     return sentences
 
 

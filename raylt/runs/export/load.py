@@ -7,7 +7,7 @@ import numpy as np
 
 from raylt.data.images.decoding import Fit, Undecodable, fitted_image, flat_image
 from raylt.disk import exists
-from raylt.errors import ConfigError, DataError
+from raylt.errors import ConfigError, DataError, count_of
 from raylt.runs.export import artefact, graph_formats
 from raylt.runs.export.artefact import choose_client_in
 from raylt.runs.export.graph_formats import GraphModel
@@ -87,7 +87,7 @@ def try_images(
 
 def describe_faults(faults: Sequence[str]) -> str:
     """Return one message about all images that cannot be decoded."""
-    return f"{len(faults)} images cannot be decoded: {'; '.join(faults)}. Replace or remove them."
+    return f"{count_of(len(faults), 'image')} cannot be decoded: {'; '.join(faults)}. Replace or remove them."
 
 
 def load_image(file: Path | bytes, shape: tuple[int, int, int], fit: Fit, depth: int | None) -> np.ndarray:

@@ -31,7 +31,7 @@ from raylt.core.report import (
     shown_figure,
 )
 from raylt.data.task import JudgedImages, Task
-from raylt.errors import CheckpointError
+from raylt.errors import CheckpointError, count_of
 from raylt.metrics import FEW_SAMPLES, LOCAL, client_figures, wilson_interval
 from raylt.runs.folder.metrics_log import Lines
 from raylt.runs.folder.provenance import SCHEMA
@@ -373,7 +373,7 @@ def _accuracy_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _own_rows(local: Spread, pooled: float | None, tests: JudgedImages | None) -> Iterator[tuple[str, str]]:
     """Yield the table's rows on clients' own test images, with the numbers of images if they were recorded."""
     sizes = [n for n in (tests and tests["own"]) or () if n]
-    counted = f" ({len(sizes)} clients, {min(sizes)} to {max(sizes)} images each)" if sizes else ""
+    counted = f" ({count_of(len(sizes), 'client')}, {min(sizes)} to {max(sizes)} images each)" if sizes else ""
     yield "clients, mean (own test images)", percent(local["mean"]) + counted
     if pooled is not None:
         yield "  all these images together", with_images(pooled, sum(sizes))

@@ -116,7 +116,7 @@ def test_broken_images_can_be_left_out(tree, tmp_path):
         assert rows.tolist() == [0, 1, 2, 4, 5]
         assert x.load()[:, 0, 0, 0].tolist() == [0, 40, 80, 160, 200]
         assert told == (
-            f"left out: 1 images cannot be decoded: {tree}/3.png (it is none, or of a kind that is not read)",
+            f"left out: 1 image cannot be decoded: {tree}/3.png (it is none, or of a kind that is not read)",
         )
 
 

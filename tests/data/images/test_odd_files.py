@@ -174,7 +174,7 @@ def test_what_other_programs_leave_beside_images_is_counted(shops):
         "10 files are not images and were left out: 2 hidden, 2 without an ending, 1 .db, 1 .heic, 1 .ini, 1 .mp4, "
         "1 .xmp, 1 links to a folder above"
     )
-    assert source.notes[1] == f"1 folders hold no image and were left out: {shops / 'wien/folder.png'}"
+    assert source.notes[1] == f"1 folder holds no image and was left out: {shops / 'wien/folder.png'}"
 
 
 def test_an_unreadable_file_is_read_once_it_may_be(shops, monkeypatch):

@@ -287,8 +287,8 @@ def test_what_is_no_image_is_left_out_and_counted(shops):
     assert task.sizes.sum() + len(task.test) == 38
     assert other_notes(task) == (
         "5 files are not images and were left out: 2 .txt, 1 .db, 1 hidden, 1 links to a folder above",
-        f"1 folders hold no image and were left out: {shops}/wien/hat",
-        f"1 folders are hidden and were left out: {shops}/wien/.cache",
+        f"1 folder holds no image and was left out: {shops}/wien/hat",
+        f"1 folder is hidden and was left out: {shops}/wien/.cache",
     )
 
 

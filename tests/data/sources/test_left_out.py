@@ -47,7 +47,7 @@ def test_who_lost_all_training_images_is_left_out_and_the_others_keep_their_name
             assert {value // 50 for value in (levels[:, 0, 0, 0].astype(int) - 10).tolist()} == {LEVELS[name] // 50}
     assert len(task.test) == 4
     assert other_notes(task)[-2] == (
-        "1 clients have no training image that can be decoded, and are left out with their test images: anna"
+        "1 client has no training image that can be decoded; left out with all test images: anna"
     )
 
 
