@@ -257,3 +257,34 @@ def test_pooled_counts_are_the_sum_whichever_clients_share_a_matrix():
     assert torch.equal(pooled([one, one, other, other, other]), 2 * one + 3 * other)
     assert torch.equal(pooled(iter([other])), other)
     assert torch.equal(one, before)
+
+
+def test_calibration_error_is_the_weighted_mean_of_the_gaps_of_bins():
+    """In loops over the bins, some of which are too sure and some not sure enough, which must not cancel."""
+    generator = torch.Generator().manual_seed(0)
+    shares, truth = torch.randn(200, 4, generator=generator).softmax(1), torch.randint(4, (200,), generator=generator)
+    sure, likeliest = (part.tolist() for part in shares.double().max(1))
+    right = [float(a == b) for a, b in zip(likeliest, truth.tolist(), strict=True)]
+    gaps = []
+    for low in range(15):
+        rows = [i for i in range(200) if low / 15 < sure[i] <= (low + 1) / 15]
+        gaps.append(sum(sure[i] for i in rows) - sum(right[i] for i in rows))
+    assert min(gaps) < 0 < max(gaps)
+    expected = sum(abs(gap) for gap in gaps) / 200
+    assert quality(shares, truth)["calibration_error"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_probability_on_the_edge_of_two_bins_is_in_the_lower_one():
+    """In one bin 1/2 - 1 and 3/8 - 0 add up to -1/8; in two bins they would count 7/8."""
+    shares, truth = tensor([[0.5, 0.25, 0.25], [0.375, 0.3125, 0.3125]]), tensor([0, 1])
+    assert quality(shares, truth, bins=2)["calibration_error"] == pytest.approx(1 / 8 / 2)
+
+
+def test_a_class_that_all_samples_have_has_no_area():
+    assert quality(tensor([[0.2, 0.8], [0.6, 0.4]]), tensor([1, 1]))["auc"] is None
+
+
+def test_a_client_none_of_whose_own_images_is_labelled_has_no_accuracy_on_them():
+    matrices, counts = {0: torch.eye(2, dtype=torch.int64)}, tensor([[3, 1]])
+    assert by_client(matrices, counts, {0: torch.zeros(2, 2, dtype=torch.int64)})["local"] == [None]
+    assert by_client(matrices, counts, {0: tensor([[1, 1], [0, 2]])})["local"] == [0.75]

@@ -33,6 +33,7 @@ from raylt.methods.fedper import FedPer
 from raylt.methods.fedrep import FedRep
 from raylt.methods.fedrod import FedRoD
 from raylt.methods.mupfl.method import MuPFL
+from raylt.ops.moments import unpack
 from raylt.runs.folder.identity import check_config
 from raylt.runs.folder.summary import table_of
 from raylt.store import Folder
@@ -235,6 +236,20 @@ def test_bpfeds_have_a_classifier_of_both_stages(tiny_task, tmp_path, fields):
     plain = joined(experiment, BPFed(crt=False, lws=False), 0).model.state_dict()
     same = torch.equal(own["classifier.weight"], plain["classifier.weight"])
     assert same == (not method.finishes)  # the second stage changes the result of the first
+
+
+@pytest.mark.parametrize("weight", ["n", "n-1"])
+def test_bpfeds_perturb_with_their_own_covariance(tiny_task, tmp_path, monkeypatch, weight):
+    """Client 0 has 12, 6, 4 and 2 samples: 24 weights, or 20."""
+    method, seen = BPFed(retrain_epochs=1, cov_weight=weight), []
+    experiment = run(late(tiny_task, 0), tmp_path, method, rounds=1)
+    monkeypatch.setattr(BPFed, "retrain", lambda self, client, message: seen.append((message, client.state["z"])))
+    joined(experiment, method, 0)
+    (message, z), y = seen[0], open_client(tiny_task, method, 0).samples.y
+    each = [torch.cov(z[y == c].double().T) for c in range(4)]
+    shares = [12, 6, 4, 2] if weight == "n" else [11, 5, 3, 1]
+    expected = sum(n * cov for n, cov in zip(shares, each, strict=True)) / sum(shares)
+    assert torch.allclose(unpack(message["covariance"], 64).double(), expected, atol=1e-5)
 
 
 def test_mupfls_train_once(tiny_task, tmp_path):

@@ -65,6 +65,19 @@ def test_missing_classes_are_distilled_from_the_received_model(tiny_task):
     assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_two_missing_classes_are_distilled_and_one_is_not(tiny_task):
+    """A softmax over one class is always 1, so its distillation could only be a constant."""
+    for rare, expected in ((2, True), (3, False)):
+        client = open_client(tiny_task, BalanceFL(), 1)  # class counts 8, 3, 3, 0
+        client.samples.y = client.samples.y.clamp(max=rare - 1)
+        client.counts = client.samples.counts(4)
+        objective = BalanceFL(**OFF | {"kd": 3.0}).objective(client, {})
+        plain = BalanceFL(**OFF).objective(client, {})
+        client.model.eval()
+        batch = client.samples.batch(torch.arange(14))
+        assert (abs(objective(batch).item() - plain(batch).item()) > 0.1) == expected
+
+
 def test_distillation_holds_the_received_model_where_nothing_is_owned(tiny_task):
     """The gradient of the distillation is 0 at the received model."""
     client = open_client(tiny_task, BalanceFL(), 2)
@@ -109,6 +122,11 @@ def test_batches_hold_every_owned_class_alike(tiny_task):
     shares = torch.cat(labels).bincount(minlength=4) / sum(sizes)
     # 4200 draws: a share of 1/3 has a standard deviation of 0.007
     assert torch.allclose(shares, tensor([1 / 3, 1 / 3, 1 / 3, 0]), atol=0.03)
+
+
+def test_balanced_batches_of_one_sample_are_left_out_as_in_training(tiny_task):
+    client = open_client(tiny_task, BalanceFL(), 2, configure(local={"epochs": 3}))  # nine samples
+    assert [len(rows) for rows in balanced(client)] == [8, 8, 8]
 
 
 def test_features_are_perturbed_as_often_as_their_class_is_rare_with_the_pooled_covariance(tiny_task):

@@ -1,4 +1,5 @@
 import naive
+import numpy as np
 import pytest
 import teachers
 import torch
@@ -19,7 +20,9 @@ QUICK = {"per_class": 4, "matching_steps": 3, "retrain_epochs": 2, "retrain_batc
 
 @pytest.fixture(scope="module")
 def npz(tiny_task, tmp_path_factory) -> str:
-    return teachers.save_features(tmp_path_factory.mktemp("features") / "f.npz", tiny_task)
+    """Return a teacher whose texts have other lengths than 1."""
+    text = teachers.feature_arrays(tiny_task)["text"] * np.array([[2.0], [0.5], [3.0], [1.0]], np.float32)
+    return teachers.save_features(tmp_path_factory.mktemp("features") / "f.npz", tiny_task, text=text)
 
 
 def unit(rows):
@@ -41,6 +44,7 @@ def test_contrast_alone_leaves_the_federated_model_as_it_is(tiny_task, tmp_path,
     )
     assert fingerprint(plain.server.model.state_dict()) == fingerprint(drawn.server.model.state_dict())
     assert not torch.equal(plain.server.state["features"], drawn.server.state["features"])
+    assert "text" not in drawn.method.message(drawn.server)  # clients have no use for the texts
 
 
 def test_objective_written_out(tiny_task, tmp_path, npz):

@@ -1,6 +1,10 @@
-"""The weight decay of local training acts in every method's first round as SGD says, whatever the loss."""
+"""The weight decay of local training acts in every method's first round as SGD says, whatever the loss.
+
+It also acts on the models that clients train for themselves alone.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from small_runs import QUICK
 from torch import Tensor
 
 from raylt.contract.case import Case
+from raylt.contract.trace import private_states
 from raylt.methods import METHODS
 
 QUICKLY = ("sfd", "fedsm", "apfl", "moon")  # the other methods run with the slow tests
@@ -26,6 +31,14 @@ OTHERWISE = {
     "mupfl": "dropout follows the activations, and a cluster tunes its classifier",
     "pfedme": "a client takes several steps on a batch",
     "qfedavg": "clients are weighted by their losses",
+}
+
+# the private value that is a model after one plain step from the global one, and fields with which it is
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "apfl": ("own", {"alpha": 1.0, "adaptive": False}),
+    "ditto": ("personal", {}),
+    "fedala": ("personal", {}),
+    "pfedme": ("personal", {"steps": 1}),
 }
 
 
@@ -60,3 +73,19 @@ def test_the_first_step_takes_a_share_of_every_weight_that_is_averaged(name, tmp
         torch.testing.assert_close(
             decayed[key] - plain[key], -RATE * DECAY * trained * before[key], atol=2e-6, rtol=1e-3
         )
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_first_step_takes_a_share_of_every_weight_of_a_client_s_own_model(name, tmp_path: Path):
+    key, fields = OWN[name]
+    ends = []
+    for decay in (0.0, DECAY):
+        case = Case(METHODS[name](**fields), "classification", tmp_path)
+        local = {"batch": 1000, "lr": RATE, "epochs": 1, "momentum": 0.0, "weight_decay": decay}
+        experiment = case.experiment(case.config(local=local))
+        start = {name: p.detach().clone() for name, p in experiment.server.model.named_parameters()}
+        experiment.step()
+        ends.append(private_states(experiment)[0]["state"][key])
+    plain, decayed = ends
+    for name, before in start.items():
+        torch.testing.assert_close(decayed[name] - plain[name], -RATE * DECAY * before, atol=2e-6, rtol=1e-3)

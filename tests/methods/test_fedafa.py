@@ -28,7 +28,10 @@ def test_rounds_are_fedavgs_to_the_bit(tiny_task, tmp_path):
 
 
 def naive_stage_2(task, w, id, fields, round):
-    """Return a client's upper layers after stage 2, sample by sample; layers are those of the network `small`."""
+    """Return a client's upper layers after stage 2, the share of generated features and the loss, sample by sample.
+
+    Layers are those of the network `small`.
+    """
     x, y = naive.client_data(task, id)
     counts = torch.bincount(y, minlength=task.classes).double()
     order = naive.generator("order", "personalise", round, id)
@@ -39,7 +42,7 @@ def naive_stage_2(task, w, id, fields, round):
     glob.eval()
     params = list(model.classifier.parameters())
     velocity = [torch.zeros_like(p) for p in params]
-    made, seen = 0, 0
+    made, seen, losses = 0, 0, 0.0
 
     def upper(net, a):
         return net.classifier(a.mean((2, 3)))
@@ -94,10 +97,11 @@ def naive_stage_2(task, w, id, fields, round):
             loss = fields["c"] * F.cross_entropy(upper(model, mixed), labels) + (1 - fields["c"]) * F.cross_entropy(
                 upper(model, a), labels
             )
+            losses += loss.item() * len(rows)
             for p, v, g in zip(params, velocity, torch.autograd.grad(loss, params), strict=True):
                 v.mul_(fields["tune_momentum"]).add_(g + fields["tune_weight_decay"] * p.detach())
                 p.data.sub_(fields["tune_lr"] * v)
-    return naive.entries(model), made / max(seen, 1)
+    return naive.entries(model), made / max(seen, 1), losses / max(seen, 1)
 
 
 @pytest.mark.parametrize(
@@ -106,18 +110,48 @@ def naive_stage_2(task, w, id, fields, round):
 def test_stage_2_by_naive_code(tiny_task, tmp_path, fields):
     method = FedAFA(**QUICK | fields)
     experiment = run(tiny_task, tmp_path, method, rounds=2)
-    w, shares, sizes = dict(experiment.server.model.state_dict()), [], []
+    w, shares, losses, sizes = dict(experiment.server.model.state_dict()), [], [], []
     for id in naive.clients_of(tiny_task):
-        expected, share = naive_stage_2(tiny_task, w, id, method.model_dump(), 3)
+        expected, share, loss = naive_stage_2(tiny_task, w, id, method.model_dump(), 3)
         client = open_client(tiny_task, method, id, experiment.config)
         client.receive(w)
         client.state["personal"] = own(experiment)[id]
         assert naive.differences(dict(method.client_model(client).state_dict()), expected) == {}, id
         shares.append(share)
+        losses.append(loss)
         sizes.append(len(client))
     share = sum(a * n for a, n in zip(shares, sizes, strict=True)) / sum(sizes)
     assert experiment.server.figures["generated"] == pytest.approx(share)
+    loss = sum(a * n for a, n in zip(losses, sizes, strict=True)) / sum(sizes)
+    assert experiment.server.figures["loss"] == pytest.approx(loss, rel=1e-4)
     assert share > 0
+
+
+def test_batchnorm_counts_above_the_cut_and_not_below(tiny_task, tmp_path):
+    """Client 0 has three batches in each of two epochs, and no feature is so likely that it is accepted."""
+    method = FedAFA(**QUICK | {"cut": "stage1", "accept": 1.0})
+    experiment = run(tiny_task, tmp_path, method, rounds=1)
+    w = experiment.server.model.state_dict()
+    client = open_client(tiny_task, method, 0, experiment.config)
+    client.receive(w)
+    client.state["personal"] = own(experiment)[0]
+    judged = method.client_model(client).state_dict()
+    counters = {name: int(judged[name] - w[name]) for name in w if name.endswith("num_batches_tracked")}
+    assert counters == {"encoder.stage1.1.num_batches_tracked": 0, "encoder.stage2.1.num_batches_tracked": 6}
+    assert not torch.equal(judged["encoder.stage2.1.running_mean"], w["encoder.stage2.1.running_mean"])
+
+
+def test_features_are_generated_by_the_global_model_in_evaluation_mode(tiny_task, tmp_path, monkeypatch):
+    modes, generate = [], FedAFA.generate
+
+    def watched(self, client, glob, a, y):
+        modes.extend(layer.training for layer in glob.modules())
+        return generate(self, client, glob, a, y)
+
+    monkeypatch.setattr(FedAFA, "generate", watched)
+    run(tiny_task, tmp_path, FedAFA(**QUICK, cut="stage1"), rounds=1)
+    assert modes
+    assert not any(modes)
 
 
 def test_features_descend_on_the_loss_of_their_class_in_steps_of_one_length():

@@ -72,8 +72,11 @@ def test_fields_change_the_model(tiny_task, tmp_path):
     assert len(ends) == 3
 
 
-def tuned_by_hand(task, id, model, t, method):
-    """Train the global model once more, then frame and projection in turns on fixed features."""
+def tuned_by_hand(task, id, model, t, method, decay=0.0):
+    """Train the global model once more, then frame and projection in turns on fixed features.
+
+    The frame alone is trained without momentum and weight decay.
+    """
     x, y = naive.client_data(task, id)
     order = naive.generator("order", "personalise", t, id)
     frame, log_n = model.classifier.weight.clone(), torch.bincount(y, minlength=4).log()
@@ -82,13 +85,24 @@ def tuned_by_hand(task, id, model, t, method):
         h = model.encoder.projection(model.encoder.base(x[rows]))
         return model.classifier.temperature * (h / h.norm(dim=1, keepdim=True)) @ frame.T
 
-    naive.train(
-        model, naive.epochs_of(len(y), order), lambda rows: F.cross_entropy(logits(rows, frame) + log_n, y[rows])
+    model.train()
+    naive.descend(
+        list(model.parameters()),
+        (
+            (lambda rows=rows: F.cross_entropy(logits(rows, frame) + log_n, y[rows]))
+            for rows in naive.epochs_of(len(y), order)
+        ),
+        naive.LR,
+        naive.MOMENTUM,
+        decay,
     )
     frame.requires_grad_()
     projection = list(model.encoder.projection.parameters())
     for _ in range(method.turns):
-        for params, lr, momentum in (([frame], method.frame_lr, 0.0), (projection, method.projection_lr, 0.9)):
+        for params, lr, momentum, own_decay in (
+            ([frame], method.frame_lr, 0.0, 0.0),
+            (projection, method.projection_lr, 0.9, decay),
+        ):
             naive.descend(
                 params,
                 (
@@ -97,19 +111,21 @@ def tuned_by_hand(task, id, model, t, method):
                 ),
                 lr,
                 momentum,
+                own_decay,
             )
     return naive.entries(model) | {FRAME: frame.detach()}
 
 
-def test_clients_own_models_are_those_of_naive_code(tiny_task, tmp_path):
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_clients_own_models_are_those_of_naive_code(tiny_task, tmp_path, decay):
     method = FedETF(turns=2, turn_epochs=2, frame_lr=0.3, projection_lr=0.02)
-    experiment = run(tiny_task, tmp_path, method, rounds=1)
+    experiment = run(tiny_task, tmp_path, method, rounds=1, local={"weight_decay": decay})
     before = naive.entries(experiment.server.model)
     for id, state in private_states(experiment).items():
         model = open_client(tiny_task, method, id).model
         assert torch.equal(before[FRAME], state["model"][FRAME])  # the client's own frame is kept apart
         model.load_state_dict(before)
-        expected = tuned_by_hand(tiny_task, id, model, 2, method)
+        expected = tuned_by_hand(tiny_task, id, model, 2, method, decay)
         assert naive.differences(state["state"]["tuned"], expected, atol=1e-4) == {}, id
         client = open_client(tiny_task, method, id)
         client.state = state["state"]

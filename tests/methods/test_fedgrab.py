@@ -130,8 +130,9 @@ def test_controllers_of_frequent_classes_are_shut_and_forget(tiny_task):
     assert balancer.state["difference"][0] == -2
 
 
-def test_analyser_shuts_by_the_mean_of_the_rounds_before(tiny_task, tmp_path):
-    method = FedGraB(shut=0.75)
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_analyser_shuts_by_the_mean_of_the_rounds_before(tiny_task, tmp_path, share):
+    method = FedGraB(shut=share)
     experiment, seen = make_experiment(configure(federation={"rounds": 3}), tiny_task, tmp_path, method), []
     for t in (1, 2, 3):
         assert ("shut" in method.message(experiment.server)) == (t > 1)
@@ -140,13 +141,13 @@ def test_analyser_shuts_by_the_mean_of_the_rounds_before(tiny_task, tmp_path):
         mean = sum(seen) / len(seen)
         shut = method.message(experiment.server)["shut"]
         assert experiment.server.state["shares"].tolist() == pytest.approx(mean.tolist())
-        assert torch.equal(shut, most_frequent(mean, 0.75))
+        assert torch.equal(shut, most_frequent(mean, share))
         assert 0 < shut.sum() < 4
     ends = private_states(experiment)
     message = method.message(experiment.server)
     assert all(
         set((state["state"]["balancer"]["output"] == 0).nonzero().flatten().tolist())
-        >= set(most_frequent(sum(seen[:2]) / 2, 0.75).nonzero().flatten().tolist())
+        >= set(most_frequent(sum(seen[:2]) / 2, share).nonzero().flatten().tolist())
         for state in ends.values()
     )
     assert "shut" in message

@@ -99,17 +99,22 @@ def test_round_equals_naive_code(tiny_task, tmp_path):
 
     adam(ensemble.parameters(), lambda rows: F.cross_entropy(answer(rows), y[rows]), draws(), 0.01)
     student.train()
+    figures = []
 
     def mixed(rows):
         q = (answer(rows).detach() / 3).softmax(1)
         logits = student(x[rows])
         soft = (q * (q.log() - (logits / 3).log_softmax(1))).sum(1).mean()
-        return 0.7 * soft + 0.3 * F.cross_entropy(logits, y[rows])
+        hard = F.cross_entropy(logits, y[rows])
+        figures.append((hard.item(), soft.item()))
+        return 0.7 * soft + 0.3 * hard
 
     adam(student.parameters(), mixed, draws(), 0.01, 2e-4)
     experiment = run(tiny_task, tmp_path, method, rounds=1)
     assert not naive.differences(dict(experiment.server.model.state_dict()), naive.entries(student), 1e-4)
     assert not naive.differences(experiment.server.state["ensemble"], naive.entries(ensemble), 1e-4)
+    reported = [experiment.server.figures[name] for name in ("labels_loss", "distillation")]
+    assert reported == pytest.approx(figures[-1], rel=1e-3)
 
 
 def test_networks_are_trained_with_weight_decay_and_the_ensemble_without(tiny_task, tmp_path, monkeypatch):

@@ -13,12 +13,24 @@ def classifier(state) -> dict:
     return {name: value for name, value in state["model"].items() if name.startswith("classifier.")}
 
 
-def test_round_is_algorithm_1_by_naive_code(tiny_task, tmp_path):
-    """Train the classifier on the received encoder, then the encoder under it, on the client's own batches."""
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_round_is_algorithm_1_by_naive_code(tiny_task, tmp_path, rounds):
+    """Train the classifier on the received encoder, then the encoder under it, on the client's own batches.
+
+    In the second round the received running statistics are no longer those of a new model.
+    """
     method = FedRep(head_epochs=3)
     experiment = start(tiny_task, tmp_path, method, local={"epochs": 2})
-    reply = replies(experiment, [0], "model", "loss")[0]
+    if rounds == 2:
+        method.round(experiment.server, experiment.fleet)
+        experiment.server.round = 2
+        experiment.fleet.begin(2)
+    message, own = method.message(experiment.server), classifier(private_states(experiment)[0])
     client = open_client(tiny_task, method, 0, experiment.config)
+    client.begin("train", rounds)
+    client.receive(message["model"])
+    client.receive(own)
+    reply = replies(experiment, [0], "model", "loss")[0]
     model, local = client.model.train(), experiment.config.local
     for part, epochs in ((model.classifier, 3), (model.encoder, 2)):
         optimiser = SGD(part.parameters(), local.lr, local.momentum)

@@ -85,6 +85,44 @@ def test_buffer_holds_the_activations_of_the_last_rounds_clients(tiny_task, tmp_
     assert server.state["buffer"]["y"].tolist() == torch.cat(y).tolist()
 
 
+def test_shared_samples_are_drawn_at_random(tiny_task, tmp_path):
+    states = private_states(start(tiny_task, tmp_path, FLea(**SHARE)))
+    shared = [states[id]["state"]["shared"] for id in (0, 1, 2)]
+    assert any(not torch.equal(rows, torch.arange(len(rows))) for rows in shared)
+    assert all(len(rows.unique()) == len(rows) for rows in shared)
+
+
+def test_objective_of_the_second_round_written_out(tiny_task, tmp_path):
+    """The value is exact, while the models of two rounds are compared with a large tolerance."""
+    method = FLea(**SHARE, kd=0.7, dcor=2.0)
+    experiment = run(tiny_task, tmp_path, method, rounds=1)
+    message = method.message(experiment.server)
+    client = open_client(tiny_task, method, 1, experiment.config)
+    client.begin("train", 2)
+    client.receive(message["model"])
+    objective, batch = method.objective(client, message), client.samples.batch(torch.arange(8))
+    client.model.eval()
+    with torch.no_grad():
+        value = objective(batch).item()
+    order = naive.generator("order", "train", 2, 1)
+    drawn = torch.randint(len(message["buffer"]["y"]), (8,), generator=order)
+    lam = torch.rand(8, 3, generator=order).sort(1).values[:, 1]
+    other, labels = message["buffer"]["a"][drawn], message["buffer"]["y"][drawn]
+    net = client.model
+    with torch.no_grad():
+        a = net.encoder.stage1(batch.x)
+
+        def upper(h):
+            return net.classifier(net.encoder.pool(net.encoder.stage2(h)))
+
+        log_p = upper(lam[:, None, None, None] * a + (1 - lam[:, None, None, None]) * other).log_softmax(1)
+        own, theirs = (log_p[torch.arange(8), y] for y in (batch.y, labels))
+        mixed = -(lam * own + (1 - lam) * theirs).mean()
+        # the client's model is still the received one, so there is no divergence
+        expected = F.cross_entropy(upper(a), batch.y) + mixed + 2 * distance_correlation(batch.x, a)
+    assert value == pytest.approx(expected.item(), rel=1e-5)
+
+
 # the gradient of the distance correlation's square root amplifies rounding: 3e-3 on one kind of processor
 TOLERANCE = 5e-3
 

@@ -1,13 +1,19 @@
-"""Last phases report their name, their cost and their progress."""
+"""Last phases report their name, their cost and their progress, and train as their fields say.
 
+So do the second trainings inside a round.
+"""
+
+import inspect
 import re
+import sys
 
 import pytest
-from small_runs import make_tiny_run
+from small_runs import QUICK, make_tiny_run
 from tiny import configure, make_setup
 
 import raylt
-from raylt.methods import make_method
+from raylt.contract.case import Case
+from raylt.methods import METHODS, make_method
 
 WORK = {
     "ccvr": ({"virtual": 50, "retrain_epochs": 3}, r"calibration .* on {50} features in 3 epochs"),
@@ -53,3 +59,53 @@ def test_steps_inside_a_stage_of_the_server_are_shown(tmp_path, name, stage, ste
     raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[Recorded()])
     shown = [event for event in events if event[0] == stage]
     assert shown[: steps + 1] == [(stage, 0, 0), *((stage, done, steps) for done in range(1, steps + 1))]
+
+
+# momentum, weight decay and schedule of a second training: numbers, fields, or settings of local training
+SECOND = {
+    "bpfed": ("retrain_momentum", "retrain_weight_decay", "constant"),
+    "ccvr": ("retrain_momentum", "retrain_weight_decay", "epoch"),
+    "clip2fl": (0, 0, "constant"),
+    "creff": (0, 0, "constant"),
+    "fedsm": (0, 0, "constant"),
+    "mupfl": ("local.momentum", "local.weight_decay", "constant"),
+    "noisymeans": ("retrain_momentum", "retrain_weight_decay", "epoch"),
+    "oracle": ("retrain_momentum", "retrain_weight_decay", "epoch"),
+    "rucr": (0, 0, "constant"),
+    "sfd": ("retrain_momentum", "retrain_weight_decay", "epoch"),
+}
+
+
+def modules_that_fit() -> dict[str, set[str]]:
+    """Return the modules of methods that call `fit_classifier`, by the names of the methods."""
+    found: dict[str, set[str]] = {"mupfl": {"raylt.methods.mupfl.pkcf"}}
+    for name, kind in METHODS.items():
+        for each in kind.__mro__:
+            if each.__module__.startswith("raylt.methods") and "fit_classifier(" in inspect.getsource(each):
+                found.setdefault(name, set()).add(each.__module__)
+    return found
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_second_training_has_its_own_momentum_decay_schedule_and_order(tmp_path, monkeypatch, name):
+    """The settings of local training act in it only where a paper says so."""
+    seen = []
+    for module in modules_that_fit()[name]:
+        fit = sys.modules[module].fit_classifier
+        monkeypatch.setattr(
+            sys.modules[module], "fit_classifier", lambda *args, fit=fit, **how: seen.append(how) or fit(*args, **how)
+        )
+    method = METHODS[name](**QUICK.get(name, {}))
+    case = Case(method, "classification", tmp_path)
+    local = {"momentum": 0.5, "weight_decay": 0.03}
+    case.run(case.config(local=local))
+    asked = {f"local.{key}": value for key, value in local.items()} | method.model_dump()
+    momentum, decay, schedule = (asked.get(each, each) for each in SECOND[name])
+    assert seen
+    assert all((how["momentum"], how["weight_decay"]) == (momentum, decay) for how in seen)
+    assert all(how.get("schedule", "epoch") == schedule for how in seen)
+    assert len({how["seed"] for how in seen}) == len(seen)  # each client in each round has an order of its own
+
+
+def test_the_list_has_every_method_with_a_second_training():
+    assert SECOND.keys() == modules_that_fit().keys()

@@ -66,6 +66,17 @@ def test_one_step_by_hand(tiny_task, tmp_path):
     assert any((client.state["personal"][name] - w).abs().max() > 1e-3 for name, w in received.items())
 
 
+def test_reported_loss_is_the_cross_entropy_of_the_last_step_alone(tiny_task, tmp_path):
+    """Client 0 has one batch: the second of two steps sees theta = w - lr g, and the pull towards w is no loss."""
+    method = PFedMe(steps=2, lam=50.0)
+    experiment = start(tiny_task, tmp_path, method, local={"epochs": 1, "momentum": 0.0, "lr": 0.1, "batch": 24})
+    client = open_client(tiny_task, method, 0, experiment.config)
+    reply = method.train(client, method.message(experiment.server))
+    net, (x, y) = naive.new_model(tiny_task).train(), naive.client_data(tiny_task, 0)
+    naive.descend(list(net.parameters()), iter([lambda: F.cross_entropy(net(x), y)]), 0.1)
+    assert reply.tree["loss"] == pytest.approx(F.cross_entropy(net(x), y).item(), rel=1e-4)
+
+
 def test_clients_are_judged_by_theta_and_others_by_the_global_model(tiny_task, tmp_path):
     experiment = run(tiny_task, tmp_path, PFedMe(), rounds=1, federation={"participation": 0.3})
     states = private_states(experiment)

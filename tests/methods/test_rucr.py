@@ -154,3 +154,8 @@ def test_every_field_changes_the_judged_model(tiny_task, tmp_path, field):
         for method in (RUCR(**QUICK), RUCR(**QUICK | field))
     )
     assert plain != other
+
+
+def test_classifiers_are_re_trained_from_the_stage_on_that_a_branch_starts_from():
+    assert RUCR(retrain_rounds=3).stages(10)["retraining"] == 7
+    assert RUCR(retrain_rounds=3).stages(2)["retraining"] == 0

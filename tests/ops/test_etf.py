@@ -32,6 +32,10 @@ def test_sparse_frame_has_the_zeros_asked_for_and_nears_its_length_and_angles():
     assert end.norm(dim=1).tolist() == pytest.approx([0.1] * 4, abs=0.05)
 
 
+def test_a_share_of_the_entries_that_is_no_whole_number_is_rounded_down():
+    assert int((sparse_etf(3, 5, 0.5, 0, torch.Generator().manual_seed(0)) == 0).sum()) == 7  # of 7.5
+
+
 def test_first_step_of_adam_goes_a_rate_along_the_sign_of_the_gradient():
     start, end = (sparse_etf(3, 8, 0.25, steps, torch.Generator().manual_seed(0), lr=1e-3) for steps in (0, 1))
     e = start.clone().requires_grad_()

@@ -108,6 +108,19 @@ def test_no_training_is_refused(text):
         load(None, ["method=fedavg", text])
 
 
+def test_running_statistics_are_not_taken_from_a_last_batch_of_one_sample(tiny_task):
+    client = open_client(tiny_task, FedAvg(), 2, configure(local={"steps": 2}))  # nine samples in batches of eight
+    client.model.local_buffers = frozenset(n for n, _ in client.model.named_buffers())
+    training.take_statistics(client)
+    other = open_client(tiny_task, FedAvg(), 2)
+    other.model.train()
+    with torch.no_grad():
+        for _ in range(2):
+            other.model(other.samples.batch(torch.arange(8)).x)
+    expected = other.model.state_dict()
+    assert all(torch.allclose(value, expected[name]) for name, value in client.model.state_dict().items())
+
+
 def test_running_statistics_are_taken_from_as_many_batches_as_are_trained_on(tiny_task):
     client = client_of(tiny_task, steps=7)
     client.model.local_buffers = frozenset(n for n, _ in client.model.named_buffers())

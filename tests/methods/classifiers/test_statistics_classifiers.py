@@ -15,7 +15,7 @@ from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fed3r import Fed3R
 from raylt.methods.classifiers.fedncm import FedNCM
 from raylt.methods.fedavg import FedAvg
-from raylt.ops.closed_form import ridge_regression
+from raylt.ops.closed_form import ridge_classifier, ridge_regression
 from raylt.ops.moments import NEVER, class_sums, moments_from_sums
 from raylt.tree import RunningSum
 
@@ -89,6 +89,14 @@ def test_ridge_regression_by_hand():
     # (2 + 1) w = 6 and (4 + 1) w = 10
     a, b = torch.diag(torch.tensor([2.0, 4.0])), torch.tensor([[6.0], [10.0]])
     assert ridge_regression(a, b, 1.0).flatten().tolist() == [2.0, 2.0]
+
+
+def test_a_class_of_one_sample_may_be_predicted_by_ridge_regression_and_one_of_none_is_not():
+    z, y = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double(), torch.tensor([0] * 5 + [1] * 3 + [2])
+    x = F.pad(z, (0, 1), value=1.0)
+    made = ridge_classifier(x.T @ x, x.T @ F.one_hot(y, 4).double(), 0.1)
+    assert (made["bias"] == NEVER).tolist() == [False, False, False, True]
+    assert (z[8].float() @ made["weight"].T + made["bias"]).argmax() == 2
 
 
 def test_sums_over_any_split_are_those_of_the_pooled_features():

@@ -66,9 +66,10 @@ def test_class_that_no_participant_owns_keeps_its_features_and_tunes_nothing(tin
     assert seen == {tuple(row.tolist()) for row in state["features"][:3].flatten(0, 1)}
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.2])
 @pytest.mark.parametrize("view", [None, [0, 3, 2, 3]], ids=["all", "as-the-client-sees-them"])
-def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task, view):  # Eq. 21
-    client = open_client(tiny_task)
+def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task, view, decay):  # Eq. 21
+    client = open_client(tiny_task, local={"weight_decay": decay})
     client.samples.view = None if view is None else torch.tensor(view)
     h = torch.randn(4, 5, 64, generator=torch.Generator().manual_seed(0))
     params = [p.detach().clone().requires_grad_() for p in client.model.classifier.parameters()]
@@ -77,7 +78,7 @@ def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task, view):  # Eq. 21
     for _ in range(3):
         for rows in torch.randperm(20, generator=order).split(8):
             grads = torch.autograd.grad(F.cross_entropy(F.linear(z[rows], *params), y[rows]), params)
-            velocity = [0.9 * v + g for v, g in zip(velocity, grads, strict=True)]
+            velocity = [0.9 * v + g + decay * p for v, g, p in zip(velocity, grads, params, strict=True)]
             params = [(p - 0.05 * v).detach().requires_grad_() for p, v in zip(params, velocity, strict=True)]
     before = fingerprint(client.model.encoder.state_dict())
     tune(client, h, torch.ones(4, dtype=torch.bool), epochs=3)
