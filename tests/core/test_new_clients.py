@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import naive
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.training.features import features
 from raylt.core.training.sgd import sgd
 from raylt.data.images.cache import load as in_memory
+from raylt.data.splits.split import IndexLists
 from raylt.data.task import build_task
 from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.methods import METHODS
@@ -140,6 +142,21 @@ def test_whoever_runs_them_figures_are_the_same(tiny_task, tmp_path):
             experiment.step()
         ends.append(experiment.server.figures["new_clients"])
     assert ends[0] == ends[1]
+
+
+def test_their_own_test_images_count_for_them_alone(tiny_task, tmp_path):
+    """All clients share the model: client 0 joins later, client 1 trains, and the others have no test images."""
+    own = [np.arange(0, 20, 2), np.arange(1, 20, 2), *(np.arange(0) for _ in range(4))]
+    task = replace(late(tiny_task, 0), own_tests=IndexLists.of(own))
+    experiment = make_experiment(configure(federation={"rounds": 1}), task, tmp_path, FedAvg())
+    report = experiment.step()
+    x, y = (torch.from_numpy(in_memory(part)) for part in (task.test.x, task.test.y))
+    with torch.no_grad():
+        right = experiment.server.model.eval()(naive.pixels(x)).argmax(1) == y
+    joined_late, trained = (right[rows].double().mean().item() for rows in own[:2])
+    assert joined_late != trained
+    assert report.by_client["local"] == [None, pytest.approx(trained), None, None, None, None]
+    assert experiment.server.figures["new_clients"]["local"] == pytest.approx(joined_late)
 
 
 # what methods have new clients do

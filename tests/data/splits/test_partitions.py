@@ -46,6 +46,25 @@ def test_creff_sizes_differ_by_at_most_one(clients, alpha):
     assert max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_creff_is_that_of_its_code_written_out(seed):
+    """Ten clients are one group: shares are cut down to whole samples, and the clients' samples are cut anew."""
+    draws, clients = rng(seed), [[] for _ in range(10)]
+    shuffled = draws.permutation(len(LABELS))
+    labels, share = LABELS[shuffled], len(LABELS) / 10
+    while min(map(len, clients)) < int(0.5 * share):
+        clients = [[] for _ in range(10)]
+        for c in range(10):
+            p = draws.dirichlet(np.full(10, 0.5)) * [len(client) < share for client in clients]
+            ends = [int(end * COUNTS[c]) for end in np.cumsum(p / p.sum())[:-1]]
+            rows = draws.permutation(np.flatnonzero(labels == c))
+            for client, part in zip(clients, np.split(rows, ends), strict=True):
+                client.extend(np.sort(part))
+    expected = np.array_split(shuffled[np.concatenate(clients).astype(int)], 10)
+    for part, rows in zip(creff(LABELS, 10, 0.5, rng(seed)), expected, strict=True):
+        assert part.tolist() == np.sort(rows).tolist()
+
+
 def test_creff_clients_own_fewer_classes_at_a_smaller_alpha():
     owned = [(histograms(creff(LABELS, 20, alpha, rng())) > 0).sum(1).mean() for alpha in (0.1, 100.0)]
     assert owned[0] < 0.6 * owned[1]
@@ -126,6 +145,13 @@ def test_dirichlet_min_stops_clients_at_their_even_share():
 def test_dirichlet_has_no_smallest_size():
     free = DataConfig(partition="dirichlet", alpha=0.01, clients=10)
     assert min(map(len, partition(LABELS, free, None))) < 10
+
+
+def test_dirichlet_min_gives_nothing_more_to_a_client_with_exactly_its_even_share():
+    """At this alpha a class goes to one client whole, so the second class goes to the other client."""
+    labels = np.repeat(np.arange(2), 50)
+    for seed in range(8):
+        assert [len(part) for part in dirichlet_min(labels, 2, 1e-4, 0, rng(seed))] == [50, 50]
 
 
 @pytest.mark.parametrize(("kind", "clients"), [("dirichlet_min", 20), ("exdir", 10)])

@@ -3,6 +3,7 @@ import pytest
 from refusals import refused
 
 from raylt.config import DataConfig
+from raylt.data.splits import partitions
 from raylt.data.splits.long_tail import long_tail_counts, own_tail
 from raylt.data.splits.partitions import extended_dirichlet, partition, pathological, quantity, shards
 from raylt.data.splits.split import Split
@@ -167,3 +168,22 @@ def test_tails_differ_in_what_is_drawn_and_are_named_and_hashed():
 def test_tail_of_clients_with_label_maps_is_refused():
     with refused("data.wrong-kind", DataError, key="data.tail", value="local"):
         partition(np.ones((30, 3), dtype=bool), DataConfig(partition="iid", tail="local", clients=2), None)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_exdir_draws_until_each_class_has_half_of_its_even_number_of_holders(monkeypatch, seed):
+    """Of 40 clients with two of ten classes each, eight would be even; four are half."""
+    deal, fewest = partitions._deal, []
+
+    def watched(*args):
+        fewest.append(args[-1].sum(1).min())
+        return deal(*args)
+
+    monkeypatch.setattr(partitions, "_deal", watched)
+    extended_dirichlet(np.arange(800) % 10, 40, 2, 10.0, 0, rng(seed))
+    assert min(fewest) >= 4
+
+
+def test_pathological_gives_the_odd_sample_to_any_of_a_class_s_clients():
+    sizes = {tuple(map(len, pathological(np.zeros(3, dtype=np.int64), 2, 1, rng(seed)))) for seed in range(10)}
+    assert sizes == {(1, 2), (2, 1)}
