@@ -35,6 +35,14 @@ def test_draws_have_the_mean_and_the_covariance_of_their_class():
     assert np.allclose(even.mean(0), own.mean(0), atol=0.1)
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "means"])
+def test_draws_of_two_classes_are_independent(kind):
+    z = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    sums = class_sums(z, torch.zeros(40, dtype=torch.int64))[0]
+    one, other = draws(kind, {0: sums, 1: sums}, [50, 50], 7)
+    assert abs(np.corrcoef(one.flatten().numpy(), other.flatten().numpy())[0, 1]) < 0.4
+
+
 def test_closed_forms_leave_a_class_without_samples_out():
     z, y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2] * 4 + [2])
     for kind in ("ncm", "ridge"):
