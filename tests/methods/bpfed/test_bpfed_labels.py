@@ -7,7 +7,7 @@ from tiny import fingerprint, private_states
 from torch import tensor
 from torch.nn import functional as F
 
-from raylt.methods.bpfed.method import BPFed, smooth_labels
+from raylt.methods.bpfed.method import BPFed, smooth_labels, undecided
 
 # labels and loss, Eq. 18-20
 
@@ -81,3 +81,9 @@ def test_choice_among_owned_classes_never_names_another(tiny_task):
             found = set(model(torch.randn(50, 1, 8, 8)).argmax(1).tolist())
         assert found <= possible
         assert (3 in found) == (argmax == "all")
+
+
+def test_of_two_unequal_classes_the_larger_alone_is_undecided():
+    """Its label is (1/2, 1/2), and that of the smaller one favours its own class."""
+    counts = torch.tensor([10, 1])
+    assert undecided(smooth_labels(counts, 0.5, 0.4), counts > 0) == 1

@@ -211,3 +211,10 @@ def test_stage_that_is_not_there_is_refused_with_those_that_are(stages):
     layers = ["stage1", "stage2", "stage3"]
     with refused("model.lacks-layer", ConfigError, key="method.bavd_layers", value=stages, layers=layers):
         add_bavd(build_model("resnet8", 10, (32, 32, 3)), (32, 32, 3), stages, "chw", -1, "channel", False)
+
+
+def test_activations_of_an_even_map_stay():
+    """No value is below the mean where all are equal."""
+    layer, h = BAVD((2, 3, 3)), torch.ones(4, 2, 3, 3)
+    layer.reset(torch.ones(1, 2, 3, 3), torch.tensor(1.0))
+    assert torch.equal(layer.train()(h), h)
