@@ -5,6 +5,8 @@ each image is) and `initial.pt` (the weights that all start from). Needs numpy a
 environment of its own.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 import json
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -75,7 +77,7 @@ class Work:
         An SGD of a line instead of torch.optim's, whose import takes seconds.
         """
         net.train()
-        params = list(net.parameters())
+        params: list[Tensor] = list(net.parameters())
         for x, y in self.batches(client):
             grads = torch.autograd.grad(F.cross_entropy(net(x), y), params)
             with torch.no_grad():

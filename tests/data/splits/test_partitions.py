@@ -48,7 +48,7 @@ def test_creff_sizes_differ_by_at_most_one(clients, alpha):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_creff_is_that_of_its_code_written_out(seed):
-    """Ten clients are one group: shares are cut down to whole samples, and the clients' samples are cut anew."""
+    """Ten clients are one group. The code deals their samples out again in equal parts."""
     draws, clients = rng(seed), [[] for _ in range(10)]
     shuffled = draws.permutation(len(LABELS))
     labels, share = LABELS[shuffled], len(LABELS) / 10

@@ -172,7 +172,7 @@ def test_tail_of_clients_with_label_maps_is_refused():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_exdir_draws_until_each_class_has_half_of_its_even_number_of_holders(monkeypatch, seed):
-    """Of 40 clients with two of ten classes each, eight would be even; four are half."""
+    """Each class needs four holders: 40 clients with two of ten classes each make eight on average."""
     deal, fewest = partitions._deal, []
 
     def watched(*args):
