@@ -177,7 +177,7 @@ def test_relevance_of_texts_as_alike_as_clips_is_uniform_unless_it_is_sharpened(
 
 
 def test_samples_are_drawn_with_replacement_where_too_few_are_related():
-    """Of five samples two are of a related class, and three are wanted."""
+    """Two of five samples are of a related class, and three are needed."""
     alpha, y = torch.tensor([[0.0, 1.0], [1.0, 1.0]]), torch.tensor([0, 0, 0, 1, 1])
     rows = draw_partners(alpha, torch.tensor([0]), y, 3, "probabilistic", "sample", torch.Generator().manual_seed(0))
     assert set(rows.flatten().tolist()) <= {3, 4}
