@@ -35,8 +35,9 @@ from peers.workload import Scale, Work
 from safetensors.torch import load_file
 
 from raylt.config import load
+from raylt.core.training.stacked_sgd import why_alone
 from raylt.data.sources.arrays import channel_statistics
-from raylt.data.task import build_task
+from raylt.data.task import TaskSpec, build_task
 from raylt.registry import resolve
 
 HERE = Path(__file__).parent
@@ -113,7 +114,9 @@ def main() -> None:
         record["versions"] |= {name: versions(name) for name in ["raylt", *PACKAGES] if name not in refused}
         code, systems = commit(), [system for system in arguments.only if system not in refused]
         for name in arguments.scales:
-            taken = compare(SCALES[name], systems, arguments.turns, arguments.limit, refused)
+            stacked = stacks(SCALES[name])
+            chosen = [system for system in systems if stacked or not system.endswith("-stacked")]
+            taken = compare(SCALES[name], chosen, arguments.turns, arguments.limit, refused)
             record["scales"][name] = {"commit": code} | taken
             record["left_out"] = [name for name in SCALES if name not in record["scales"]]
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
@@ -140,6 +143,15 @@ def install(name: str) -> str:
     subprocess.run([python, "-m", "compileall", "-q", folder / "lib"], stdout=subprocess.DEVNULL)
     (folder / "ready").touch()
     return ""
+
+
+def stacks(scale: Scale) -> bool:
+    """Return whether `local.stacked=auto` trains the scale's clients in stacks on this processor."""
+    config = load(None, ["method=fedavg", f"model={scale.model}", f"local.batch={scale.batch}", "local.stacked=auto"])
+    shape = (scale.side, scale.side, scale.channels)
+    spec = TaskSpec("", tuple("0123456789"), shape, (0.5,) * scale.channels, (0.25,) * scale.channels)
+    setup = resolve(config)
+    return why_alone(config, setup.method, setup.new_model(spec), spec, setup.augment, torch.device("cpu")) is None
 
 
 def compare(scale: Scale, systems: list[str], turns: int, limit: float, refused: dict[str, str]) -> dict:
