@@ -74,7 +74,7 @@ PACKAGES = {
 PYTHONS = {"blazefl": ">=3.12"}  # where a framework needs a newer Python than raylt does
 MISSING = dict.fromkeys(
     ("PFLlib", "FedLTLib"),
-    "no package of it on the registry: it is a folder of scripts, and its loop is not copied here",
+    "no package on the registry: a folder of scripts, whose loop is not copied here",
 )
 SYSTEMS = (
     "bare",

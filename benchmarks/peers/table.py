@@ -66,10 +66,10 @@ def show(record: dict) -> str:
         f"{record['date']}, {versions}, torch {kernel['torch']}, "
         f"commit {', '.join(dict.fromkeys(scale['commit'] for scale in record['scales'].values()))}."
     )
-    parts += [
-        f"{NAMES[name]} was not measured: {why}."
-        for name, why in dict(item for scale in record["scales"].values() for item in scale["missing"].items()).items()
-    ]
+    missing = dict(item for scale in record["scales"].values() for item in scale["missing"].items())
+    for why in dict.fromkeys(missing.values()):
+        names = [NAMES[name] for name, reason in missing.items() if reason == why]
+        parts.append(f"Not measured: {', '.join(names)}; {why}.")
     if record["left_out"]:
         parts.append(f"Not measured yet: {', '.join(record['left_out'])}.")
     return "\n".join(parts)
