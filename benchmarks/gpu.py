@@ -6,7 +6,7 @@ memory.
 It needs a GPU. A machine without Ray will do: carry the tree and, where they are missing, the packages pydantic and
 cryptography; it imports no Ray, no open_clip and no data set. Images are random, of CIFAR-10's size. The parts stand in
 order of worth. Each is a process of its own with a limit of its own, so one that crashes or hangs costs itself alone.
-OUT is written anew after each finding, so what was measured is kept; a table is printed at the end.
+OUT is written again after each finding, so what was measured is kept; a table is printed at the end.
 
     rates      TFLOP/s of a product of matrices in each precision, TB/s of a copy: the ceilings
     rounds     seconds of the second round of FedAvg (BPFed's recipe), FedSM and SFD, in each precision, as graphs and
@@ -19,6 +19,7 @@ OUT is written anew after each finding, so what was measured is kept; a table is
                Service (MPS) and with it, where this machine has nvidia-cuda-mps-control: it is started in folders of
                its own for that, and ended
     streams    seconds of the steps of two models in one process, on a CUDA stream each and one after the other
+    stacks     milliseconds of small clients' steps in stacks and alone, and whether a stack's size changes bits
     bits       a client's training three times, with resources.deterministic and without: whether the bits are the same,
                and whether they are those of steps that are not replayed as graphs
     memory     bytes that a process takes of the device at its peak, beside what raylt estimates before a run
@@ -38,7 +39,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where raylt is not installed
 
 import torch
-from gpu_parts import capture, classifier, judging, rates, refusal, synthesis
+from gpu_parts import capture, classifier, judging, rates, refusal, stacks, synthesis
 from gpu_sharing import processes, streams
 from gpu_tasks import Finding, config_of, open_experiment, protocol, until
 
@@ -72,6 +73,7 @@ LIMITS = {
     "synthesis": 20,
     "processes": 120,
     "streams": 40,
+    "stacks": 40,
     "bits": 60,
     "memory": 30,
     "refusal": 15,
@@ -272,6 +274,7 @@ PARTS: dict[str, Callable[[float], Iterator[Finding]]] = {
     "synthesis": synthesis,
     "processes": processes,
     "streams": streams,
+    "stacks": stacks,
     "bits": bits,
     "memory": memory,
     "refusal": refusal,

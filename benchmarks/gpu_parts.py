@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where raylt is not installed
 
@@ -11,7 +12,9 @@ import torch
 from gpu_tasks import Finding, config_of, open_training, random_task, until
 from torch import nn
 
+from raylt import tree
 from raylt.core.evaluation.counts import counts_of
+from raylt.core.fleet.client_host import ClientCall, ClientHost
 from raylt.core.training.cuda_graphs import CudaRecorder
 from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.optimisers import make_optimiser
@@ -22,6 +25,7 @@ from raylt.registry import resolve
 
 MODELS = ("resnet8", "resnet18")
 DIMENSIONS = (64, 512)
+STACKED = (("small", 5, 10), ("small", 32, 64), ("cnn", 5, 10), ("resnet8", 32, 64))  # models, batches, samples
 
 
 def seconds_of(fn: Callable[[], object], device: str, repeats: int) -> float:
@@ -152,6 +156,50 @@ def synthesis(
             synthesise(target, size, Parts(), steps, 1.0, 0.9, torch.Generator().manual_seed(0))
 
         yield {"d": dim, "size": size, "steps": steps, "seconds": seconds_of(make, device, 1)}
+
+
+def stacks(
+    seconds: float,
+    cases: tuple[tuple[str, int, int], ...] = STACKED,
+    device: str = "cuda",
+    clients: int = 32,
+    repeats: int = 5,
+) -> Iterator[Finding]:
+    """Measure the milliseconds of small clients' steps in stacks and alone, each with all that a call costs.
+
+    A finding says whether the first client's bits are the same in a stack of two and in one of all clients. A run may
+    train in stacks on a GPU only if they are; so far it never does.
+
+    Args:
+        cases: models, batches and samples of a client.
+    """
+    for name, batch, samples in until(seconds, cases):
+        config = config_of("fedavg", f"resources.device={device}", f"model={name}", f"local.batch={batch}")
+        task = random_task(samples, clients)
+        host = ClientHost(resolve(config), task.spec, task.test, torch.device(device))
+        method = host.setup.method
+        message = {"model": tree.snapshot(method.shared(host.model))}
+        calls = [ClientCall(id, shard, None) for id, shard in enumerate(task.shards)]
+
+        def alone(host=host, method=method, message=message, calls=calls) -> None:
+            for call in calls:
+                host.run(method.train, message, 1, call.id, call.shard, None)
+
+        def together(count: int = clients, host=host, method=method, message=message, calls=calls) -> Any:
+            return host.run_stacks(method.train, message, 1, calls[:count])
+
+        alone_s = seconds_of(alone, device, repeats)
+        host.why_alone = None  # the reasons that a run has are not asked
+        stacked_s = seconds_of(together, device, repeats)
+        first = [together(count)[0][0].tree["model"] for count in (2, clients)]
+        steps = clients * config.local.step_count(samples)
+        yield {
+            "model": name,
+            "batch": batch,
+            "alone_ms": 1e3 * alone_s / steps,
+            "stacked_ms": 1e3 * stacked_s / steps,
+            "same_in_any_stack": all(torch.equal(value, first[1][key]) for key, value in first[0].items()),
+        }
 
 
 def refusal(_: float) -> Iterator[Finding]:

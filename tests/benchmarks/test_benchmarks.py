@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 import raylt
 from raylt.config import load
+from raylt.core.training.stacked_sgd import ClientStack
 from raylt.models import MODELS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -182,6 +183,17 @@ def test_single_functions_are_timed_as_they_are_on_a_gpu(gpu):
     fitted = list(gpu.classifier(600, (4,), "cpu", 64))
     assert [finding["schedule"] for finding in fitted] == ["constant", "epoch"]
     assert next(gpu.synthesis(600, (4,), "cpu", 20, 10, 2))["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_clients_are_timed_in_stacks_and_alone(gpu, monkeypatch):
+    sizes = []
+    train = ClientStack.train
+    monkeypatch.setattr(ClientStack, "train", lambda self, *args: sizes.append(len(args[1])) or train(self, *args))
+    (finding,) = gpu.stacks(600, (("small", 5, 10),), "cpu", 4, 1)
+    assert sizes == [4, 4, 2, 4]
+    assert min(finding["alone_ms"], finding["stacked_ms"]) > 0
+    assert isinstance(finding["same_in_any_stack"], bool)
 
 
 @pytest.mark.slow
