@@ -324,7 +324,7 @@ def demonstration() -> Measured:
     with contextlib.redirect_stdout(io.StringIO()):
         import raylt
 
-        run = raylt.run("sfd", data="digits", rounds=30, fleet="local", out=".", quiet=True)
+        run = raylt.run("recipe:demo", fleet="local", out=".", quiet=True)
     return time.process_time(), [run.summary["model_sha256"], run.summary["accuracy"]["last"]]
 
 

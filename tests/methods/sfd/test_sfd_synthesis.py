@@ -68,7 +68,7 @@ def test_gradient_in_closed_form_is_that_of_autograd(target, terms):
     loss = synthesis_loss(z, target, terms)
     expected = torch.autograd.grad(loss, leaf)[0] if loss.requires_grad else torch.zeros_like(leaf)
     gradient, value = bank_gradient(raw, Prepared.of(target, terms))
-    assert value == pytest.approx(loss.item(), rel=1e-5)
+    assert value.item() == pytest.approx(loss.item(), rel=1e-5)
     assert (gradient - expected).norm() <= 1e-5 * expected.norm()
 
 
