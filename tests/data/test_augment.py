@@ -13,6 +13,7 @@ from raylt.data.augment import (
     draw_crops,
     draw_scaled_boxes,
     normalise,
+    resized_crop_flip,
 )
 from raylt.data.label_maps import VOID
 
@@ -58,6 +59,14 @@ def test_resized_crop_of_the_whole_image_is_the_identity():
     unmirrored = torch.zeros(4, dtype=torch.bool)
     assert torch.allclose(apply_boxes(x, whole, unmirrored), x.float(), atol=1e-2)
     assert torch.allclose(apply_boxes(x, whole, ~unmirrored), x.float().flip(2), atol=1e-2)
+
+
+def test_resized_crop_keeps_64_percent_unless_told_otherwise():
+    x = images(8)
+    found, _ = resized_crop_flip(x, Y, seeded())
+    assert torch.equal(found, apply_boxes(x, *draw_boxes(8, (32, 32), seeded(), 0.64)))
+    found, _ = resized_crop_flip(x, Y, seeded(), 0.2)
+    assert torch.equal(found, apply_boxes(x, *draw_boxes(8, (32, 32), seeded(), 0.2)))
 
 
 def test_draws_of_crops_are_uniform_and_independent():
@@ -176,6 +185,23 @@ def test_scaled_boxes_are_of_half_to_double_scale_and_cover_or_lie_in_the_image(
     assert (corners + sides >= full)[around].all()
 
 
+@pytest.mark.parametrize("draw", [draw_boxes, draw_scaled_boxes])
+def test_corners_of_boxes_are_uniform_and_independent_of_each_other_and_of_the_flips(draw):
+    boxes, flips = draw(40_000, (32, 32), seeded(4))
+    corners, room = boxes[:, :2], 32 - boxes[:, 2:]
+    rooms = [r for r in room.unique().tolist() if r and (room[:, 0] == r).sum() > 300]
+    assert (min(rooms) < 0) == (draw is draw_scaled_boxes)  # larger boxes begin above and to the left of the image
+    for r in rooms:
+        for axis in (0, 1):
+            places = torch.bincount((corners[:, axis] * (1 if r > 0 else -1))[room[:, axis] == r])
+            expected = places.sum() / (abs(r) + 1)
+            assert len(places) == abs(r) + 1
+            assert ((places - expected).abs() < 5 * expected.sqrt()).all()
+    free = (room != 0).all(1)
+    drawn = torch.cat([corners[free] / room[free], flips[free, None]], dim=1)
+    assert torch.corrcoef(drawn.T).triu(1).abs().max() < 0.03
+
+
 def test_what_lies_outside_a_scaled_image_is_void_and_looks_like_its_border():
     x, y = coded(1, 48, 64)
     boxes = torch.tensor([[-24, -32, 96, 128]])  # the image is shrunk to half its size, in the middle
@@ -203,11 +229,17 @@ def test_torchvisions_transforms_draw_for_each_image_and_disturb_no_other_draw(n
     assert len({image.numpy().tobytes() for image in first}) >= 6  # grey images do not change when colours do
 
 
-def test_a_transform_is_torchvisions_on_single_images():
-    x = images(3)
-    found, _ = AUGMENTATIONS["trivial_augment"](x, torch.arange(3), seeded(2))
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    [
+        ("trivial_augment", v2.TrivialAugmentWide()),
+        ("auto_augment", v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)),
+    ],
+)
+def test_a_transform_is_torchvisions_on_single_images(name, transform):
+    x = images(12)
+    found, _ = AUGMENTATIONS[name](x, torch.arange(12), seeded(2))
     torch.manual_seed(int(torch.randint(2**62, (), generator=seeded(2))))
-    transform = v2.TrivialAugmentWide()
     for image, expected in zip(x, found, strict=True):
         assert torch.equal(transform(image.permute(2, 0, 1)).permute(1, 2, 0), expected)
 

@@ -56,6 +56,7 @@ def test_images_take_their_operations_in_their_own_order():
 
 
 def test_draws_have_the_distribution_of_torchvisions():
+    assert STRENGTHS == (0.4, 0.4, 0.4, 0.1)  # of Howard's recipe; torchvision has no default
     order, factors = draw_jitter(24_000, seeded(3))
     counts = torch.unique(order, dim=0, return_counts=True)[1]
     assert len(counts) == 24

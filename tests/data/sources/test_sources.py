@@ -9,6 +9,7 @@ from refusals import refused
 import raylt
 from raylt.config import DataConfig
 from raylt.data.images.cache import Mapped, load
+from raylt.data.sources.arrays import PUBLISHED
 from raylt.data.sources.huggingface import class_of
 from raylt.data.sources.sources import (
     _load_digits,
@@ -324,6 +325,31 @@ def test_statistics_are_those_of_a_direct_computation():
     mean, std = channel_statistics(x)
     assert mean == pytest.approx((x / 255).mean((0, 1, 2)), abs=1e-12)
     assert std == pytest.approx((x / 255).std((0, 1, 2)), abs=1e-12)
+
+
+def test_statistics_of_mapped_images_are_those_of_two_thousand_from_the_first_to_the_last(tmp_path):
+    x = (np.arange(5000) ** 2 // 98_100).astype(np.uint8)[:, None, None, None]
+    np.save(tmp_path / "x.npy", x)
+    read = x[[i * 4999 // 1999 for i in range(2000)]] / 255
+    mean, std = channel_statistics(Mapped(str(tmp_path / "x.npy"), np.arange(5000)))
+    assert mean == pytest.approx(read.mean((0, 1, 2)), abs=1e-12)
+    assert std == pytest.approx(read.std((0, 1, 2)), abs=1e-12)
+    assert (mean, std) != channel_statistics(x)
+
+
+def test_published_means_and_deviations_are_those_of_the_list():
+    """No equation has these numbers: another digit would shift all pixels of a run and change no other test."""
+    cifar = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+    imagenet = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    assert {
+        "cifar10": cifar,
+        "cifar100": cifar,
+        "fashion_mnist": ((0.2860,), (0.3530,)),
+        "cinic10": ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
+        "imagenet_lt": imagenet,
+        "camvid": imagenet,
+        "cityscapes": imagenet,
+    } == PUBLISHED
 
 
 def test_group_thresholds_are_the_literature_s_unless_configured():

@@ -3,7 +3,7 @@ import pytest
 from refusals import refused
 
 from raylt.config import DataConfig
-from raylt.data.splits.draw import hold_out_validation
+from raylt.data.splits.draw import hold_out, hold_out_validation
 from raylt.data.task import build_task
 from raylt.errors import DataError
 
@@ -69,3 +69,10 @@ def test_a_saved_split_is_carved_the_same(tmp_path):
     assert again.validation is not None
     assert np.array_equal(first.validation.x, again.validation.x)
     assert (first.client_counts == again.client_counts).all()
+
+
+def test_clients_alike_hold_out_samples_at_other_places():
+    labels, ids = np.zeros(80, dtype=int), np.repeat([2, 3, 5, 7], 20)
+    parts = hold_out(ids, labels, 0.5, 0)
+    assert [len(rows) for rows in parts] == [10] * 4
+    assert len({tuple(rows % 20) for rows in parts}) == 4

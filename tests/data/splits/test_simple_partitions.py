@@ -135,6 +135,14 @@ def test_own_tail_of_a_client():
     assert own_tail(np.array([3]), 100, rng()).tolist() == [0]
 
 
+def test_own_tail_draws_the_samples_of_a_class_at_random():
+    labels = np.repeat([0, 1], 50)
+    parts = [own_tail(labels, 25, rng(seed)) for seed in range(8)]
+    of_the_rarer = [min(rows[rows < 50], rows[rows >= 50], key=len) % 50 for rows in parts]
+    assert all(len(rows) == 2 for rows in of_the_rarer)
+    assert len(set(map(tuple, of_the_rarer))) > 4
+
+
 @pytest.mark.parametrize("tail", ["global", "local", "mixed"])
 def test_tail_says_what_is_long_tailed(tail):
     task = build_task(DataConfig(clients=20, partition="iid", imbalance=10, tail=tail))
