@@ -258,6 +258,11 @@ def test_the_denominator_of_q_fedavg_belongs_to_its_step(q):
         parts = {"delta": {"w": torch.tensor([f**q * dw], dtype=torch.float64)}}
         assert step_fault(5, parts | {"h": h}, q, lipschitz) is None
     assert step_fault(5, {"delta": {"w": torch.tensor([1e6])}, "h": 1e-9}, q, lipschitz)
+    # the smallest h of a Delta of length 2, over all losses F
+    least = min(q * 4 / f ** (q + 1) + lipschitz * f**q for f in torch.logspace(-4, 2, 4001).tolist())
+    delta = {"w": torch.tensor([2.0], dtype=torch.float64)}
+    assert step_fault(5, {"delta": delta, "h": least}, q, lipschitz) is None
+    assert step_fault(5, {"delta": delta, "h": 0.98 * least}, q, lipschitz)
 
 
 class Other(FedAvg):

@@ -122,12 +122,18 @@ def test_official_mixing_is_of_unit_features_with_unit_weighted_prototypes_and_t
         ({"teacher": "none", "finetune": True}, "config.conflict", "method.teacher"),
         ({"teacher": "none", "partner": "deterministic"}, "config.conflict", "method.teacher"),
         ({"teacher": "none", "partner": "inverted"}, "config.conflict", "method.teacher"),
+        ({"teacher": "none", "partner": "ranked"}, "config.conflict", "method.teacher"),
         ({"teacher": "none", "encoders": "trained", "retrain": "after"}, "config.conflict", "method.encoders"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tiny_task, fields, code, key):
     with refused(code, ConfigError, key=key):
         prepare(FedSM(**fields), tiny_task)
+
+
+def test_settings_at_the_edge_of_what_works_are_taken(tiny_task):
+    prepare(FedSM(teacher="none", lam_low=0.8, lam_high=0.8), tiny_task)  # Table V
+    prepare(FedSM(teacher="none", partner="ranked", retrain_rounds=0), tiny_task)  # no partner is ever drawn
 
 
 def test_teacher_that_cannot_be_read_is_refused(tiny_task):

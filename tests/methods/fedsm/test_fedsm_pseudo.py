@@ -112,3 +112,20 @@ def test_retrained_classifiers_are_averaged_and_fed_back(tiny_task, tmp_path, np
     mean = sum(n * replies[id]["model"]["classifier.weight"].double() for id, n in sizes.items()) / sum(sizes.values())
     assert torch.allclose(experiment.server.model.classifier.weight.double(), mean, atol=1e-6)
     assert experiment.method.global_model(experiment.server) is experiment.server.model
+
+
+@pytest.mark.parametrize("fields", [{}, {"encoders": "trained"}, {"retrain": "after"}], ids=str)
+def test_reported_loss_of_the_retraining_is_the_clients_mean(tiny_task, tmp_path, monkeypatch, fields):
+    fit, losses = FedSM.fit, {}
+
+    def watched(self, client, classifier, message):
+        losses[client.id] = fit(self, client, classifier, message)
+        return losses[client.id]
+
+    monkeypatch.setattr(FedSM, "fit", watched)
+    _, reports = run(tiny_task, tmp_path, FedSM(teacher="none", **QUICK | fields))
+    sizes = {id: len(tiny_task.shards[id]) for id in losses}
+    mean = sum(n * losses[id] for id, n in sizes.items()) / sum(sizes.values())
+    assert len(losses) == 5
+    assert reports[-1].figures["retrain_loss"] == pytest.approx(mean, rel=1e-6)
+    assert mean != pytest.approx(reports[-1].figures["loss"], rel=1e-3)

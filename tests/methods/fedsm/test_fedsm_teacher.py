@@ -200,6 +200,18 @@ def test_cosine_is_to_the_encoder_as_the_client_has_trained_it(tiny_task, clip_f
     assert cosine != pytest.approx(F.cosine_similarity(z, untrained, dim=1).mean().item(), abs=1e-3)
 
 
+def test_teacher_that_is_fine_tuned_answers_through_its_projection(tiny_task, clip_folder):
+    fields = {"teacher": f"local-dir:{clip_folder}"}
+    told = []
+    for method in (FedSM(**fields), FedSM(**fields, finetune=True)):
+        client = open_client(tiny_task, method)
+        told.append(method.join(client, states_of(tiny_task)).tree["teacher"])
+    plain, tuned = told
+    assert torch.equal(plain["n"], tuned["n"])
+    assert torch.equal(plain["right"], tuned["right"])
+    assert 0 < plain["right"].sum() < plain["n"].sum()
+
+
 def test_run_with_encoders_that_clients_train_has_their_cosine_and_their_accuracy(tiny_task, tmp_path, clip_folder):
     method = FedSM(teacher=f"local-dir:{clip_folder}", **ENCODER, **QUICK)
     experiment, reports = run(tiny_task, tmp_path, method, until=1)

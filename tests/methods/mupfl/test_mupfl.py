@@ -153,8 +153,9 @@ def test_only_the_last_similarities_are_kept(tiny_task, tmp_path):
         assert len(similarity) == len(reports[int(round) - 1].participants) == 3
 
 
-def test_two_participants_form_one_cluster(tiny_task, tmp_path):
-    _, reports = run(tiny_task, tmp_path, federation={"participation": 0.3})
+@pytest.mark.parametrize("kappa", [None, 2])
+def test_two_participants_form_one_cluster(tiny_task, tmp_path, kappa):
+    _, reports = run(tiny_task, tmp_path, MuPFL(**QUICK, kappa=kappa), federation={"participation": 0.3})
     assert all(report.figures["kappa"] == 1 and report.figures["silhouettes"] == {} for report in reports)
 
 
@@ -163,6 +164,12 @@ def test_number_of_clusters_can_be_fixed(tiny_task, tmp_path, kappa, expected): 
     _, (report,) = run(tiny_task, tmp_path, MuPFL(**QUICK, kappa=kappa), until=1)
     assert report.figures["kappa"] == expected
     assert report.figures["silhouettes"].keys() == {str(expected)}
+
+
+@pytest.mark.parametrize(("most", "tried"), [(2, {"2"}), (3, {"2", "3"}), (4, {"2", "3", "4"}), (8, {"2", "3", "4"})])
+def test_numbers_of_clusters_are_tried_up_to_the_largest(tiny_task, tmp_path, most, tried):
+    _, (report,) = run(tiny_task, tmp_path, MuPFL(**QUICK, kappa_max=most), until=1)
+    assert report.figures["silhouettes"].keys() == tried
 
 
 # runs on real digits

@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import torch
 from sklearn.metrics import adjusted_rand_score, silhouette_score
 from torch import tensor
 
-from raylt.methods.mupfl.clustering import cluster, cosines, embed, mean_update, update_gram
+from raylt.methods.mupfl.clustering import cluster, cosines, embed, last_of_all, mean_update, update_gram
 
 ALL = range(2, 7)
 
@@ -134,6 +135,12 @@ def test_of_equal_silhouettes_the_smallest_number_wins():
     assert found.silhouettes == pytest.approx(dict.fromkeys(ALL, 0.0), abs=1e-9)
 
 
+def test_last_bit_of_a_silhouette_does_not_decide():
+    """Seven participants are equally far from each other, and rounding makes the silhouette of four clusters 1e-16."""
+    similarity = torch.full((7, 7), 0.3, dtype=torch.float64).fill_diagonal_(1)
+    assert cluster(similarity, ALL, 0).kappa == 2
+
+
 def test_participants_that_coincide_form_one_cluster_without_a_warning(recwarn):
     assert cluster(torch.ones(5, 5, dtype=torch.float64), range(2, 5), 0) == ([0] * 5, {})
     two = cluster(similarity_of(np.eye(2)[[0, 0, 1, 1, 1]]), range(2, 5), 0)
@@ -153,6 +160,17 @@ def test_same_seed_gives_the_same_clusters_and_the_seed_may_be_large():
     found = [cluster(similarity, ALL, 2**62 + 5) for _ in range(2)]
     assert found[0] == found[1]
     assert cluster(similarity, ALL, 7).silhouettes.keys() == set(ALL)
+
+
+def test_last_updates_and_maps_are_the_latest_of_each_client_by_ascending_id():
+    server = SimpleNamespace(state={})
+    rounds = [{10: 1.0, 2: 2.0}, {2: 3.0, 11: 4.0}]
+    for values in rounds:
+        updates = {id: {"a": tensor([value])} for id, value in values.items()}
+        updates, maps = last_of_all(server, updates, {id: tensor([-value]) for id, value in values.items()})
+    assert list(updates) == list(maps) == [2, 10, 11]
+    assert [update["a"].item() for update in updates.values()] == [3.0, 1.0, 4.0]
+    assert [map.item() for map in maps.values()] == [-3.0, -1.0, -4.0]
 
 
 def spread(labels, similarity) -> float:

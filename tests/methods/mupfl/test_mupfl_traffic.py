@@ -9,7 +9,7 @@ from tiny import Recorder
 
 from raylt import tree
 from raylt.data.task import Shard
-from raylt.methods.mupfl.method import MuPFL
+from raylt.methods.mupfl.method import MuPFL, end_fault
 
 
 @pytest.mark.slow
@@ -60,6 +60,20 @@ def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
             assert report.traffic["keep"] == {"down": clients * whole, "up": 0, "replies": clients}
 
 
+@pytest.mark.parametrize(
+    ("fields", "seen"),
+    [
+        ({"acmu": False}, ("gradients",)),
+        ({"bavd": False}, ("gradients", "update", "start")),
+        ({"pkcf": False}, ("update", "start", "map")),
+        ({"acmu": False, "pkcf": False}, ()),
+    ],
+    ids=str,
+)
+def test_server_sees_each_clients_parts_of_the_modules_that_are_on(fields, seen):
+    assert MuPFL(**fields).sees_each == seen
+
+
 @pytest.mark.parametrize("name", ["update", "start"])
 def test_what_no_model_can_be_is_not_believed_of_an_update_either(tiny_task, tmp_path, name):
     class Boosts(Recorder):
@@ -73,6 +87,31 @@ def test_what_no_model_can_be_is_not_believed_of_an_update_either(tiny_task, tmp
     assert first.rejected == {}
     assert list(second.rejected) == [0]
     assert f"{name}.classifier.bias" in second.rejected[0]
+
+
+def test_update_that_makes_a_variance_negative_is_rejected(tiny_task, tmp_path):
+    class Lowers(Recorder):
+        def run(self, fn, message, round, id, shard, private):
+            reply, after = super().run(fn, message, round, id, shard, private)
+            if fn.__name__ == "train" and id == 0 and round == 2:
+                for name, update in reply.tree["update"].items():
+                    if name.endswith("running_var"):
+                        update[0] = -2 * message["model"][name][0]
+            return reply, after
+
+    _, (first, second) = run(tiny_task, tmp_path, MuPFL(**QUICK), host=Lowers)
+    assert (first.rejected, list(second.rejected)) == ({}, [0])
+    assert "variance" in second.rejected[0]
+
+
+def test_variance_is_that_of_the_clients_own_start_and_may_be_zero_up_to_rounding():
+    own, update = torch.tensor([0.5, 1.0]), torch.tensor([-0.5 - 1e-7, 0.2])
+    parts = {"start": {"running_var": own}, "update": {"running_var": update}}
+    assert end_fault(8, parts, whole={"running_var": torch.zeros(2)}) is None
+    parts["update"] = {"running_var": torch.tensor([-0.6, 0.2])}
+    assert end_fault(8, parts, whole={"running_var": torch.ones(2)}) == "makes the variance running_var negative"
+    parts = {"start": {}, "update": {"running_mean": torch.tensor([-9.0])}}
+    assert end_fault(8, parts, whole={"running_mean": torch.ones(1)}) is None
 
 
 def test_upload_in_the_papers_setting_is_that_of_section_3(tiny_task):
