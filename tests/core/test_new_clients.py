@@ -343,7 +343,7 @@ def test_they_stand_apart_in_summary_table_frame_and_measures(tmp_path):
     frame = made.metrics
     assert frame[(frame.metric == "new_clients") & (frame.group == "owned")].value.tolist() == [new["owned"]]
     assert set(made.clients.client) == {0, 1, 2} - set(made.task.new_clients)
-    names, values = table_of(made.summary, "").columns
+    names, values = table_of(made.summary).columns
     rows = dict(zip(names.cells, values.cells, strict=True))
     assert rows["new clients, mean (own class mix)"] == f"{100 * new['matched']:.2f} % (1)"
     with pytest.raises(ConfigError, match="joins after training"):

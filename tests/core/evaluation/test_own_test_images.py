@@ -118,7 +118,7 @@ def test_personal_models_are_shown_by_their_clients_figures(made, folder):
     assert listed["personal"] == dealt.summary["shown"]["last"]
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(table_of(dealt.summary, "personal"))
+        console.print(table_of(dealt.summary))
     assert f"{percent(dealt.summary['shown']['last'])} (own models, own class mix)" in capture.get()
 
 
