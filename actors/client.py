@@ -327,7 +327,8 @@ def label_of(ids: list[int], sizes: Any, counts: Any, names: Sequence[str] = ())
     if len(ids) == 1:
         class_counts = counts[ids[0]]
         name = names[ids[0]] if names else ids[0]
-        return f"client {name} · {sizes[ids[0]]} samples · {(class_counts > 0).sum()}/{len(class_counts)} classes"
+        samples = count_of(int(sizes[ids[0]]), "sample")
+        return f"client {name} · {samples} · {(class_counts > 0).sum()}/{len(class_counts)} classes"
     return f"{name_clients(ids)} · {count_of(int(sizes[ids].sum()), 'sample')}"
 
 

@@ -321,6 +321,8 @@ def test_labels_say_whose_data_an_actor_holds(tiny_task):
     assert label_of([1], tiny_task.sizes, tiny_task.client_counts) == "client 1 · 14 samples · 3/4 classes"
     assert label_of([1], tiny_task.sizes, tiny_task.client_counts, ["wien", "linz"]).startswith("client linz · 14 ")
     assert label_of([0, 2, 5], tiny_task.sizes, tiny_task.client_counts) == "clients 0, 2, 5 · 45 samples"
+    one = tiny_task.sizes.clip(max=1)
+    assert label_of([1], one, tiny_task.client_counts).startswith("client 1 · 1 sample · ")
 
 
 @pytest.mark.slow
