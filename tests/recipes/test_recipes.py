@@ -75,16 +75,15 @@ def test_every_cell_of_mupfls_tables_3_and_4_that_a_method_here_has_is_in_a_reci
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((Path(raylt.__path__[0]).parent / "studies").glob("*.yaml")), ids=str)
 def test_arms_of_the_studies_are_what_their_methods_take(path):
-    runs = [planned.config for planned in read_definition(path).runs()]
-    # an arm may have settings besides its method, such as all data at one client
-    arms = len(
-        {
-            f"{run.method['name']} {run.data.partition} {run.federation.rounds}"
-            + make_method(run.method).model_dump_json()
-            for run in runs
-        }
-    )
-    assert arms >= len(read_definition(path).arms)  # no two arms are equal by mistake
+    arms = {}
+    for planned in read_definition(path).runs():
+        # an arm may have settings besides its method, such as all data at one client
+        others = planned.config.model_dump_json(exclude={"method"})
+        method = make_method(planned.config.method).model_dump_json()
+        arms.setdefault((planned.cell, planned.seed), []).append((planned.config.method["name"], method, others))
+    assert arms
+    for settings in arms.values():
+        assert len(set(settings)) == len(settings)  # no two arms are equal by mistake
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
