@@ -2,7 +2,8 @@
 
 A round asks a hundred clients.
 
-    python benchmarks/scale.py [--clients 1000 10000 100000] [--asked 100] [--actors 2] [--rounds 6] [--method fedavg]
+    python benchmarks/scale.py [--clients 1000 10000 100000] [--asked 100] [--actors 2] [--rounds 6] [--method fedavg] \
+        [--record]
 
 Each run is started as a user would, by `raylt run`, and watched from outside. Seconds to the end of round 1 count from
 the command: the start of Python, of Ray and of the actors with them; the CPU seconds of all processes up to there stand
@@ -11,7 +12,7 @@ milliseconds of a client call are CPU time of all processes, Ray's daemons with 
 server's process alone, which the system counts in hundredths of a second, so that few rounds are a coarse measure;
 those of the bare loop are CPU time of one process that trains the same model on such batches with nothing around it,
 and the difference is what the framework adds. Memory is the largest proportional share (PSS) of the server actor, of
-the driver, and of both at the same time.
+the driver, and of both at the same time. `--record` keeps the figures in benchmarks/results/scale.json.
 """
 
 import argparse
@@ -23,12 +24,15 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import psutil
+import recorded
 import torch
+from cuts import processor
 from torch.nn import functional as F
 
 from raylt.config import Config, load
@@ -41,6 +45,7 @@ from raylt.models.split import load_entries
 from raylt.registry import resolve
 from raylt.tree import RunningSum, snapshot
 
+NAME = "scale"
 SAMPLES, ASKED = 10, 100  # samples per client; clients per round, also in the bare loop
 
 
@@ -68,6 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="at least 3: the first and the last are not counted")
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--method", default="fedavg")
+    parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
     if arguments.rounds < 3 or min(arguments.clients) < max(ASKED, arguments.asked):
         parser.error(f"at least 3 rounds, {ASKED} clients, and as many as are asked")
@@ -85,6 +91,24 @@ def main() -> None:
             f"{row.together_mb:11.0f}  {row.wall_s:12.1f}  {row.model[:8]}",
             flush=True,
         )
+        if arguments.record:
+            keep(row, arguments)
+
+
+def keep(row: Row, arguments: argparse.Namespace) -> None:
+    """Store the figures of a run beside those of other numbers of clients, methods and asked clients."""
+    earlier = recorded.kept(NAME) if (recorded.HERE / "results" / f"{NAME}.json").exists() else {}
+    case = f"{row.clients} clients, {arguments.asked} asked, {arguments.method}"
+    settings = {
+        "rounds": arguments.rounds,
+        "actors": arguments.actors,
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "recorded": f"{date.today()}",
+        "processor": processor(),
+    }
+    figures = {name: round(value, 2) if isinstance(value, float) else value for name, value in row._asdict().items()}
+    recorded.keep(NAME, earlier | {case: settings | figures})
 
 
 def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, method: str) -> Row:

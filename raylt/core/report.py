@@ -133,8 +133,8 @@ class RoundReport(BaseModel):
     by_client: Annotated[
         dict[str, list[Share]] | None,
         Figure(
-            "the per-client figures of each client, by id; null for a client that is not judged. Kept for clients' own "
-            "models, and for the last evaluation of every method"
+            "the per-client figures of each client, by id; null for a client that is not judged. Kept for the last "
+            "evaluation, and for every evaluation of at most 10,000 clients' own models"
         ),
     ] = None
     timings: Annotated[

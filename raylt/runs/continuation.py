@@ -25,6 +25,7 @@ from raylt.core.checkpoint.checkpoint import Checkpoint
 from raylt.core.device import one_thread
 from raylt.core.evaluation import counts
 from raylt.core.evaluation.counts import Matrices
+from raylt.core.evaluation.evaluator import listed_by_client
 from raylt.core.method import Method
 from raylt.core.report import POOLED, SHARED
 from raylt.core.setup import Setup
@@ -260,7 +261,7 @@ def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run,
     own_models = method.personal or config.federation.batchnorm == "local"
     clients_due = every.personal > 0 and step % every.personal == 0 if own_models else shared_due
     dropped = ["quality", "answers", "others"]
-    if not own_models or not clients_due:
+    if not clients_due or not listed_by_client(report["by_client"] or {}, own_models, last=False):
         dropped.append("by_client")
     if not shared_due:
         dropped += SHARED

@@ -1,5 +1,6 @@
 """The scripts of benchmarks/ run with their smallest settings, and their figures are as promised."""
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -250,6 +251,20 @@ def test_scale_prints_a_line_for_each_number_of_clients():
     assert len(figures) == 12
     assert all(float(figure) > 0 for figure in figures)
     assert re.fullmatch("[0-9a-f]{8}", model)
+
+
+def test_scale_keeps_the_figures_of_each_number_of_clients(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    scale = load_module("scale")
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(scale.recorded, "HERE", tmp_path)
+    arguments = argparse.Namespace(asked=100, method="fedavg", rounds=6, actors=2)
+    for clients in (1000, 10000, 1000):
+        scale.keep(scale.Row(clients, *[1.234] * 10, model="abc"), arguments)
+    kept = scale.recorded.kept("scale")
+    assert list(kept) == ["1000 clients, 100 asked, fedavg", "10000 clients, 100 asked, fedavg"]
+    assert kept["10000 clients, 100 asked, fedavg"]["clients"] == 10000
+    assert kept["10000 clients, 100 asked, fedavg"]["first_s"] == 1.23
 
 
 def test_the_speed_table_of_the_page_is_that_of_the_record():

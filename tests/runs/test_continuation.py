@@ -10,6 +10,7 @@ from small_runs import make_tiny_run
 import raylt
 from raylt import Run
 from raylt.core.checkpoint.checkpoint import steps
+from raylt.core.evaluation import evaluator
 from raylt.errors import CheckpointError, ConfigError
 from raylt.runs.verify import verify
 
@@ -58,6 +59,17 @@ def test_an_extended_run_equals_a_run_of_that_length(tmp_path, settings):
     assert [after.matrices(report["step"]).sha256 for report in long.reports if report["confusion"]] == [
         report["confusion"] for report in long.reports if report["confusion"]
     ]
+
+
+def test_an_extended_run_of_many_own_models_lists_clients_in_its_last_line_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluator, "MOST_LISTED", 3)
+    settings = ["data.partition=by_id", "evaluation.personal=1"]
+    long = make_tiny_run(tmp_path, "fedper", *settings, "federation.rounds=3", name="long")
+    before = make_tiny_run(tmp_path, "fedper", *settings, name="short")
+    after = raylt.resume(before.folder, ["federation.rounds=3"], fleet="local", quiet=True)
+    assert without_times(after) == without_times(long)
+    assert [report["by_client"] is None for report in after.reports] == [True, True, False]
+    assert None not in [report["clients"] for report in after.reports]  # the means over clients are in each line
 
 
 def test_its_identity_names_the_shorter_one(short):

@@ -41,6 +41,9 @@ from raylt.data.task import Shard, Task
 from raylt.models.split import SplitModel
 from raylt.tree import view
 
+# With 1,000,000 clients the lists of one evaluation take 80 MB of JSON: beyond this number only the last one has them.
+MOST_LISTED = 10_000
+
 
 class Evaluator:
     """Evaluates the global model and the clients' models, on the test set and on the clients' own test images."""
@@ -72,7 +75,7 @@ class Evaluator:
             judged |= of_each_image
         if deployed:
             judged |= self._figures(deployed, self.fleet.ids)
-            judged["by_client"] = judged["by_client"] if own_models or last else None
+            judged["by_client"] = listed_by_client(judged["by_client"], own_models, last)
             judged["shown"] = _shown(judged["clients"]) if own_models else "accuracy"
         if deployed and self.task.validation is not None:
             self.server.figures["validation"] = validate(self.method, self.server, self.fleet, self.task)
@@ -245,6 +248,19 @@ def _shown(clients: dict[str, Any]) -> str:
 def has_own_models(method: Method, server: Server) -> bool:
     """Return whether clients are evaluated with models of their own."""
     return method.personal or bool(server.model.local_buffers)
+
+
+def listed_by_client(
+    by_client: dict[str, list[float | None]], own_models: bool, last: bool
+) -> dict[str, list[float | None]] | None:
+    """Return each client's figures if the line of an evaluation keeps them, else None.
+
+    Args:
+        own_models: whether clients are evaluated with models of their own.
+        last: whether the evaluation is the last one.
+    """
+    few = all(len(values) <= MOST_LISTED for values in by_client.values())
+    return by_client if last or (own_models and few) else None
 
 
 def in_halves(method: Method, model: SplitModel, server: Server, fleet: Fleet) -> InHalves:
