@@ -120,24 +120,34 @@ def measure(
 
 
 def relative_cost(
-    method: Method, factory: ModelFactory, shape: tuple[int, int, int], classes: int, epochs: float = 1
+    method: Method,
+    factory: ModelFactory,
+    shape: tuple[int, int, int],
+    classes: int,
+    epochs: float = 1,
+    asked: float | None = None,
 ) -> float:
     """Return a client's passes over its samples in a round, as a multiple of FedAvg's.
 
-    A pass with a gradient counts three, one forward and two backward, and a pass without counts one. Passes of the
-    last phase and of teachers that are downloaded do not count. Each client lacks two classes where there are four or
-    more, because some methods do more at such a client.
+    A pass with a gradient counts three, one forward and two backward, and a pass without counts one. Passes of
+    teachers that are downloaded do not count, nor does what the server computes. Each client lacks two classes where
+    there are four or more, because some methods do more at such a client.
 
     Args:
         method, factory, shape, classes: as in `measure`.
         epochs: local.epochs. The tiny run has one batch in a pass, so the cost at a fraction lies on the line through
             whole numbers.
+        asked: Number of rounds of a run that ask a client. With it passes on joining and in the last phase count too,
+            distributed over these rounds. Without it they do not count.
     """
     lacking = LACKING if classes >= 2 * LACKING else 0
 
     def cost(whole: int) -> float:
-        calls = measure(method, factory, shape, classes, epochs=whole, finish=False, lacking=lacking)
-        return sum(3 * call.trained + call.read for call in calls if call.when == "round") / 3
+        calls = measure(method, factory, shape, classes, epochs=whole, finish=asked is not None, lacking=lacking)
+        passes = dict.fromkeys(WHEN, 0.0)
+        for call in calls:
+            passes[call.when] += (3 * call.trained + call.read) / 3
+        return passes["round"] + ((passes["join"] + passes["finish"]) / asked if asked else 0)
 
     below = max(1, int(epochs))
     if epochs == below:

@@ -72,6 +72,15 @@ def test_passes_of_a_round_are_a_multiple_of_fedavgs(name, fields, epochs, expec
     assert cost == pytest.approx(expected)
 
 
+def test_passes_of_a_run_include_those_that_are_made_once():
+    def cost(name, **fields):
+        return relative_cost(METHODS[name](**fields), MODELS["small"], (8, 8, 1), 4, asked=5)
+
+    assert cost("fedavg") == 1
+    assert cost("fedncm") == pytest.approx(1 + 1 / 3 / 5)  # each client reads its samples once after the last round
+    assert cost("fedetf") > 2 * relative_cost(METHODS["fedetf"](), MODELS["small"], (8, 8, 1), 4)
+
+
 def test_parts_seen_client_by_client_are_marked_and_sums_are_not():
     (scaffold,) = calls(METHODS["scaffold"]())
     assert "each" not in scaffold.sends.values()

@@ -1,4 +1,4 @@
-"""`rank`: order the arms of studies by paired comparisons, with the uncertainty over seeds.
+"""`rank`: order the arms of studies by paired comparisons, with intervals.
 
 A block is one seed of one cell of one study: its runs share split and initial weights. Within a block each pair of arms
 is compared, and a tie counts half. The strengths s are those of the Bradley-Terry model (Biometrika 1952), in which arm
@@ -11,10 +11,10 @@ A failed run counts as worse than each finished run of its block. Missing and un
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from raylt.contract.costs import relative_cost
 from raylt.errors import ConfigError
@@ -25,7 +25,6 @@ from raylt.studies.analysis.statistics import Interval
 from raylt.studies.records.record import RunRecord
 
 PRIOR = 0.5  # wins and losses of each arm against one of strength 0, so that an arm that always wins has a strength
-RESAMPLES = 1000
 STEPS = 100  # at most, of the fit, which ends before
 LONGEST = 2.0  # change of a strength in one step, so that the fit does not overshoot
 SETTLED = 1e-8  # the fit ends when no strength moves further
@@ -37,19 +36,17 @@ class Ranked:
     """The position of an arm in a ranking, with its uncertainty.
 
     Attributes:
-        strength: log-odds against an arm of mean strength, with a bootstrap over the seeds of each cell.
+        strength: log-odds against an arm of mean strength, with the interval of `half_widths`.
         chance: probability to be better than an arm drawn from the others.
-        rank: mean rank in its blocks, 1 for the best; arms that tie share their mean.
         finished: number of finished runs.
         planned: number of seeds of the cells in which the arm has a run in any state.
         failed: number of failed runs.
-        cost: forward and backward passes of a client in a round, as a multiple of FedAvg's; None where not measured.
+        cost: forward and backward passes of a client in a run, as a multiple of FedAvg's; None where not measured.
     """
 
     arm: str
     strength: Interval
     chance: float
-    rank: float
     finished: int
     planned: int
     failed: int
@@ -105,18 +102,16 @@ def rank(
         )
     higher = measure_of(measure).higher
     wins = [np.stack([_wins(block, arms, higher) for block in each]) for each in cells.values()]  # [B, A, A] each
-    strengths = fit(np.concatenate(wins).sum(0, keepdims=True))[0]
-    drawn = fit(_resampled(wins))
-    tail = 50 * (1 - level)
-    low, high = np.percentile(drawn, [tail, 100 - tail], axis=0)
+    strengths = fit(np.concatenate(wins).sum(0))
+    chances = _chances(strengths)
+    halves = half_widths(wins, strengths, level)
     records = [record for each in studies.values() for record in each]
     planned = _planned(studies)
     ranked = [
         Ranked(
             arm,
-            Interval(float(strengths[i]), float(low[i]), float(high[i])),
-            fmean(float(1 / (1 + np.exp(strengths[j] - strengths[i]))) for j in range(len(arms)) if j != i),
-            fmean(_ranks(block, higher)[arm] for block in blocks if arm in block),
+            _interval(strengths[i], None if halves is None else halves[i]),
+            float(np.delete(chances[i], i).mean()),
             sum(record.arm == arm and record.state == "done" for record in records),
             planned[arm],
             sum(record.arm == arm and record.state == "failed" for record in records),
@@ -130,7 +125,8 @@ def rank(
 def with_costs(ranking: Ranking, studies: Mapping[str, Sequence[RunRecord]]) -> Ranking:
     """Return the ranking with each arm's costs, measured in a tiny run of the arm's method.
 
-    A method that is not raylt's own is not measured, nor an arm with `local.steps`, whose passes depend on the client.
+    Not measured are methods that are not raylt's own, arms without rounds, and arms with `local.steps`, whose passes
+    depend on the client.
     """
     settings: dict[str, Mapping[str, Any]] = {}
     for records in studies.values():
@@ -141,39 +137,96 @@ def with_costs(ranking: Ranking, studies: Mapping[str, Sequence[RunRecord]]) -> 
     return replace(ranking, arms=arms)
 
 
+def _interval(strength: float, half: float | None) -> Interval:
+    if half is None:
+        return Interval(float(strength), None, None)
+    return Interval(float(strength), float(strength - half), float(strength + half))
+
+
 def _cost(config: Mapping[str, Any]) -> float | None:
-    local = config["local"]
-    if config["method"]["name"] not in METHODS or local.get("steps") is not None:
+    local, federation = config["local"], config["federation"]
+    asked = federation["rounds"] * federation["participation"]
+    if config["method"]["name"] not in METHODS or local.get("steps") is not None or not asked:
         return None
-    return relative_cost(make_method(dict(config["method"])), MODELS["small"], (8, 8, 1), 4, local["epochs"])
+    method = make_method(dict(config["method"]))
+    return relative_cost(method, MODELS["small"], (8, 8, 1), 4, local["epochs"], asked)
 
 
 def fit(wins: np.ndarray) -> np.ndarray:
-    """Fit the Bradley-Terry model to wins, and return the strengths with mean 0, float64 [R, A].
+    """Fit the Bradley-Terry model to wins, and return the strengths with mean 0, float64 [A].
 
     The strengths maximise a concave likelihood, by damped Newton steps. A minorisation needs thousands of sweeps where
     an arm wins nearly always.
 
     Args:
-        wins: number of comparisons that the first arm won against the second, [R, A, A]; halves for ties.
+        wins: number of comparisons that the first arm won against the second, [A, A]; halves for ties.
     """
-    met = wins + wins.swapaxes(1, 2)
-    won = wins.sum(2) + PRIOR
-    strengths = np.zeros(won.shape)
-    every = np.arange(won.shape[1])
+    met = wins + wins.T
+    won = wins.sum(1) + PRIOR
+    strengths = np.zeros(len(wins))
     for _ in range(STEPS):
-        chance = 1 / (1 + np.exp(strengths[:, None, :] - strengths[:, :, None]))
-        own = 1 / (1 + np.exp(-strengths))  # chance against strength 0, of the prior
-        slope = won - (met * chance).sum(2) - 2 * PRIOR * own
-        bend = met * chance * (1 - chance)
-        curvature = -bend
-        curvature[:, every, every] += bend.sum(2) + 2 * PRIOR * own * (1 - own)
-        step = np.linalg.solve(curvature, slope[:, :, None])[:, :, 0]
-        step *= np.minimum(1.0, LONGEST / np.maximum(np.abs(step).max(1, keepdims=True), SETTLED))
+        own = _logistic(strengths)  # chance against strength 0, of the prior
+        slope = won - (met * _chances(strengths)).sum(1) - 2 * PRIOR * own
+        step = np.linalg.solve(_curvature(met, strengths), slope)
+        step *= min(1.0, LONGEST / max(np.abs(step).max(), SETTLED))
         strengths += step
         if np.abs(step).max() < SETTLED:
             break
-    return strengths - strengths.mean(1, keepdims=True)
+    return strengths - strengths.mean()
+
+
+def half_widths(wins: Sequence[np.ndarray], strengths: np.ndarray, level: float) -> np.ndarray | None:
+    """Return half the widths of t intervals of the strengths, float64 [A], or None if no cell has two blocks.
+
+    The comparisons of a block are not independent, because its runs share split and initial weights. So the variance is
+    the larger of two: that of the likelihood, as if they were independent, and that of the blocks' own slopes around
+    the mean slope of their cell (the sandwich estimate for clusters, Liang and Zeger, Biometrika 1986). The second is
+    too small where all blocks agree, the first where they do not. The t distribution has a degree of freedom for each
+    block beyond the first of its cell. In simulations (tests/studies/analysis/test_ranking.py) such intervals cover at
+    least 94 % with three and six seeds, at a level of 95 %.
+
+    Args:
+        wins: by cell, the wins in each of its blocks, [B, A, A].
+        strengths: as `fit` returns them.
+        level: confidence.
+    """
+    freedom = sum(len(blocks) - 1 for blocks in wins)
+    if freedom == 0:
+        return None
+    arms = len(strengths)
+    total = np.concatenate(wins).sum(0)
+    centre = np.eye(arms) - 1 / arms
+    inverse = np.linalg.inv(_curvature(total + total.T, strengths))
+    spread = np.zeros((arms, arms))
+    for blocks in wins:
+        met = blocks + blocks.swapaxes(1, 2)
+        slopes = blocks.sum(2) - (met * _chances(strengths)).sum(2)
+        slopes -= slopes.mean(0)
+        if len(blocks) > 1:
+            spread += slopes.T @ slopes * len(blocks) / (len(blocks) - 1)
+    of_blocks = np.diag(centre @ inverse @ spread @ inverse @ centre)
+    of_comparisons = np.diag(centre @ inverse @ centre)
+    return stats.t.ppf((1 + level) / 2, freedom) * np.sqrt(np.maximum(of_blocks, of_comparisons))
+
+
+def _logistic(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _chances(strengths: np.ndarray) -> np.ndarray:
+    """Return the probability that the first arm is better than the second, [A, A]."""
+    return _logistic(strengths[:, None] - strengths[None, :])
+
+
+def _curvature(met: np.ndarray, strengths: np.ndarray) -> np.ndarray:
+    """Return the negative second derivative of the log likelihood, [A, A].
+
+    Args:
+        met: number of comparisons of each pair, [A, A].
+    """
+    chance, own = _chances(strengths), _logistic(strengths)
+    bend = met * chance * (1 - chance)
+    return np.diag(bend.sum(1) + 2 * PRIOR * own * (1 - own)) - bend
 
 
 def _cells(
@@ -217,20 +270,3 @@ def _signed(value: float | None, higher: bool) -> float:
     if value is None:
         return -np.inf
     return value if higher else -value
-
-
-def _ranks(block: Block, higher: bool) -> dict[str, float]:
-    """Return the rank of each arm in a block, 1 for the best."""
-    arms = list(block)
-    wins = _wins(block, arms, higher)
-    return {arm: float(len(arms) - wins[i].sum()) for i, arm in enumerate(arms)}
-
-
-def _resampled(wins: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the wins between arms in RESAMPLES bootstrap samples of each cell's blocks, [R, A, A]."""
-    rng = np.random.default_rng(0)
-    drawn = np.zeros((RESAMPLES, *wins[0].shape[1:]))
-    for blocks in wins:
-        times = rng.multinomial(len(blocks), np.full(len(blocks), 1 / len(blocks)), size=RESAMPLES)
-        drawn += np.tensordot(times, blocks, axes=1)
-    return drawn

@@ -7,10 +7,13 @@ from math import ceil, floor
 from raylt.runs.callbacks.console import UNSAFE
 from raylt.studies.analysis.measures import measure_of
 from raylt.studies.analysis.ranking import Ranked, Ranking
+from raylt.studies.analysis.statistics import Interval
 from raylt.studies.report.comparison_tables import HEADINGS
 from raylt.studies.report.text_table import TextTable
 
-HEAD = ["arm", "strength, log-odds", "better than another arm", "mean rank", "finished"]
+PASSES = (
+    "of a client in a run, forward and backward, as a multiple of FedAvg's; what the server computes does not count"
+)
 WIDTH = 760
 NAMES = 190  # width of the column of names
 ROW = 20
@@ -32,9 +35,8 @@ def ranking_table(ranking: Ranking) -> TextTable:
     rows = [
         [
             arm.arm,
-            f"{arm.strength.estimate:+.2f} [{arm.strength.low:+.2f}, {arm.strength.high:+.2f}]",
+            _strength(arm.strength),
             f"{100 * arm.chance:.0f} %",
-            f"{arm.rank:.1f}",
             f"{arm.finished} of {arm.planned}",
             *([_cost(arm)] if costs else []),
         ]
@@ -47,16 +49,15 @@ def ranking_table(ranking: Ranking) -> TextTable:
             "arm",
             "strength, log-odds",
             "better than another arm",
-            "mean rank",
             "finished",
             *(["passes"] if costs else []),
         ],
         rows=rows,
-        columns="lrrrr" + "r" * costs,
+        columns="lrrr" + "r" * costs,
         grouped=False,
         naming=1,
         notes={
-            "passes": ["of a client in a round, forward and backward, as a multiple of FedAvg's"] if costs else [],
+            "passes": [PASSES] if costs else [],
             "failed, which counts as worse than every finished run of the same seed": failed,
         },
     )
@@ -77,11 +78,11 @@ def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
             "A seed of a cell is a block: its runs share split and initial weights, and each pair of its arms is",
             "compared. Strengths are those of the model of Bradley and Terry, as log-odds against an arm of mean",
             "strength. Each arm gets half a win and half a loss more, so that it has a strength if it always wins.",
-            "Intervals come from a bootstrap over the seeds of each cell, so they hold for these grounds.",
-            "With three seeds a cell they are too narrow. Arms whose intervals overlap are not told apart. A failed",
-            "run counts as worse than every finished run of its seed. A run that its record lacks is left out, which",
-            "favours an arm that diverged before raylt recorded such runs. Runs count as recorded, also where the",
-            "code of their method has changed since.",
+            "Intervals take into account that the comparisons of a block depend on each other; in simulations with",
+            "three and six seeds they cover at least 94 % at a level of 95 %. They hold for these grounds. Arms whose",
+            "intervals overlap are not told apart. A failed run counts as worse than every finished run of its seed.",
+            "A run that its record lacks is left out, which favours an arm that diverged before raylt recorded such",
+            "runs. Runs count as recorded, also where the code of their method has changed since.",
             "",
             f"![Strengths of the arms with intervals]({picture})",
             "",
@@ -99,8 +100,8 @@ def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
 
 def ranking_svg(ranking: Ranking) -> str:
     """Draw a ranking: one line per arm with its strength and interval, strongest at the top."""
-    low = floor(min(arm.strength.low or 0.0 for arm in ranking.arms))
-    high = ceil(max(arm.strength.high or 0.0 for arm in ranking.arms))
+    low = floor(min(_ends(arm, float)[0] for arm in ranking.arms))
+    high = ceil(max(_ends(arm, float)[1] for arm in ranking.arms))
     height = MARGIN + ROW * len(ranking.arms) + MARGIN
 
     def x(value: float) -> float:
@@ -125,13 +126,19 @@ def ranking_svg(ranking: Ranking) -> str:
     return UNSAFE.sub("?", "\n".join([*parts, "</svg>", ""]))
 
 
+def _strength(strength: Interval) -> str:
+    if strength.low is None or strength.high is None:
+        return f"{strength.estimate:+.2f}"
+    return f"{strength.estimate:+.2f} [{strength.low:+.2f}, {strength.high:+.2f}]"
+
+
 def _cost(arm: Ranked) -> str:
     return "-" if arm.cost is None else f"{arm.cost:.1f}"
 
 
 def _ends(arm: Ranked, x: Callable[[float], float]) -> tuple[float, float]:
-    assert arm.strength.low is not None
-    assert arm.strength.high is not None
+    if arm.strength.low is None or arm.strength.high is None:
+        return x(arm.strength.estimate), x(arm.strength.estimate)
     return x(arm.strength.low), x(arm.strength.high)
 
 

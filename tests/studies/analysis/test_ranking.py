@@ -13,7 +13,7 @@ from scipy import optimize
 
 from raylt.cli.main import app
 from raylt.errors import ConfigError
-from raylt.studies.analysis.ranking import PRIOR, fit, rank, with_costs
+from raylt.studies.analysis.ranking import PRIOR, fit, half_widths, rank, with_costs
 from raylt.studies.definition import Definition
 from raylt.studies.records.record import RecordState, RunRecord
 from raylt.studies.report.leaderboard import leaderboard_page, ranking_svg, ranking_table
@@ -44,18 +44,18 @@ def most_likely(wins: np.ndarray) -> np.ndarray:
 
 def test_strengths_maximise_the_likelihood():
     wins = np.array([[0, 5, 2.5, 0], [1, 0, 4, 0], [0.5, 2, 0, 3], [0, 0, 1, 0]], dtype=float)
-    assert fit(wins[None])[0] == pytest.approx(most_likely(wins), abs=1e-4)
+    assert fit(wins) == pytest.approx(most_likely(wins), abs=1e-4)
 
 
 def test_arms_that_always_win_are_fitted_to_the_end():
     """Nine blocks with the same order of twelve arms: here fits creep, because only the prior bounds the strengths."""
     wins = np.triu(np.full((12, 12), 9.0), 1)
-    assert fit(wins[None])[0] == pytest.approx(most_likely(wins), abs=1e-3)
+    assert fit(wins) == pytest.approx(most_likely(wins), abs=1e-3)
 
 
 def test_two_arms_by_hand():
     """Three wins and one loss; by symmetry about the mean, the prior's opponent has strength 0."""
-    (a, b) = fit(np.array([[[0.0, 3.0], [1.0, 0.0]]]))[0]
+    (a, b) = fit(np.array([[0.0, 3.0], [1.0, 0.0]]))
     # s = a = -b: 3.5 = 4 p(2s) + p(s), where p is the logistic function
     p = [1 / (1 + np.exp(-x)) for x in (2 * a, a)]
     assert 4 * p[0] + p[1] == pytest.approx(3.5, abs=1e-4)
@@ -67,10 +67,9 @@ RUNS = [
 ]
 
 
-def test_order_ranks_and_counts():
+def test_order_and_counts():
     ranking = rank({"ground": RUNS})
     assert [arm.arm for arm in ranking.arms] == ["a", "c", "b"]
-    assert [arm.rank for arm in ranking.arms] == [1, 2, 3]
     assert [(arm.finished, arm.planned, arm.failed) for arm in ranking.arms] == [(2, 2, 0)] * 3
     assert (ranking.blocks, ranking.cells, ranking.studies) == (2, 1, ["ground"])
     assert ranking.arms[0].chance > 0.7 > 0.5 > ranking.arms[2].chance
@@ -80,8 +79,13 @@ def test_fewer_bytes_are_better():
     runs = [record("a", 0, 0.5, up=10), record("b", 0, 0.5, up=20)]
     assert [arm.arm for arm in rank({"ground": runs}, "bytes_up").arms] == ["a", "b"]
     tied = rank({"ground": runs}).arms
-    assert [arm.rank for arm in tied] == [1.5, 1.5]
     assert [arm.strength.estimate for arm in tied] == pytest.approx([0, 0], abs=1e-9)
+
+
+def test_a_tie_is_half_a_win():
+    runs = [record("a", 0, 0.5), record("b", 0, 0.4), record("a", 1, 0.5), record("b", 1, 0.5)]
+    expected = fit(np.array([[0, 1.5], [0.5, 0]]))
+    assert [arm.strength.estimate for arm in rank({"ground": runs}).arms] == pytest.approx(expected)
 
 
 def test_a_failed_run_is_worse_than_all_and_a_missing_one_is_none():
@@ -89,8 +93,8 @@ def test_a_failed_run_is_worse_than_all_and_a_missing_one_is_none():
     missing = [*RUNS, record("d", 0, 0.9), record("d", 1, None, "stopped")]
     (lost,) = [arm for arm in rank({"g": failed}).arms if arm.arm == "d"]
     (left_out,) = [arm for arm in rank({"g": missing}).arms if arm.arm == "d"]
-    assert (lost.rank, lost.finished, lost.planned, lost.failed) == (2.5, 1, 2, 1)
-    assert (left_out.rank, left_out.finished, left_out.planned, left_out.failed) == (1, 1, 2, 0)
+    assert (lost.finished, lost.planned, lost.failed) == (1, 2, 1)
+    assert (left_out.finished, left_out.planned, left_out.failed) == (1, 2, 0)
     assert lost.strength.estimate < left_out.strength.estimate
 
 
@@ -102,16 +106,53 @@ def test_arms_that_never_met_are_compared_through_others():
     assert ranking.cells == ranking.blocks == 2
 
 
-def test_intervals_cover_the_estimate_widen_with_disagreement_and_are_the_same_each_time():
+def test_intervals_are_symmetric_and_widen_with_disagreement():
     agree = [record(arm, seed, value) for seed in range(6) for arm, value in (("a", 0.8), ("b", 0.6))]
     differ = [
         record(arm, seed, value) for seed in range(6) for arm, value in (("a", 0.5), ("b", 0.6 - 0.2 * (seed % 2)))
     ]
     (steady, _), (shaky, _) = rank({"g": agree}).arms, rank({"g": differ}).arms
-    assert steady.strength.half == pytest.approx(0, abs=1e-9)  # every draw of seeds has the same wins
+    for arm in (steady, shaky):
+        assert arm.strength.low + arm.strength.high == pytest.approx(2 * arm.strength.estimate)
+    # by hand, blocks of one comparison each: the curvature of s_a - s_b is 6 p (1 - p) and the prior's, t has 5 degrees
+    p, own = (1 / (1 + np.exp(-x)) for x in (2 * steady.strength.estimate, steady.strength.estimate))
+    across = 6 * p * (1 - p) * 2 + 2 * PRIOR * own * (1 - own)
+    assert steady.strength.half == pytest.approx(2.5706 * (1 / (2 * across)) ** 0.5, rel=1e-3)
     assert shaky.strength.half > 0.5
-    assert shaky.strength.low <= shaky.strength.estimate <= shaky.strength.high
-    assert rank({"g": differ}) == rank({"g": differ})
+
+
+def test_blocks_that_contradict_each_other_as_a_whole_widen_the_intervals():
+    """Six arms in one order in half of the blocks, and in the reverse order in the others: one fact for 15 pairs."""
+    order = np.triu(np.ones((6, 6)), 1)
+    turned = [np.stack([order, order.T, order, order.T])]
+    rng = np.random.default_rng(0)
+    mixed = np.triu(rng.permuted(np.repeat([[1.0, 1, 0, 0]], 36, axis=0), axis=1).T.reshape(4, 6, 6), 1)
+    mixed = [mixed + np.triu(1 - mixed, 1).swapaxes(1, 2)]
+    assert np.array_equal(sum(turned[0]), sum(mixed[0]))  # the same wins of each pair
+    strengths = fit(sum(turned[0]))
+    of_turned, of_mixed = (half_widths(wins, strengths, 0.95) for wins in (turned, mixed))
+    assert of_turned[0] > 1.5 * of_mixed[0]
+    assert half_widths([turned[0][:1], turned[0][:1]], strengths, 0.95) is None  # a block a cell has no spread
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [0.7, 1.5, 4.0])
+@pytest.mark.parametrize("seeds", [3, 6])
+def test_intervals_cover_what_many_seeds_give(seeds, spread):
+    """Twelve arms whose values differ by 1 from one to the next, and over seeds by a normal of a given spread."""
+    rng = np.random.default_rng(1)
+
+    def blocks(n: int) -> np.ndarray:
+        values = np.arange(12) + spread * rng.standard_normal((n, 12))
+        return (values[:, :, None] > values[:, None, :]).astype(float)
+
+    truth = fit(blocks(4000).sum(0) * seeds / 4000)  # with the prior's weight of these seeds
+    covered = []
+    for _ in range(100):
+        wins = [blocks(seeds)]
+        strengths = fit(wins[0].sum(0))
+        covered.append(np.abs(strengths - truth) <= half_widths(wins, strengths, 0.95))
+    assert np.mean(covered) >= 0.94
 
 
 def test_nothing_to_compare_is_refused():
@@ -137,17 +178,19 @@ def test_table_page_and_picture_name_every_arm():
 
 def test_costs_are_passes_as_a_multiple_of_fedavgs():
     def run(arm: str, value: float, **fields) -> RunRecord:
-        config = {"method": {"name": arm, **fields}, "local": {"epochs": 2}}
+        federation = {"rounds": 4, "participation": 0.5}
+        config = {"method": {"name": arm, **fields}, "local": {"epochs": 2}, "federation": federation}
         return replace(record(arm, 0, value), config=config)
 
     runs = {"g": [run("fedavg", 0.5), run("ditto", 0.6), run("fedrep", 0.7, head_epochs=10), run("moon", 0.4)]}
     runs["g"].append(run("elsewhere", 0.3))
     costs = {arm.arm: arm.cost for arm in with_costs(rank(runs), runs).arms}
-    # FedRep trains ten epochs of the head and two of the encoder; MOON adds two forward passes of a third each
-    assert costs == {"fedavg": 1, "ditto": 2, "fedrep": 6, "moon": pytest.approx(5 / 3), "elsewhere": None}
+    # FedRep trains ten epochs of the head and two of the encoder, and ten of the head once more after the two rounds
+    # that ask a client; MOON adds two forward passes of a third each
+    assert costs == {"fedavg": 1, "ditto": 2, "fedrep": 8.5, "moon": pytest.approx(5 / 3), "elsewhere": None}
     table = ranking_table(with_costs(rank(runs), runs))
     assert table.head[-1] == "passes"
-    assert [row[-1] for row in table.rows] == ["6.0", "2.0", "1.0", "1.7", "-"]
+    assert [row[-1] for row in table.rows] == ["8.5", "2.0", "1.0", "1.7", "-"]
 
 
 @pytest.mark.slow
@@ -168,7 +211,7 @@ def test_command_writes_the_page_and_its_picture(tmp_path, capsys, monkeypatch):
     definition = Definition(name="ground", arms={arm: {} for arm in "abc"}, seeds=[0, 1])
     monkeypatch.setattr("raylt.cli.compare.open_any", lambda paths: Study(definition, None, RUNS))
     app(["rank", "ground.json", "--to", str(tmp_path / "board.md")], standalone_mode=False)
-    assert "mean rank" in capsys.readouterr().out
+    assert "better than another arm" in capsys.readouterr().out
     assert "(board.svg)" in (tmp_path / "board.md").read_text()
     assert (tmp_path / "board.svg").read_text().startswith("<svg")
     app(["rank", "ground.json", "--format", "json"], standalone_mode=False)
