@@ -457,6 +457,7 @@ class Study:
             for arm, changes in definition.arms.items()
         }
         lines = [describe(cell, arm, outcome) for cell, arms in self.tuned.items() for arm, outcome in arms.items()]
+        diverged = any(record.diverged for record in self.records)  # else nothing asks for the number of classes
         return compare(
             self.records,
             reference or definition.compared_to,
@@ -469,6 +470,7 @@ class Study:
             lines,
             mix_versions,
             may_lack,
+            {cell: len(holding["names"]) for cell, holding in self.holdings.items()} if diverged else None,
         )
 
     @property

@@ -34,7 +34,8 @@ class Row:
     """The figures of one arm in one cell.
 
     Attributes:
-        values: by seed, of the finished runs.
+        values: by seed, of the finished and diverged runs.
+        finished: number of finished runs with a value.
         planned: number of seeds of the cell.
         sd: standard deviation over the seeds; None for a single seed.
         difference: to the reference arm over the seeds that both have; None for the reference itself.
@@ -44,6 +45,7 @@ class Row:
     cell: str
     arm: str
     values: dict[int, float]
+    finished: int
     planned: int
     mean: Interval
     sd: float | None
@@ -67,6 +69,7 @@ class Comparison:
     Attributes:
         lost: cell, arm and planned seeds of each arm without a row whose runs failed.
         whole: the cells that `overall` covers, in which all arms have the same seeds.
+        diverged: one line for each diverged run, which counts with the value of guessing.
         left_out: one line for each run that is not averaged and each claim that is not judged, with the reason.
         apart: one line for each arm that has settings of its own besides its method.
         tuned: one line for each arm and cell that was tuned.
@@ -84,6 +87,7 @@ class Comparison:
     claims: list[Judged]
     overall: list[Overall]
     whole: list[str]
+    diverged: list[str]
     left_out: list[str]
     apart: list[str]
     tuned: list[str]
@@ -139,8 +143,9 @@ def compare(
     tuned: Sequence[str] = (),
     mix_versions: bool = False,
     may_lack: bool = False,
+    classes: Mapping[str, int] | None = None,
 ) -> Comparison:
-    """Compare the finished runs of a study.
+    """Compare the finished and the diverged runs of a study.
 
     The comparison also lists the other runs.
 
@@ -156,6 +161,8 @@ def compare(
         tuned: lines that say what the arms were tuned to.
         mix_versions: whether runs of several versions of the code may be compared.
         may_lack: whether a measure that no finished run has gives a comparison without rows, and no error.
+        classes: by cell the number of classes. A diverged run counts as guessing among them, where the measure is an
+            accuracy. In a cell whose classes are not known, diverged runs are left out.
 
     Raises:
         ConfigError: no such measure or arm, no finished run has the measure, or the measure is known of the last round
@@ -188,11 +195,13 @@ def compare(
     values, lacking = _values(done, measure, at)
     if done and not values and not may_lack:
         raise _no_figure(done, measure, at)
-    rows = _rows(records, values, cells, arms, reference, measure, level)
+    guessing = _guessing(records, measure, classes or {})
+    rows = _rows(records, values, guessing, cells, arms, reference, measure, level)
     figures = [_claim_figures(records, claim, at) for claim in claims]
     finished = {(record.arm, record.cell) for record in done}
     unjudged = [line for each in figures for cell in cells for line in each.unjudged(cell, finished)]
-    whole = _whole(values, arms, cells)
+    counted = {key: _by_seed(values, guessing, *key) for key in {*values, *guessing}}
+    whole = _whole(counted, arms, cells)
     arms_in_rows = {row.arm for row in rows}
     return Comparison(
         measure=measure,
@@ -202,9 +211,18 @@ def compare(
         rows=rows,
         lost=_lost(records, rows),
         claims=judge(figures, cells, level),
-        overall=_overall(values, arms, whole, reference, level, measure_of(measure).higher),
+        overall=_overall(counted, arms, whole, reference, level, measure_of(measure).higher),
         whole=whole,
-        left_out=[_unfinished(record) for record in records if record.state != "done"] + lacking + unjudged,
+        diverged=[_unfinished(record) for record in records if _is_guessing(record, guessing)],
+        left_out=[
+            *(
+                _unfinished(record)
+                for record in records
+                if record.state != "done" and not _is_guessing(record, guessing)
+            ),
+            *lacking,
+            *unjudged,
+        ],
         apart=[_settings_line(arm, settings) for arm, settings in own.items() if arm in arms_in_rows],
         tuned=list(tuned),
         versions=_versions(done),
@@ -390,9 +408,28 @@ def _no_figure(done: Sequence[RunRecord], measure: str, at: At) -> ConfigError:
     )
 
 
+def _guessing(records: Sequence[RunRecord], measure: str, classes: Mapping[str, int]) -> Values:
+    """Return the values with which diverged runs count, by arm, cell and seed."""
+    guessing: Values = {}
+    for record in records:
+        if record.diverged and measure_of(measure).guessed and record.cell in classes:
+            guessing.setdefault((record.arm, record.cell), {})[record.seed] = 1 / classes[record.cell]
+    return guessing
+
+
+def _is_guessing(record: RunRecord, guessing: Values) -> bool:
+    return record.seed in guessing.get((record.arm, record.cell), {})
+
+
+def _by_seed(values: Values, guessing: Values, arm: str, cell: str) -> dict[int, float]:
+    """Return the values of an arm in a cell, of its finished and diverged runs, in the order of their seeds."""
+    return dict(sorted({**values.get((arm, cell), {}), **guessing.get((arm, cell), {})}.items()))
+
+
 def _rows(
     records: Sequence[RunRecord],
     values: Values,
+    guessing: Values,
     cells: Sequence[str],
     arms: Sequence[str],
     reference: str,
@@ -404,15 +441,16 @@ def _rows(
     for cell in cells:
         seeds = _seeds_of(records, cell)
         for arm in arms:
-            by_seed = values.get((arm, cell))
+            by_seed = _by_seed(values, guessing, arm, cell)
             if not by_seed:
                 continue
-            of_reference = values.get((reference, cell), {})
+            of_reference = _by_seed(values, guessing, reference, cell)
             rows.append(
                 Row(
                     cell,
                     arm,
                     by_seed,
+                    len(values.get((arm, cell), {})),
                     seeds,
                     mean_interval(list(by_seed.values()), level),
                     stdev(by_seed.values()) if len(by_seed) > 1 else None,

@@ -27,6 +27,7 @@ class Measure:
             known.
         curve: key of the curve that `raylt plot curves` draws, where it is not that of `every_round`.
         higher: whether a higher value is better.
+        guessed: whether the value of guessing is one over the number of classes.
     """
 
     what: str
@@ -34,6 +35,7 @@ class Measure:
     every_round: str | None = None
     higher: bool = True
     curve: str | None = None
+    guessed: bool = False
 
 
 def _at(*path: str) -> Callable[[Mapping[str, Any]], float | None]:
@@ -59,19 +61,22 @@ _OF_MODELS: dict[str, tuple[str, ...]] = {
     "worst_decile": ("clients", "matched", "worst_decile"),
 }
 
-MEASURES: dict[str, Measure] = {
+_SHARES: dict[str, Measure] = {
     "accuracy": Measure(FIGURES["accuracy"].title, _at("accuracy", "last"), "accuracy"),
     "many": Measure("accuracy, many-shot classes", _at("groups", "many"), "many"),
     "medium": Measure("accuracy, medium-shot classes", _at("groups", "medium"), "medium"),
     "few": Measure("accuracy, few-shot classes", _at("groups", "few"), "few"),
-    **{name: Measure(FIGURES[name].title, _at(name)) for name in (*POOLED, *SHARED) if name != "accuracy"},
+    **{
+        name: Measure(FIGURES[name].title, _at(name))
+        for name in (*POOLED, *SHARED)
+        if name not in ("accuracy", "miou", "global_miou")
+    },
     "owned": Measure("mean over clients, classes that they own", _at("clients", "by", "owned", "mean"), curve="owned"),
     "matched": Measure("mean over clients, own class mix", _at("clients", "by", "matched", "mean"), curve="matched"),
     "long_tailed": Measure(
         "mean over clients, class mix of all clients together", _at("clients", "by", "long_tailed", "mean")
     ),
     "clients": Measure("mean over clients, all classes", _at("clients", "by", "global", "mean"), curve="clients"),
-    "client_miou": Measure("mean IoU over clients, own classes", _at("clients", "by", "miou", "mean")),
     "worst_decile": Measure(
         "worst tenth of the clients, own class mix",
         _at("clients", "by", "matched", "worst_decile"),
@@ -86,6 +91,12 @@ MEASURES: dict[str, Measure] = {
             ("worst_decile", "worst tenth, own class mix"),
         )
     },
+}
+
+MEASURES: dict[str, Measure] = {
+    **{name: replace(measure, guessed=True) for name, measure in _SHARES.items()},
+    **{name: Measure(FIGURES[name].title, _at(name)) for name in ("miou", "global_miou")},
+    "client_miou": Measure("mean IoU over clients, own classes", _at("clients", "by", "miou", "mean")),
     "zero_shot": Measure("accuracy before training, by texts", _at("figures", "zero_shot", "accuracy")),
     "bytes_up": Measure("bytes sent by clients", _at("bytes", "up"), higher=False),
     "seconds": Measure("seconds of the run, evaluations included", _at("seconds"), higher=False),

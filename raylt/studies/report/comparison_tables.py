@@ -16,6 +16,7 @@ from raylt.studies.report.text_table import Places, TextTable
 
 ANSWERS = "answers to the same test images"
 UNSEALED = "unsealed: no hash binds these figures to their runs"
+DIVERGED = "diverged, which counts as guessing a class"
 HEADINGS = {
     "last": "last round",
     "last10": "mean of the last ten evaluated rounds",
@@ -129,6 +130,7 @@ def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
         "judged on": lines(lambda each: each.tests),
         ANSWERS: lines(_answers),
         UNSEALED: lines(lambda each: each.unsealed),
+        DIVERGED: lines(lambda each: each.diverged),
         "left out": lines(lambda each: each.left_out),
     }
     return TextTable(title, head, rows, "l" * len(head), grouped=False, further=further, notes=notes)
@@ -136,7 +138,7 @@ def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
 
 def finished(row: Row) -> str:
     """Return a row's number of seeds as text; see `seeds_text`."""
-    return seeds_text(len(row.values), row.planned)
+    return seeds_text(row.finished, row.planned)
 
 
 def seeds_text(n: int, planned: int) -> str:
@@ -286,6 +288,7 @@ def _notes(comparison: Comparison, left_out: list[str]) -> dict[str, list[str]]:
         "tuned on validation samples": comparison.tuned,
         "versions of the code": comparison.versions,
         UNSEALED: comparison.unsealed,
+        DIVERGED: one_line_per_failure(comparison.diverged),
         "left out": one_line_per_failure(left_out),
     }
 
@@ -385,11 +388,11 @@ def _left_out_of_several(comparisons: Sequence[Comparison]) -> list[str]:
     table says.
     """
     first = next((comparison for comparison in comparisons if comparison.rows), comparisons[0])
-    seeds = {(row.cell, row.arm): len(row.values) for row in first.rows}
+    seeds = {(row.cell, row.arm): row.finished for row in first.rows}
     named = [
         each
         for each in comparisons
-        if each is first or any(len(row.values) < seeds.get((row.cell, row.arm), 0) for row in each.rows)
+        if each is first or any(row.finished < seeds.get((row.cell, row.arm), 0) for row in each.rows)
     ]
     return list(dict.fromkeys(line for each in named for line in each.left_out))
 

@@ -104,6 +104,7 @@ def render(study: Study, mix_versions: bool = False) -> str:
         "claims": _claims(comparison),
         "printed": any(each.claim.printed is not None for each in comparison.claims),
         "overall": _overall(comparison),
+        "diverged": comparison.diverged,
         "left_out": comparison.left_out,
         "apart": comparison.apart,
         "tuned": comparison.tuned,

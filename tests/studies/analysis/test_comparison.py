@@ -12,6 +12,7 @@ from raylt.studies.analysis.claims import Claim, read_claim
 from raylt.studies.analysis.comparison import compare, judged_on
 from raylt.studies.analysis.measures import value_of
 from raylt.studies.analysis.time_to_accuracy import reached
+from raylt.studies.records.record import RunRecord
 from raylt.studies.report import comparison_tables
 
 CELLS = ("IF 10", "IF 50")
@@ -122,6 +123,46 @@ def test_an_arm_is_not_better_than_one_that_finished_where_it_failed():
     a_failed = replace(a_finished, state="failed", problem="why", summary=None)
     b_finished = replace(b_failed, state="done", problem=None, summary=a_finished.summary)
     assert judged(a_failed, b_finished)[1] == ["holds", "refuted"]  # the failure speaks for the same arm
+
+
+def diverged(arm: str, seed: int, **fields) -> RunRecord:
+    return record(arm, seed, 0.0, state="failed", error="training.diverged", problem="lr", summary=None, **fields)
+
+
+def test_a_diverged_run_counts_as_guessing_a_class():
+    whole = [record(arm, seed, 0.5 + 0.01 * seed) for seed in (0, 2) for arm in "ab"]
+    runs = [*whole, record("a", 1, 0.51), diverged("b", 1)]
+    compared = compare(runs, "a", classes={"": 4})
+    b = next(row for row in compared.rows if row.arm == "b")
+    assert list(b.values.items()) == [(0, 0.5), (1, 0.25), (2, 0.52)]
+    assert (b.finished, b.planned) == (2, 3)
+    assert b.difference.difference.estimate == pytest.approx((0.25 - 0.51) / 3)
+    assert compared.left_out == []
+    assert compared.diverged == ["/b/seed-1: failed: lr"]
+    text = comparison_tables.comparison_table(compared).markdown()
+    assert "| b | 2 of 3 | 42.33" in text
+    assert "Diverged, which counts as guessing a class" in text
+    # as the reference, too
+    (a,) = [row for row in compare(runs, "b", classes={"": 4}).rows if row.arm == "a"]
+    assert a.difference.difference.estimate == pytest.approx((0.51 - 0.25) / 3)
+
+
+def test_a_diverged_run_is_left_out_where_guessing_has_no_value():
+    runs = [record("a", 0, 0.5), record("a", 1, 0.5), record("b", 0, 0.5), diverged("b", 1)]
+    for measure, classes in (("bytes_up", {"": 4}), ("accuracy", None), ("accuracy", {"other": 4})):
+        compared = compare(runs, "a", measure=measure, classes=classes)
+        assert [list(row.values) for row in compared.rows if row.arm == "b"] == [[0]]
+        assert compared.left_out == ["/b/seed-1: failed: lr"]
+        assert compared.diverged == []
+    damaged = replace(diverged("b", 1), error="server.lost")
+    assert compare([*runs[:3], damaged], "a", classes={"": 4}).left_out == ["/b/seed-1: failed: lr"]
+
+
+def test_an_arm_of_which_every_run_diverged_counts_as_guessing():
+    runs = [*(record("a", seed, 0.5 + 0.01 * seed) for seed in range(2)), *(diverged("b", seed) for seed in range(2))]
+    compared = compare(runs, "a", classes={"": 4})
+    assert compared.lost == []
+    assert "| b | 0 of 2 | 25.00" in comparison_tables.comparison_table(compared).markdown()
 
 
 def test_an_arm_of_which_every_run_failed_has_a_row():
