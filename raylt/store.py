@@ -274,8 +274,9 @@ class Folder:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
             os.close(handle)
+            remedy = "Give the path of a file" if stat.S_ISDIR(mode) else "Remove it"
             raise CheckpointError(
-                f"{self.path / name}: is not a plain file ({stat.filemode(mode)}). Remove it.",
+                f"{self.path / name}: is not a plain file ({stat.filemode(mode)}). {remedy}.",
                 code="file.not-plain",
                 path=str(self.path / name),
             )

@@ -144,7 +144,7 @@ def relative_cost(
 
     def cost(whole: int) -> float:
         calls = measure(method, factory, shape, classes, epochs=whole, finish=asked is not None, lacking=lacking)
-        passes = dict.fromkeys(WHEN, 0.0)
+        passes: dict[str, float] = dict.fromkeys(WHEN, 0.0)
         for call in calls:
             passes[call.when] += (3 * call.trained + call.read) / 3
         return passes["round"] + ((passes["join"] + passes["finish"]) / asked if asked else 0)

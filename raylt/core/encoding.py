@@ -147,6 +147,9 @@ def _readable(path: Path) -> Iterator[None]:
         ) from None
 
 
+FIXED_VIEWS = 64  # images, so that an augmentation that acts on few of them is noticed
+
+
 @dataclass
 class FeatureCache:
     """A cache, on disk and in memory, of the features that one encoder computes at one precision.
@@ -185,6 +188,18 @@ class FeatureCache:
         images = torch.randint(0, 256, (2, *self.spec.shape), generator=torch.Generator().manual_seed(0))
         return self._run(images.to(torch.uint8))
 
+    @cached_property
+    def _augmentation(self) -> bytes:
+        """Return the augmentation's name and its views of fixed images, hashed, as a part of the keys of views.
+
+        A user's own augmentation may change and keep its name.
+        """
+        assert self.setup.augment is not None
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (FIXED_VIEWS, *self.spec.shape), generator=generator).to(torch.uint8)
+        x, _ = self.setup.augment(images, torch.zeros(FIXED_VIEWS, dtype=torch.int64), generator)
+        return hashlib.sha256(self.setup.config.augment.encode() + x.float().numpy().tobytes()).digest()
+
     def shard(self, shard: Shard, views: int = 0) -> Shard:
         """Return a client's data (shard) with features float32 [n, 1 + views, d] in place of images."""
         chunks = [self._chunk(take(shard.x, rows), views) for rows in _chunks(len(shard))]
@@ -195,7 +210,7 @@ class FeatureCache:
         images = load(stored)
         plain = [hashlib.blake2b(image.tobytes(), digest_size=KEY_BYTES).digest() for image in images]
         keys = [plain] + [
-            [_key_of_view(key, self.setup.config.augment, view) for key in plain] for view in range(1, views + 1)
+            [_key_of_view(key, self._augmentation, view) for key in plain] for view in range(1, views + 1)
         ]
         return np.stack([self._view(images, of_view, view) for view, of_view in enumerate(keys)], axis=1)
 
@@ -251,8 +266,8 @@ class FeatureCache:
         return z[:n].float().cpu().numpy()
 
 
-def _key_of_view(key: bytes, augment: str, view: int) -> bytes:
-    return hashlib.blake2b(key + f"{augment} {view}".encode(), digest_size=KEY_BYTES).digest()
+def _key_of_view(key: bytes, augmentation: bytes, view: int) -> bytes:
+    return hashlib.blake2b(key + augmentation + f" {view}".encode(), digest_size=KEY_BYTES).digest()
 
 
 def _augmented(image: Tensor, key: bytes, augment: Augmentation) -> Tensor:

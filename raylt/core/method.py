@@ -45,7 +45,8 @@ class Method(BaseModel):
         link: Address of the paper or its code.
         personal: True if each client is judged by its own model.
         problems: Kinds of problems that the algorithm is defined for; others are refused.
-        later: For each stage, the fields that act from that stage on and not before; see `stages`.
+        later: For each stage, the fields that act from that stage on and not before; see `stages`. Fields of the stage
+            "judging" act on evaluations of clients' own models alone, the last one and those of evaluation.personal.
         trains_as: Name of the method whose rounds this one shares, where the two differ in the last phase only.
         group: The part of the algorithm that it changes: training of the one model (global), what clients keep
             (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or

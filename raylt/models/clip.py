@@ -119,8 +119,8 @@ class OpenClip(Teacher):
         texts = describe(names, wording, self.setting)
         shape = (len(texts), self.dim)
         try:
-            tokens = self.tokenizer()(texts)
-            with torch.no_grad():
+            with torch.device("cpu"), torch.no_grad():  # the caller's default device may be "meta"
+                tokens = self.tokenizer()(texts)
                 features = torch.cat([model.encode_text(part.to(device)).cpu() for part in tokens.split(BATCH)])
             check_features("the class names", features, shape)
         except torch.OutOfMemoryError:
@@ -239,22 +239,23 @@ class OpenClip(Teacher):
         files = self._weight_files()
         file = files[0] if len(files) == 1 else self._folder
         try:
-            for each in files:
-                store.check_archive(store.plain(each))
-            if self.tag is None:
-                check_number_of_parameters(self._config(), max(each.stat().st_size for each in files))
-            # open_clip draws initial weights before it loads the file; the draws must not affect the caller's
-            with seeded(0, "teacher"):
-                model = open_clip.create_model(
-                    self.model,
-                    None if self.tag is None else str(file),
-                    require_pretrained=True,
-                    force_quick_gelu=source.get("quick_gelu", False),
-                    force_preprocess_cfg=source,
-                )
-            model.eval().requires_grad_(False)
-            check_finite_weights(model)
-            check_image_tower(model.visual, dim)
+            with torch.device("cpu"):  # the caller's default device may be "meta"
+                for each in files:
+                    store.check_archive(store.plain(each))
+                if self.tag is None:
+                    check_number_of_parameters(self._config(), max(each.stat().st_size for each in files))
+                # open_clip draws initial weights before it loads the file; the draws must not affect the caller's
+                with seeded(0, "teacher"):
+                    model = open_clip.create_model(
+                        self.model,
+                        None if self.tag is None else str(file),
+                        require_pretrained=True,
+                        force_quick_gelu=source.get("quick_gelu", False),
+                        force_preprocess_cfg=source,
+                    )
+                model.eval().requires_grad_(False)
+                check_finite_weights(model)
+                check_image_tower(model.visual, dim)
         except Exception as error:  # torch and open_clip raise many types for a damaged or wrong file
             raise self._error(
                 f"{file} does not hold its weights ({shorten(error)})",

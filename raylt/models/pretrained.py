@@ -87,6 +87,8 @@ def _load(file: Path) -> dict[str, Tensor]:
 def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[str], weights: str, model: str) -> None:
     """Load a state dict into a model, except the classifiers' entries, which were trained on other classes.
 
+    A file of an old version of torch has no counts of batches (`num_batches_tracked`); they stay as they are.
+
     Args:
         classifiers: paths of the layers in `body` that stay as they are.
 
@@ -94,9 +96,11 @@ def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[s
         ConfigError: names or shapes do not match the model.
     """
     prefixes = tuple(f"{path}." for path in classifiers)
-    kept = {name: value for name, value in body.state_dict().items() if name.startswith(prefixes)}
+    own = body.state_dict()
+    kept = {name: value for name, value in own.items() if name.startswith(prefixes)}
+    kept |= {name: value for name, value in own.items() if name.endswith(".num_batches_tracked") and name not in state}
     loaded = {name: value for name, value in state.items() if not name.startswith(prefixes)}
-    _check_entries(body.state_dict(), loaded | kept, weights, model)
+    _check_entries(own, loaded | kept, weights, model)
     try:
         body.load_state_dict(loaded | kept)
     except (RuntimeError, TypeError) as error:

@@ -1,5 +1,6 @@
 """Image models of torchvision and timm. The last linear layer becomes the classifier, the rest the encoder."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,12 @@ def _torchvision_state(architecture: str, weights: str) -> dict[str, Tensor]:
         state = pretrained.fetch(get_model_weights(architecture).DEFAULT)  # pyright: ignore
     else:
         state = pretrained.read(Path(weights).expanduser(), f"torchvision's {architecture}")
-    return {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
+    return {_present_name(key): value for key, value in state.items() if not key.startswith(AUXILIARY)}
+
+
+def _present_name(entry: str) -> str:
+    """Return today's name of an entry. torchvision's files for DenseNets have the names of an old version."""
+    return re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", entry)
 
 
 def _take_channels(body: nn.Module, channels: int, keep: bool) -> None:
@@ -227,7 +233,8 @@ def _timm(name: str, architecture: str, shape: tuple[int, int, int], weights: st
         body = _timm_untrained(name, architecture, shape[2], options)
     else:
         body = _timm_pretrained(name, architecture, shape[2], weights, options)
-    return Features(body), int(body.num_features)  # pyright: ignore[reportArgumentType]
+    # some models have a layer between their last feature map and their classifier, which num_features does not count
+    return Features(body), int(getattr(body, "head_hidden_size", None) or body.num_features)  # pyright: ignore
 
 
 def _options(name: str, pairs: list[str]) -> dict[str, Any]:

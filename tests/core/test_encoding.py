@@ -17,7 +17,7 @@ from raylt import metrics, tree
 from raylt.contract.case import Case
 from raylt.contract.trace import private_states
 from raylt.core.encoding import KEY_BYTES, FeatureFiles, _write, encode
-from raylt.data.augment import crop_flip, draw_view, normalise
+from raylt.data.augment import AUGMENTATIONS, crop_flip, draw_view, normalise
 from raylt.data.images.cache import caches, load
 from raylt.data.samples import Samples
 from raylt.data.task import Holdings, Shard, Task
@@ -143,6 +143,22 @@ def test_views_follow_from_the_pixels_and_batches_take_one_of_them(tiny_task, tm
     assert among[..., 1:].any(0).all()
     view = crop_flip(torch.from_numpy(tiny_task.shards[0].x[:1]), torch.zeros(1), generator)[0]
     assert view.shape == tiny_task.shards[0].x[:1].shape
+
+
+def test_views_of_an_own_augmentation_that_changed_are_not_reused(tiny_task, tmp_path, monkeypatch):
+    def encoded(augmentation):
+        monkeypatch.setitem(AUGMENTATIONS, "own", augmentation)
+        said = []
+        _, task = encode(setup_for(tmp_path, augment="own", views=1), tiny_task, said.append)
+        return features_of(task.shards[0]), said[0]
+
+    light, _ = encoded(lambda x, y, generator: (x, y))
+    dark, said = encoded(lambda x, y, generator: (x // 2, y))
+    views = sum(len(shard) for shard in tiny_task.shards)
+    assert f"{views} images encoded" in said
+    assert np.array_equal(light[:, 0], dark[:, 0])
+    assert not np.array_equal(light[:, 1], dark[:, 1])
+    assert "0 images encoded" in encoded(lambda x, y, generator: (x // 2, y))[1]
 
 
 def test_holdings_stay_holdings(tiny_task, tmp_path):

@@ -15,7 +15,7 @@ from raylt.config.paths import located
 from raylt.core.encoding import encode
 from raylt.data.images.cache import load
 from raylt.errors import ConfigError
-from raylt.models import build_model
+from raylt.models import build_model, image_text
 from raylt.models.clip import open_teacher
 from raylt.models.image_text import ImageTower
 from raylt.models.trainable import FrozenEncoder, blocks_of
@@ -109,6 +109,21 @@ def test_a_run_from_texts_has_its_accuracy_before_training(tmp_path, clip_name):
     exported = raylt.load_model(raylt.export(run)).predict(images).labels
     right = (exported == torch.as_tensor(run.task.test.y)).float().mean().item()
     assert right == pytest.approx(zero_shot["accuracy"])
+
+
+@pytest.mark.parametrize("settings", [(), ("classifier=text",), ("method=promptfl", "classifier=text")], ids=str)
+def test_an_exported_model_is_loaded_where_the_towers_were_not_loaded_before(tmp_path, clip_name, settings):
+    """Sizes are checked on the device "meta", where open_clip cannot load weights."""
+    method = settings[0].removeprefix("method=") if settings and settings[0].startswith("method") else "fedavg"
+    run = make_tiny_run(
+        tmp_path, method, f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", *settings
+    )
+    path = raylt.export(run)
+    images = load(run.task.test.x)
+    expected = raylt.load_model(path).predict(images).probabilities
+    for cache in (image_text._loaded, image_text._texts):
+        cache.cache_clear()
+    assert torch.equal(raylt.load_model(path).predict(images).probabilities, expected)
 
 
 def test_a_run_that_goes_on_says_it_once(tmp_path, clip_name):

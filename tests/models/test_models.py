@@ -1,9 +1,12 @@
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from refusals import refused
 from torch import nn
+from torchvision.models import get_model
 
 from raylt.errors import ConfigError
 from raylt.models import MODELS, SEGMENTERS, SplitModel, build_model
@@ -167,3 +170,30 @@ def test_refusal_names_the_models_that_fit():
     fitting = ["resnet8", "resnet8_proj", "resnet18", "resnet32", "resnet34", "small"]
     with refused("model.images-too-small", ConfigError, value="cnn", fitting=fitting):
         build_model("cnn", 10, (8, 8, 1))
+
+
+def old_file(architecture: str, path: Path) -> dict[str, torch.Tensor]:
+    """Save random weights as torchvision's oldest files have them: without counts of batches, DenseNets' names."""
+    theirs = get_model(architecture, weights=None)
+    state = {name: value for name, value in theirs.state_dict().items() if not name.endswith("num_batches_tracked")}
+    old = {re.sub(r"(denselayer\d+\.(?:norm|conv))([12]\.)", r"\1.\2", name): value for name, value in state.items()}
+    torch.save(old, path)
+    return state
+
+
+@pytest.mark.parametrize("architecture", ["resnet18", pytest.param("densenet121", marks=pytest.mark.slow)])
+def test_torchvisions_old_files_of_weights_are_taken(architecture, tmp_path):
+    state = old_file(architecture, tmp_path / "old.pth")
+    model = build_model(f"torchvision:{architecture}", 4, (64, 64, 3), weights=str(tmp_path / "old.pth"))
+    loaded = model.encoder.state_dict()
+    for name, value in state.items():
+        if not name.startswith(("fc.", "classifier.")):
+            assert torch.equal(loaded[f"body.{name}"], value), name
+
+
+def test_a_model_of_timm_has_the_features_that_its_classifier_takes():
+    """MobileNetV3 has a layer between its last feature map, 576 wide, and its classifier."""
+    pytest.importorskip("timm")
+    model = build_model("timm:mobilenetv3_small_100", 4, (64, 64, 3)).eval()
+    assert model.dim == 1024
+    assert model(torch.rand(2, 3, 64, 64)).shape == (2, 4)

@@ -51,6 +51,7 @@ ALSO = pytest.mark.slow
         pytest.param(FEDSM, ["method.retrain_rounds=1"], "retraining", 2, marks=ALSO),
         pytest.param(FEDSM, ["method.retrain_rounds=0"], "retraining", 2, marks=ALSO),
         (MUPFL, ["method.judged=global"], "judging", 2),
+        (BPFED, ["method.argmax=owned"], "judging", 3),
         pytest.param(MUPFL, ["method.last_update=true"], "finish", 2, marks=ALSO),
         (("method=fedavg",), ["method=ccvr", "method.retrain_epochs=2"], "finish", 1),
         pytest.param(("method=fedavg",), ["method=fed3r"], "finish", 1, marks=ALSO),
@@ -101,6 +102,17 @@ def test_branch_is_what_the_whole_run_gives(tmp_path, settings, overrides, stage
     made = [line["after_step"] for line in provenance.read(branched.folder)]
     assert made == [0, step]  # who took the shared steps, and who took the others
     assert before == sorted((p.name, p.read_bytes()) for p in parent.folder.iterdir() if p.is_file())
+
+
+@pytest.mark.parametrize(
+    ("settings", "override"), [(MUPFL, "method.judged=global"), (BPFED, "method.argmax=owned")], ids=["mupfl", "bpfed"]
+)
+def test_a_field_of_evaluations_that_were_made_cannot_be_changed(tmp_path, settings, override):
+    """Earlier lines of the parent may have figures of other models than those of a run that has the field."""
+    parent = make_run(tmp_path, "parent", *settings, "evaluation.personal=1")
+    key, _, value = override.partition("=")
+    with refused("run.not-branchable", ConfigError, key=key, value=value):
+        raylt.branch(parent, [override], tmp_path / "branch", fleet="local", quiet=True)
 
 
 def test_branch_can_be_resumed_and_branched_again(tmp_path):

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from raylt.config import Config, differences, settled
 from raylt.core.method import Method
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, count_of
+
+JUDGING = "judging"  # the stage of fields that act wherever clients' own models are evaluated
 
 
 class Fork(NamedTuple):
@@ -46,6 +48,15 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
         if stage is None:
             raise ConfigError(
                 f"method.{name}: {before!r} -> {after!r} acts from the first round on. Start a new run.",
+                code="run.not-branchable",
+                key=f"method.{name}",
+                value=after,
+            )
+        if stage == JUDGING and config.evaluation.personal:
+            raise ConfigError(
+                f"method.{name}: {before!r} -> {after!r} acts where clients' own models are evaluated, and the run "
+                f"evaluates them every {count_of(config.evaluation.personal, 'round')}. Start a new run, or branch one "
+                "with evaluation.personal=0.",
                 code="run.not-branchable",
                 key=f"method.{name}",
                 value=after,

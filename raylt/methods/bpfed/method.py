@@ -72,8 +72,8 @@ class BPFed(Method):
             "retrain_lr",
             "retrain_momentum",
             "retrain_weight_decay",
-            "argmax",
-        )
+        ),
+        "judging": ("argmax",),
     }
 
     alpha: float = hp(

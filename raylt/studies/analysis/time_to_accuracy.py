@@ -16,8 +16,9 @@ class Reached:
     """Rounds, bytes and seconds until an arm reached the target in a cell, as medians over its seeds.
 
     Attributes:
-        runs: number of finished runs.
+        runs: number of finished runs that have values of the measure by round.
         reached: number of those that reached the target.
+        without_curve: number of finished runs that have no such values.
     """
 
     cell: str
@@ -28,6 +29,7 @@ class Reached:
     rounds: float | None
     bytes: float | None
     seconds: float | None
+    without_curve: int
 
     def to_json(self) -> dict[str, Any]:
         """Return the medians as JSON values."""
@@ -68,14 +70,15 @@ def with_target(table: TextTable, reaching: Sequence[Reached], target: float, me
     for each in reaching:
         mebibytes = None if each.bytes is None else each.bytes / 2**20
         figures = ["-" if value is None else f"{value:.1f}" for value in (each.rounds, mebibytes, each.seconds)]
-        rows.append([each.cell, each.arm, f"{each.reached} of {each.runs}", *figures])
+        rows.append([each.cell, each.arm, _count_text(each), *figures])
     title = f"until {measure} {100 * target:g} %: medians of the runs that got there"
     head = ["cell", "arm", "reached by", "rounds", "MiB up and down", "seconds"]
     return replace(table, further=[*table.further, (title, head, rows)])
 
 
 def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float, curve: str) -> Reached:
-    first_steps = [(run, index) for run in runs if (index := _first(run, target, curve)) is not None]
+    known = [run for run in runs if any(value is not None for value in run.curve.get(curve, []))]
+    first_steps = [(run, index) for run in known if (index := _first(run, target, curve)) is not None]
 
     def median_of(*keys: str) -> float | None:
         if not first_steps:
@@ -86,12 +89,20 @@ def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float, curv
         cell,
         arm,
         target,
-        len(runs),
+        len(known),
         len(first_steps),
         median_of("step"),
         median_of("up", "down"),
         median_of("seconds"),
+        len(runs) - len(known),
     )
+
+
+def _count_text(each: Reached) -> str:
+    """Return how many runs reached the target; a run without values by round may have reached it or not."""
+    counted = [f"{each.reached} of {each.runs}"] if each.runs else []
+    unknown = [f"{each.without_curve} without curve"] if each.without_curve else []
+    return ", ".join(counted + unknown)
 
 
 def _first(record: RunRecord, target: float, curve: str) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raylt.config import Config, completed, recipes
-from raylt.methods import METHODS
+from raylt.methods import METHODS, make_method
 from raylt.studies.analysis.measures import At
 from raylt.studies.settings import merge, read_recipe, resolved
 
@@ -79,6 +79,7 @@ _ROWS: dict[str, dict[str, Any]] = {  # rows that are a method of raylt with oth
 }
 # rows of ablations; the two of FedSM that are its headline with another teacher are not
 _ABLATIONS = _ROWS.keys() - {"FedSM+CLIP", "FedSM+MetaCLIP"}
+_BASES = {"FedSM w/ CLIP fine-tuning": ("FedSM w/o CLIP fine-tuning",)}
 _FIELDS: dict[str, dict[str, Any]] = {"FedProx": {"mu": 0.01}}  # no paper states mu
 # personal methods whose generic classifier a table of global models shows, as SFD states in appendix C
 _GENERIC = ("FedRoD", "FedLoGe")
@@ -103,7 +104,7 @@ class Expectation:
         changes: settings of the method, laid over the recipe's.
         problem: reason why the cell cannot be run; None where it can.
         ablation: True for a row that is the paper's method with parts removed or fixed. Its level says little, since
-            several rows of a table lie close together: it is judged by its difference to FedAvg.
+            several rows of a table lie close together: it is judged by its difference to its base.
     """
 
     number: int
@@ -150,13 +151,39 @@ def expectations() -> tuple[Expectation, ...]:
         return tuple(_expectation(number, row) for number, row in enumerate(csv.DictReader(stream), 1))
 
 
+def base_of(cell: Expectation) -> Expectation | None:
+    """Return the cell that another one is compared with: FedAvg's for the same setting and measure.
+
+    It is from the same table if possible. The base of FedSM with CLIP fine-tuned is FedSM itself, as in the paper's
+    text on Table IV. Return None for FedAvg itself, and if the paper prints no such value.
+    """
+
+    def setting(each: Expectation) -> tuple[Any, ...]:
+        fixed = {key: value for key, value in each.setting.items() if key not in ("lambda", "clusters")}
+        return each.paper, each.measure, tuple(sorted(fixed.items()))
+
+    if cell.method.startswith("FedAvg"):
+        return None
+    names = _BASES.get(cell.method, ("FedAvg", "FedAvg w/o clustering"))
+    bases = [
+        each
+        for each in expectations()
+        if each.method in names and each.problem is None and setting(each) == setting(cell)
+    ]
+    of_table = [each for each in bases if each.table == cell.table]
+    return next(iter([*of_table, *bases]), None)
+
+
 def identity(config: Mapping[str, Any]) -> str:
     """Return a hash over the settings except seeds, number of rounds, paths and resources.
 
     Args:
-        config: content of config.yaml; a setting that an older file lacks has its default.
+        config: content of config.yaml; a setting or a field of the method that an older file lacks has its default.
     """
     tree = json.loads(json.dumps(completed(config)))
+    if tree["method"]["name"] in METHODS:
+        method = make_method(tree["method"])
+        tree["method"] = {"name": method.name, **method.model_dump(mode="json")}
     for key in ("resources", "output", "evaluation"):
         tree.pop(key, None)
     tree.pop("seed", None)
@@ -217,7 +244,7 @@ def _expectation(number: int, row: dict[str, str]) -> Expectation:
         recipe,
         changes,
         problem,
-        row["method"] in _ABLATIONS or bool(row["lam"] or row["clusters"].isdecimal() or row["epochs"]),
+        row["method"] in _ABLATIONS or bool(row["lam"] or row["clusters"].isdecimal()),
     )
 
 

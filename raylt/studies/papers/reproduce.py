@@ -5,7 +5,7 @@ from typing import Any
 
 from raylt.errors import ConfigError, did_you_mean
 from raylt.studies.definition import Definition, define
-from raylt.studies.papers.printed_tables import PAPERS, Expectation, expectations
+from raylt.studies.papers.printed_tables import PAPERS, Expectation, base_of, expectations
 from raylt.studies.settings import slug
 
 KEYS = ("dataset", "IF", "alpha", "beta", "K", "E", "lambda", "clusters")
@@ -55,7 +55,8 @@ def select(
 def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> Definition:
     """Return a study that reproduces the given cells of a paper's tables.
 
-    Cells that cannot be run are left out.
+    Cells that cannot be run are left out. An ablation is judged by its difference to its base, so the study runs that,
+    too.
 
     Args:
         cells: printed cells.
@@ -75,11 +76,12 @@ def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> D
             cells=len(cells),
             reasons=reasons,
         )
+    bases = [base for each in runnable if each.ablation and (base := base_of(each)) is not None]
     arms: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     only: dict[str, list[str]] = {}
     identities: dict[str, set[str]] = {}
-    for each in runnable:
+    for each in [*runnable, *bases]:
         cell = _cell_name(each)
         if each.identity() in identities.setdefault(cell, set()):
             continue  # two tables, or two figures, have the same run

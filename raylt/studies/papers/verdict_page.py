@@ -19,7 +19,7 @@ MEANING = {
     "difference reproduced": "it does not, but the interval of our differences to FedAvg contains the printed one",
     "outside": "neither interval contains the printed figure; of an ablation, that of the differences does not",
     "cannot be told": f"an interval contains the printed figure, but is wider than ± {100 * WIDEST:g} points, or there "
-    "is none: seeds that agree to the bit, an ablation without FedAvg",
+    "is none: seeds that agree to the bit, an ablation without runs of what it is compared with",
     "too few seeds": f"fewer than {LEAST_SEEDS} seeds: figures without a verdict",
     "at reduced scale": "run with fewer rounds than the paper: figures without a verdict",
     "longer than the paper": "run only with more rounds than the paper: figures without a verdict",

@@ -3,12 +3,12 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from raylt.errors import count_of
 from raylt.studies.analysis.measures import value_of
 from raylt.studies.analysis.statistics import Interval, Paired, mean_interval, paired
-from raylt.studies.papers.printed_tables import Expectation, expectations, identity
+from raylt.studies.papers.printed_tables import Expectation, base_of, expectations, identity
 from raylt.studies.records.record import RunRecord
 
 VerdictKind = Literal[
@@ -34,7 +34,7 @@ class Verdict:
     Attributes:
         ours: mean and t interval over the seeds; None without runs.
         seeds: number of seeds.
-        printed_difference: difference to FedAvg of the same setting, in print; None where the paper has none, and for
+        printed_difference: difference to the cell's base (`base_of`), in print; None where the paper has none, and for
             FedAvg itself.
         difference: the same difference in the recorded runs, paired by seed where the splits are equal.
         scale: number of rounds in the runs, relative to the paper.
@@ -87,8 +87,8 @@ def judge(
     """Return the verdict on one cell of a paper's table.
 
     With the paper's number of rounds, a cell is reproduced when the t interval over the seeds contains the printed
-    value. Its difference is reproduced when the interval of the paired differences to FedAvg contains the printed
-    difference. A row of an ablation needs the difference in either case.
+    value. Its difference is reproduced when the interval of the paired differences to its base (`base_of`, FedAvg for
+    most cells) contains the printed difference. A row of an ablation needs the difference in either case.
 
     With another number of rounds or too few seeds there is no verdict, and an interval that is too wide
     confirms nothing.
@@ -109,7 +109,7 @@ def judge(
     lost_note = f"{count_of(lost, 'run')} failed" if lost else ""
     if not seeds.values:
         return Verdict(cell, "not run", why=lost_note)
-    base = _base(cell)
+    base = base_of(cell)
     of_base = [] if base is None else runs.get(base.identity(), [])
     base_taken = _made_by(code, of_base)
     base_values = {} if base is None else _by_seed(base, base_taken, seeds.scale).values
@@ -130,8 +130,9 @@ def judge(
         lost_note,
         _repeated_note(seeds.repeated),
         _other_code_note(len(of_cell) - len(taken), ""),
-        _other_code_note(len(of_base) - len(base_taken), " of FedAvg"),
+        "" if base is None else _other_code_note(len(of_base) - len(base_taken), f" of {base.method}"),
         _other_split_note(len(common) - len(same_split), len(common)),
+        "" if base is None or base.method.startswith("FedAvg") else f"difference to {base.method}",
     ]
     records = [record for _, record in seeds.values.values()]
     return Verdict(
@@ -190,11 +191,11 @@ def _kind(
 def _kind_of_ablation(
     cell: Expectation, ours: Interval, printed: float | None, difference: Paired | None
 ) -> tuple[VerdictKind, str]:
-    """Return the kind of verdict for an ablation, which must reproduce its difference to FedAvg."""
+    """Return the kind of verdict for an ablation, which must reproduce its difference to its base."""
     if printed is None:
-        return "cannot be told", "the paper prints no FedAvg of this setting to take the difference to"
+        return "cannot be told", "the paper prints nothing of this setting to take the difference to"
     if difference is None or difference.n < LEAST_SEEDS:
-        return "cannot be told", f"fewer than {LEAST_SEEDS} runs of FedAvg on the same splits"
+        return "cannot be told", f"fewer than {LEAST_SEEDS} runs of what it is compared with, on the same splits"
     interval = difference.difference
     if interval.half == 0:
         return "cannot be told", "all seeds have the same difference, so there is no interval"
@@ -254,30 +255,7 @@ def _other_code_note(runs: int, arm: str) -> str:
 
 
 def _other_split_note(seeds: int, of: int) -> str:
-    return f"{seeds} of {of} seeds have another split than FedAvg's, not paired" if seeds else ""
-
-
-def _base(cell: Expectation) -> Expectation | None:
-    """Return the cell with FedAvg's value for the same setting and measure, from the same table if possible.
-
-    Return None for FedAvg itself, and if the paper prints no such value.
-    """
-
-    def setting(each: Expectation) -> tuple[Any, ...]:
-        fixed = {key: value for key, value in each.setting.items() if key not in ("lambda", "clusters")}
-        return each.paper, each.measure, tuple(sorted(fixed.items()))
-
-    if cell.method.startswith("FedAvg"):
-        return None
-    bases = [
-        each
-        for each in expectations()
-        if each.method in ("FedAvg", "FedAvg w/o clustering")
-        and each.problem is None
-        and setting(each) == setting(cell)
-    ]
-    of_table = [each for each in bases if each.table == cell.table]
-    return next(iter([*of_table, *bases]), None)
+    return f"{seeds} of {of} seeds have another split than the base, not paired" if seeds else ""
 
 
 def _code(record: RunRecord) -> tuple[str, ...]:

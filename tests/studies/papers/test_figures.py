@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from raylt.cli.main import app
 from raylt.errors import ConfigError
-from raylt.studies.analysis.time_to_accuracy import reached
+from raylt.studies.analysis.time_to_accuracy import reached, with_target
 from raylt.studies.definition import define
 from raylt.studies.papers import figures
 from raylt.studies.papers.figures import Figure, figure_of, plan_figure
 from raylt.studies.records.record import read_run
+from raylt.studies.report.text_table import TextTable
 
 TINY = Figure(
     "a tiny figure",
@@ -80,6 +81,11 @@ def test_rounds_until_a_value_of_clients_own_models_are_counted_on_their_curve(t
     assert reached([record], 0.95, "matched")[0].reached == 0
     with refused("config.conflict", ConfigError, key="target", measure="bytes_up"):
         reached([record], 0.5, "bytes_up")
+    record.curve["matched"][:] = [None, None, None]  # as in a run that judged clients' models in its last round only
+    (unknown,) = reached([record], 0.6, "matched")
+    assert (unknown.reached, unknown.runs, unknown.without_curve) == (0, 0, 1)
+    assert with_target(TextTable("", [], [], ""), [unknown], 0.6).further[0][2][0][2] == "1 without curve"
+    assert with_target(TextTable("", [], [], ""), [by_matched], 0.6).further[0][2][0][2] == "1 of 1"
 
 
 @pytest.mark.slow

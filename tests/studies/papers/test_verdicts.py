@@ -4,7 +4,7 @@ import pytest
 from refusals import refused
 
 from raylt.errors import ConfigError
-from raylt.studies.papers.printed_tables import expectations, identity
+from raylt.studies.papers.printed_tables import base_of, expectations, identity
 from raylt.studies.papers.reproduce import command, name_of, plan, select
 from raylt.studies.papers.verdict_page import page
 from raylt.studies.papers.verdicts import count, verdicts
@@ -223,6 +223,51 @@ def test_whole_papers_make_a_study_without_a_run_twice(paper):
     runs = [identity(each.config.model_dump(mode="json")) for each in definition.runs()]
     assert len(set(runs)) == len(runs)
     assert set(runs) == {e.identity() for e in select(paper) if e.problem is None}
+
+
+def test_a_record_from_before_a_field_of_its_method_belongs_to_the_same_cell():
+    record = run(MUPFL, 0, 0.94)
+    assert record.config["method"].pop("dropout") == 0
+    assert identity(record.config) == MUPFL.identity()
+    record.config["method"]["dropout"] = 0.5
+    assert identity(record.config) != MUPFL.identity()
+
+
+def test_a_study_of_ablations_runs_what_they_are_compared_with():
+    for paper, table in (("mupfl", "6"), ("bpfed", "4"), ("sfd", "3"), ("fedsm", "IV")):
+        cells = [each for each in select(paper, table) if each.problem is None]
+        runs = {identity(each.config.model_dump(mode="json")) for each in plan(cells, "x", 1, 1.0).runs()}
+        bases = {base.identity() for each in cells if each.ablation and (base := base_of(each)) is not None}
+        assert bases
+        assert bases <= runs
+
+
+def test_fine_tuning_clip_is_compared_with_fedsm_itself():
+    tuned = next(each for each in expectations() if each.method == "FedSM w/ CLIP fine-tuning")
+    base = base_of(tuned)
+    assert base is not None
+    assert base.method == "FedSM w/o CLIP fine-tuning"
+    runs = [run(tuned, seed, tuned.value + seed / 1000) for seed in range(3)]
+    for each in runs:
+        each.curve["accuracy"] = [tuned.value + each.seed / 1000]
+        each.summary.update(rounds=1, accuracy={"last": tuned.value + each.seed / 1000})
+    assert "difference to FedSM w/o CLIP fine-tuning" in verdicts(runs, [tuned])[0].why
+
+
+def test_rows_with_other_epochs_are_no_ablations():
+    cells = [each for each in expectations() if "E" in each.setting]
+    assert cells
+    assert not any(each.ablation for each in cells)
+
+
+def test_fedsms_figures_are_those_of_the_best_round():
+    assert {each.at for each in expectations() if each.paper == "FedSM"} == {"best"}
+    assert {each.at for each in expectations() if each.paper != "FedSM"} == {"last"}
+
+
+def test_ratioloss_has_the_63_images_a_class_of_its_code():
+    sizes = {each.changes["data.auxiliary"] for each in expectations() if each.method == "RatioLoss"}
+    assert sizes == {63}
 
 
 def test_commands_are_what_a_person_types():
