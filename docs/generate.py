@@ -127,20 +127,30 @@ def departures(notes: str) -> list[str]:
 
 
 def ground_rows(name: str) -> list[str]:
-    """Return the rows of a method in the table of all methods as they come (docs/results/ground.md), with its head."""
-    table = (ROOT / "docs" / "results" / "ground.md").read_text().partition("## As they come")[2]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    """Return the rows of a method in the tables of docs/results/ground.md, tuned and as they come, with their heads."""
+    page = (ROOT / "docs" / "results" / "ground.md").read_text()
+    tuned, _, plain = page.partition("## As they come")
+    parts = [
+        *_ground_table(name, "tuned with the budget of all methods", tuned.partition("\n## Clients' own models")[0]),
+        *_ground_table(name, "with its defaults", plain),
+    ]
+    return parts or ["It was not run on the [common ground](../results/ground.md)."]
+
+
+def _ground_table(name: str, how: str, text: str) -> list[str]:
+    """Return a method's rows in the first table of a part of docs/results/ground.md, or nothing if it has none."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     head = next(row for row in cells if row[0] == "arm")
     rows = [row for row in cells if row[0].split()[:1] == [name] and len(row) == len(head)]
     if not rows:
-        return ["It was not run on the [common ground](../results/ground.md)."]
+        return []
     shown = [index for index, title in enumerate(head) if title.split(",")[0] in GROUND_COLUMNS]
     return [
-        f"On the common ground, with its defaults and {rows[0][head.index('seeds')]} seeds "
-        "([all methods](../results/ground.md)):",
+        f"On the common ground, {how}, {rows[0][head.index('seeds')]} seeds ([all methods](../results/ground.md)):",
         "",
         *(f"| {' | '.join(row[index] for index in shown)} |" for row in (head, ["---"] * len(head))),
         *(f"| {' | '.join(row[index].replace(' ± ', TIED) for index in shown)} |" for row in rows),
+        "",
     ]
 
 

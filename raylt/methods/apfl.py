@@ -2,7 +2,8 @@
 
 Symbols are those of Algorithm 1 (from memory). Decisions, some by the authors' code, MLOPTPSU/FedTorch at 1edcfbf:
 [1] After each step of w_i the client steps v_i on the same batch, along the gradient of the loss at the mixture of
-    weights alpha v_i + (1 - alpha) w_i, with respect to v_i, as in the text. The code mixes the two models' logits.
+    weights alpha v_i + (1 - alpha) w_i, with respect to v_i, as in the text. As in the code w_i is the stepped one,
+    where the text has that of before the step. The code mixes the two models' logits.
 [2] alpha takes one step a round, after the first batch as in the code, at the rate of the weights, and is clipped to
     [0, 1]. Its gradient is the text's, <v_i - w_i, grad f_i>; the code adds 0.02 alpha.
 [3] v_i starts from the first model that the client receives. A client that never took part uses the global model.

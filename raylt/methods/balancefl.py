@@ -9,6 +9,8 @@ Sections are the paper's; where it is silent, the authors' code decides. Departu
     samples at 0.002 is our 0.128.
 [5] `missing=kept` leaves the missing classes in the softmax of the cross-entropy, which is then that of FedAvg on
     balanced batches. Distillation and entropy stay as they are.
+[6] Logits are as they are. The code's configuration for CIFAR-10 has `scale: 2`, which doubles those of student and
+    teacher.
 With all switches off and all classes owned this is FedAvg of a network whose classifier has no bias.
 """
 

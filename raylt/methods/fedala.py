@@ -3,8 +3,9 @@
 Symbols are the paper's (from memory); where it is silent, the authors' code decides (TsingZ0/PFLlib at 2b077c1):
 [1] Of the received model, all but the last layer is taken as it is (p = 1). `scope=all` mixes every trained weight.
 [2] The mixing weights W start at 1 and are learned on a part of the client's samples, a new draw in each round; the
-    code takes a block of neighbours. In a client's second round they take epochs until the losses of the last ten vary
-    by less than 0.1, but at most 100, which the code does not bound; in later rounds one epoch.
+    code takes a block of neighbours, and drops its last batch if that is smaller than the others. In a client's second
+    round they take epochs until the losses of the last ten vary by less than 0.1, but at most 100, which the code does
+    not bound; in later rounds one epoch.
 [3] In a client's first round the received model is used.
 [4] Clients are judged by their model after their last training. In the code they are judged right after mixing.
 """

@@ -5,7 +5,8 @@ Departures from the text, and from the authors' code where the text is silent:
 [1] The frame has as many dimensions as there are classes, and a linear layer maps the features to them, as in the code.
     Both travel except for the frame, which every participant draws from the run's seed.
 [2] The learnt temperature starts at 1 and is trained and averaged with the weights, as in the code.
-[3] The shift of a class that a client lacks is log 0: the balanced loss leaves the class out.
+[3] The shift of a class that a client lacks is log 0: the balanced loss leaves the class out. `missing=one` counts such
+    a class as if the client had one sample of it.
 [4] After the last round every client trains the global model once more as in a round. Then it trains in alternation the
     frame, which may move now, and the projection, by cross-entropy that is not balanced. Of all other entries only
     BatchNorm's running statistics move. Turns, epochs and rates are the code's, where the frame is trained without

@@ -3,12 +3,12 @@
 
 This is the self-adjusting gradient balancer of section 3.2 (from memory), as released: ZackZikaiXiao/FedGraB, main at
 7394da6. Decisions:
-[1] Every class has a controller, as in that run. The direct prior analyzer, which shuts the controllers of frequent
-    classes, is in the code's other runs only and is used with `shut`. After each round the lengths of the global
-    classifier's rows, less their mean and over their deviation, are shifted to begin at 0 and taken as shares. Their
-    mean over the rounds estimates the classes' shares of all samples. The most frequent classes that hold `shut` of
-    these together are shut, the last of them whole: 0.75 is the code's head, 0.95 its middle. In the first round no
-    class is shut.
+[1] Every class has a controller, as in the release's main run, `fed_grab.py`. The direct prior analyzer, which shuts
+    the controllers of frequent classes, is in the code's other runs only and is used with `shut`. After each round the
+    lengths of the global classifier's rows, less their mean and over their deviation, are shifted to begin at 0 and
+    taken as shares. Their mean over the rounds estimates the classes' shares of all samples. The most frequent classes
+    that hold `shut` of these together are shut, the last of them whole: 0.75 is the code's head, 0.95 its middle. In
+    the first round no class is shut.
 [2] Negative gradients have the weight of the output with the other sign, as in the release and the text. In each step
     classes are exempt at random, as in the release: their weights are 1 and their gradients are not summed. A class is
     exempt with probability 0.1^(e / (C - 1)), where e of the classes before it are exempt. The order is that of the

@@ -9,6 +9,7 @@ Symbols are the paper's (from memory); where it is silent, the authors' code dec
 [3] W_c <- rho W_c + (1 - rho) mu_c, both of length 1, scaled to length 1 again. A class that no asked client holds
     keeps its prototype.
 [4] The encoders' mean is weighted by samples, as in all methods of raylt; the code has equal weights.
+[5] Gradients are not cut. The code cuts them to a length of 10.
 """
 
 from functools import partial

@@ -8,7 +8,7 @@ Symbols are the paper's (from memory); the authors' code, yuetan031/FedProto at 
 [3] Global prototypes are means over samples, as all means of raylt; the code has the mean over clients. Those of
     classes that no asked client holds stay.
 [4] Clients are judged by the nearest global prototype, or by their own classifiers before there are any. A class
-    without a prototype is never predicted then. `predict=classifier` always takes the own classifier.
+    without a prototype is never predicted then. `predict_by=classifier` always takes the own classifier.
 All networks have one architecture and the same initial weights. The global model is that of the first round.
 """
 

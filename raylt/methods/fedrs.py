@@ -4,7 +4,8 @@ Zhan, KDD 2021).
 Checked against the authors' repository, lxcnju/FedRepo at 18eeb6d. Departures:
 [1] The whole logit is scaled. The authors' classifier has no bias.
 [2] Owned classes keep their logits, as in the text. The code scales a class by alpha + (1 - alpha) n_c / max n, and
-    applies this again to its own result at each step, so that all scales soon are 1.
+    applies this again to its own result at each step, so that all scales soon are 1 (`algorithms/fedrs.py`; an older
+    file, `fedrs.py`, keeps the scales).
 `missing=mask` takes the missing classes out of the softmax. FedLC with tau = 0 is the same: the mask without a margin.
 alpha = 1 is FedAvg.
 """

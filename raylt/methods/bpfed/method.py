@@ -54,7 +54,7 @@ class BPFed(Method):
     """
 
     name: ClassVar[str] = "bpfed"
-    paper: ClassVar[str] = "Balanced Personalized Federated Learning"
+    paper: ClassVar[str] = "Wu et al., Computer Science 52(9), 2025"
     personal: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "finish": (
