@@ -145,6 +145,12 @@ def test_views_follow_from_the_pixels_and_batches_take_one_of_them(tiny_task, tm
     assert view.shape == tiny_task.shards[0].x[:1].shape
 
 
+def test_a_frozen_encoder_of_random_weights_is_said(tiny_task, tmp_path):
+    said = []
+    encode(setup_for(tmp_path), tiny_task, said.append)
+    assert said[0].endswith("; its weights are random, since weights is not set")
+
+
 def test_views_of_an_own_augmentation_that_changed_are_not_reused(tiny_task, tmp_path, monkeypatch):
     def encoded(augmentation):
         monkeypatch.setitem(AUGMENTATIONS, "own", augmentation)

@@ -1,7 +1,7 @@
 """Fed3R: a classifier by ridge regression of labels on features, computed exactly from sums (Fani et al., ICML 2024).
 
 Departures from the text:
-[1] The encoder is trained by FedAvg first; the paper's is pre-trained.
+[1] The encoder is trained by FedAvg first, unless it is frozen and federation.rounds = 0; the paper's is pre-trained.
 [2] As in the authors' code, features have a constant 1 that is regularised like them, and each class's weights are
     scaled to length 1, its bias divided by the same number. `normalise=false` leaves the regression as it is.
 [3] Sums travel in float64, A packed: the regression is that of the pooled features to ten digits.

@@ -1,7 +1,7 @@
 """FedNCM: a classifier whose weights are the class means (Legate et al., NeurIPS 2023).
 
 Departures from the text:
-[1] The encoder is trained by FedAvg first; the paper's is pre-trained.
+[1] The encoder is trained by FedAvg first, unless it is frozen and federation.rounds = 0; the paper's is pre-trained.
 [2] A class that no client holds is never predicted.
 """
 
