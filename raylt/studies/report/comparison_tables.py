@@ -295,7 +295,7 @@ def _notes(comparison: Comparison, left_out: list[str]) -> dict[str, list[str]]:
 
 def _answers(comparison: Comparison) -> list[str]:
     """Return one line for each claim without a clear verdict, on the answers that differ between its arms."""
-    unclear = ("no difference", "no spread", "open")
+    unclear = ("no difference", "no spread", "open", "too few seeds")
     return [
         f"{f'{each.cell}, ' if each.cell else ''}{each.claim.better} and {each.claim.worse}: {answers_text(each.flips)}"
         for each in comparison.claims

@@ -79,6 +79,17 @@ def test_nothing_waits_for_the_device_in_a_batch(tiny_task, monkeypatch):
     assert all(math.isfinite(value.item()) for value in values)
 
 
+def test_standard_dropout_acts_at_the_layers_of_bavd(tiny_task):
+    """Without BAVD the text leaves standard dropout, at the same layers."""
+
+    def dropouts(layers) -> int:
+        method = MuPFL(bavd=False, dropout=0.5, bavd_layers=layers)
+        model = make_setup(configure(), method).new_model(tiny_task.spec)
+        return sum(type(module).__name__.startswith("Dropout") for module in model.modules())
+
+    assert 1 <= dropouts("last") < dropouts("all")
+
+
 def test_stage_that_is_not_there_is_refused_before_anything_runs(tiny_task):
     with refused("model.lacks-layer", ConfigError, key="method.bavd_layers", value=("stage7",)):
         make_setup(configure(), MuPFL(bavd_layers=("stage7",))).new_model(tiny_task.spec)

@@ -14,7 +14,14 @@ SUMMARY = {
             "macro": 0.55,
             "miou": 0.3,
             "groups": {"many": 0.9, "few": None},
-            "clients": {"matched": {"mean": 0.8, "worst_decile": 0.3}, "owned": {"mean": 0.65}},
+            "clients": {
+                "matched": {"mean": 0.8, "worst_decile": 0.3},
+                "owned": {"mean": 0.65},
+                "long_tailed": {"mean": 0.75},
+                "global": {"mean": 0.45},
+                "local": {"mean": 0.35},
+                "miou": {"mean": 0.25},
+            },
         }
     },
 }
@@ -30,6 +37,10 @@ SUMMARY = {
         ("worst_decile", 0.2),
         ("worst_decile@w_i", 0.3),
         ("owned@w_i", 0.65),
+        ("long_tailed@w_i", 0.75),
+        ("clients@w_i", 0.45),
+        ("local@w_i", 0.35),
+        ("client_miou@w_i", 0.25),
         ("many@w_i", 0.9),
         ("few@w_i", None),
         ("macro@w_i", 0.55),
