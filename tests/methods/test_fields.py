@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from teachers import feature_arrays
 
 from raylt.contract.case import Case, make_task
 from raylt.contract.fields import others
-from raylt.contract.trace import Trace
+from raylt.contract.trace import Trace, fingerprint, private_states
 from raylt.core.method import Method
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, range_of
@@ -85,6 +86,27 @@ def test_every_field_changes_a_run(name, tmp_path, clip_folder):
     assert inert == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, kind in METHODS.items() if kind.later])
+def test_a_field_without_a_stage_acts_before_the_first_one(name, tmp_path, clip_folder):
+    """A field that acts from a later stage on is in `later`: studies would else train for each of its values alone."""
+    kind = METHODS[name]
+    base = QUICK.get(name, {})
+    if "teacher" in kind.model_fields:
+        base = base | {"teacher": teacher_of_many_lengths(tmp_path / "teacher.npz"), "kd": 1.0}
+    staged = {field for fields in kind.later.values() for field in fields}
+    tuned = {"teacher": f"local-dir:{clip_folder}", "finetune": True}
+    late = [
+        field
+        for field in kind.model_fields
+        if field not in {"teacher", "preset", *staged}
+        and not acts(
+            name, base | (tuned if name == "fedsm" and field in FINE_TUNING else {}), field, tmp_path, before_the_stage
+        )
+    ]
+    assert late == []
+
+
 def teacher_of_many_lengths(file: Path) -> str:
     """Write a feature file whose texts are neither orthogonal nor of length 1; return the teacher's name."""
     arrays = feature_arrays(make_task())
@@ -103,9 +125,20 @@ def test_a_preset_sets_other_fields(name):
     assert all(one != other for place, one in enumerate(without) for other in without[:place])
 
 
-def acts(name: str, base: dict[str, Any], field: str, folder: Path) -> bool:
+def acts(
+    name: str,
+    base: dict[str, Any],
+    field: str,
+    folder: Path,
+    bits_of: Callable[[Method, Path], tuple[Any, ...]] | None = None,
+) -> bool:
     """Return whether another value of a field changes the run's models or figures, or is refused with the other
-    fields."""
+    fields.
+
+    Args:
+        bits_of: what is compared; by default models and figures of the whole run.
+    """
+    bits_of = bits_of or whole_run
     kind = METHODS[name]
     method = kind(**base | WITH.get((name, field), {}))
     values = [kind(**method.model_dump() | {field: VALUES[name, field]})] if (name, field) in VALUES else []
@@ -119,6 +152,19 @@ def acts(name: str, base: dict[str, Any], field: str, folder: Path) -> bool:
     return False
 
 
-def bits_of(method: Method, folder: Path) -> tuple[Any, ...]:
+def before_the_stage(method: Method, folder: Path) -> tuple[Any, ...]:
+    """Return the models, states and figures of a run before its first stage of `later`."""
+    case = Case(method, method.problems[0], folder)
+    config = case.config()
+    rounds = config.federation.rounds
+    step = min(method.stages(rounds).get(stage, rounds) for stage in method.later)
+    experiment = case.experiment(config)
+    reports = [experiment.step() for _ in range(step)]
+    models = fingerprint(dict(experiment.server.model.state_dict()))
+    states = fingerprint({str(id): state for id, state in private_states(experiment).items()})
+    return models, states, [(report.clients, json.dumps(report.figures)) for report in reports]
+
+
+def whole_run(method: Method, folder: Path) -> tuple[Any, ...]:
     trace: Trace = Case(method, method.problems[0], folder).run()
     return trace.bits, [(report.accuracy, report.clients, json.dumps(report.figures)) for report in trace.reports]
