@@ -207,6 +207,15 @@ def test_the_leaderboard_of_the_documentation_is_that_of_the_records(tmp_path, m
     assert (tmp_path / "leaderboard.svg").read_text() == (root / "docs/leaderboard.svg").read_text()
 
 
+def test_the_picture_of_ground_two_is_that_of_its_record(tmp_path, monkeypatch):
+    root = Path(__file__).parents[3]
+    words = re.search(r"`(raylt rank [^`]+)`", (root / "docs/results/ground_two.md").read_text())[1].split()
+    monkeypatch.chdir(root)
+    app([*words[1:-1], str(tmp_path / words[-1])], standalone_mode=False)
+    written = (tmp_path / words[-1]).with_suffix(".svg").read_text()
+    assert written == (root / "docs/ground_two_ranking.svg").read_text()
+
+
 def test_command_writes_the_page_and_its_picture(tmp_path, capsys, monkeypatch):
     definition = Definition(name="ground", arms={arm: {} for arm in "abc"}, seeds=[0, 1])
     monkeypatch.setattr("raylt.cli.compare.open_any", lambda paths: Study(definition, None, RUNS))
