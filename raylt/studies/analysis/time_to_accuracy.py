@@ -77,8 +77,8 @@ def with_target(table: TextTable, reaching: Sequence[Reached], target: float, me
 
 
 def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float, curve: str) -> Reached:
-    known = [run for run in runs if any(value is not None for value in run.curve.get(curve, []))]
-    first_steps = [(run, index) for run in known if (index := _first(run, target, curve)) is not None]
+    with_curve = [run for run in runs if any(value is not None for value in run.curve.get(curve, []))]
+    first_steps = [(run, index) for run in with_curve if (index := _first(run, target, curve)) is not None]
 
     def median_of(*keys: str) -> float | None:
         if not first_steps:
@@ -89,12 +89,12 @@ def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float, curv
         cell,
         arm,
         target,
-        len(known),
+        len(with_curve),
         len(first_steps),
         median_of("step"),
         median_of("up", "down"),
         median_of("seconds"),
-        len(runs) - len(known),
+        len(runs) - len(with_curve),
     )
 
 
