@@ -164,7 +164,7 @@ def test_a_run_that_cannot_be_done_fails_by_name_and_the_others_go_on(tmp_path):
     assert states["bad"][0] == "failed"
     assert "local.lr" in states["bad"][1]
     assert any("bad/seed-0 failed" in text for text in recorder.lines)
-    assert study.compare(reference="fedavg").left_out[0].startswith("bad/seed-0: failed: ")
+    assert study.compare(reference="fedavg").diverged[0].startswith("bad/seed-0: failed: ")
 
 
 def test_makespan_by_hand():
