@@ -34,6 +34,7 @@ from raylt.store import Folder, folder_for
 BATCH = 64  # batches are always full, since their size affects the last bits of a feature
 CHUNK = 1024  # rows that are looked up and computed at a time; an interrupted run finds those before
 KEY_BYTES = 16
+FIXED_VIEWS = 64  # images that an augmentation is told by, so many that one which acts on few of them is noticed
 
 Report = Callable[[str], object]
 
@@ -147,9 +148,6 @@ def _readable(path: Path) -> Iterator[None]:
             key="data.root",
             path=str(path),
         ) from None
-
-
-FIXED_VIEWS = 64  # images, so that an augmentation that acts on few of them is noticed
 
 
 @dataclass

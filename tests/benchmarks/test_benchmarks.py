@@ -253,6 +253,15 @@ def test_scale_prints_a_line_for_each_number_of_clients():
     assert re.fullmatch("[0-9a-f]{8}", model)
 
 
+@pytest.mark.slow
+def test_trained_parts_prints_bytes_and_seconds_of_each_part():
+    pytest.importorskip("timm")
+    rows = json.loads(script("trained_parts", "--images", 32, "--turns", 1))
+    sizes = [rows[part]["kib"] for part in ("classifier", "norm", "lora:8", "last:1", "last:2", "all")]
+    assert sizes == [50, 379, 762, 1670, 4056, 13383]
+    assert all(row["seconds"] > 0 for row in rows.values())
+
+
 def test_scale_keeps_the_figures_of_each_number_of_clients(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     scale = load_module("scale")

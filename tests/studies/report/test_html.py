@@ -104,6 +104,16 @@ def test_runs_that_are_not_done_are_named_and_no_figures_of_them_are_drawn():
     assert re.search(r"<td>gone</td><td class=\"n\">0 of \d</td><td class=\"n\">runs failed</td>", text)
 
 
+def test_diverged_runs_are_named_and_count_as_guessing():
+    whole = study()
+    lost = record("gone", 0, 0.1, cell="IF 10", state="failed", problem="lr", error="training.diverged", summary=None)
+    text = render(Study(whole.definition, None, [*whole.records, lost], whole.holdings))
+    assert "<h3>Diverged</h3>" in text
+    assert "IF 10/gone/seed-0: failed: lr" in text
+    assert re.search(r"<td>gone</td><td class=\"n\">0 of \d</td><td class=\"n\">50.00", text)  # of two classes
+    assert "<h3>Diverged</h3>" not in render(whole)
+
+
 def test_a_large_study_stays_under_the_limit():
     long = {
         "curve": {
