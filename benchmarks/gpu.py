@@ -3,10 +3,11 @@ memory.
 
     python benchmarks/gpu.py [--out gpu.json] [--seconds 570] [--parts rounds,bits]
 
-It needs a GPU. A machine without Ray will do: carry the tree and, where they are missing, the packages pydantic and
-cryptography; it imports no Ray, no open_clip and no data set. Images are random, of CIFAR-10's size. The parts stand in
-order of worth. Each is a process of its own with a limit of its own, so one that crashes or hangs costs itself alone.
-OUT is written again after each finding, so what was measured is kept; a table is printed at the end.
+It needs a GPU. A machine without Ray will do for all parts but `actors`: carry the tree and, where they are missing, the
+packages pydantic, cryptography and psutil; it imports no open_clip and no data set. Images are random, of CIFAR-10's
+size. The parts stand in order of worth. Each is a process of its own with a limit of its own, so one that crashes or
+hangs costs itself alone. OUT is written again after each finding, so what was measured is kept; a table is printed at
+the end.
 
     rates      TFLOP/s of a product of matrices in each precision, TB/s of a copy: the ceilings
     rounds     seconds of the second round of FedAvg (BPFed's recipe), FedSM and SFD, in each precision, as graphs and
@@ -18,6 +19,8 @@ OUT is written again after each finding, so what was measured is kept; a table i
     processes  steps per second of 1, 2, 4 and 8 processes that train at the same time, without NVIDIA's Multi-Process
                Service (MPS) and with it, where this machine has nvidia-cuda-mps-control: it is started in folders of
                its own for that, and ended
+    actors     seconds of a round of `raylt run`, in one process and by 1, 2, 4 and 8 client actors on Ray that share
+               the GPU, with MPS and without it; and whether both give the same bits with resources.deterministic
     streams    seconds of the steps of two models in one process, on a CUDA stream each and one after the other
     stacks     milliseconds of small clients' steps in stacks and alone, and whether a stack's size changes bits
     bits       a client's training three times, with resources.deterministic and without: whether the bits are the same,
@@ -40,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where raylt is n
 
 import torch
 from gpu_parts import capture, classifier, judging, rates, refusal, stacks, synthesis
-from gpu_sharing import processes, streams
+from gpu_sharing import actors, processes, streams
 from gpu_tasks import Finding, config_of, open_experiment, protocol, until
 
 from raylt.core.checkpoint.checkpoint import hash_tensors
@@ -72,6 +75,7 @@ LIMITS = {
     "classifier": 20,
     "synthesis": 20,
     "processes": 120,
+    "actors": 200,
     "streams": 40,
     "stacks": 40,
     "bits": 60,
@@ -273,6 +277,7 @@ PARTS: dict[str, Callable[[float], Iterator[Finding]]] = {
     "classifier": classifier,
     "synthesis": synthesis,
     "processes": processes,
+    "actors": actors,
     "streams": streams,
     "stacks": stacks,
     "bits": bits,

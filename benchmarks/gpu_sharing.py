@@ -1,4 +1,4 @@
-"""Parts of benchmarks/gpu.py that measure several processes, or two CUDA streams, on one GPU.
+"""Parts of benchmarks/gpu.py that measure several processes, client actors or two CUDA streams on one GPU.
 
 Started by itself it is one of those processes: it trains whenever it is told to on its standard input.
 """
@@ -16,8 +16,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from statistics import median
 from typing import IO, Any
 
+import numpy as np
+import psutil
 import torch
 from gpu_tasks import Finding, config_of, open_training, until
 from torch import Tensor
@@ -30,6 +33,18 @@ COUNTS = (1, 2, 4, 8)
 GRAPHS = ("auto", "off")
 CONTROL = "nvidia-cuda-mps-control"
 CONTROL_S = 20.0  # for the daemon to start, or to end
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = (
+    "model=resnet8",
+    "local.precision=tf32",
+    "local.epochs=5",
+    "data.clients=16",
+    "data.partition=iid",
+    "data.imbalance=1",
+    "federation.rounds=4",
+    "evaluation.every=1000",
+    "evaluation.personal=0",
+)
 Environment = dict[str, str]
 
 
@@ -166,6 +181,108 @@ def work(device: str, model: str, samples: int, epochs: int) -> None:
             return
         sgd(client, objective, epochs=epochs)  # reads its loss at the end, so all is done then
         print(json.dumps({"steps": client.steps(epochs)}), flush=True)
+
+
+def actors(
+    seconds: float,
+    ways: tuple[str, ...] = ("local", "2", "4", "8", "1", "auto"),
+    settings: tuple[str, ...] = SHARED,
+    samples: int = 12_288,
+    gpus: int = 1,
+) -> Iterator[Finding]:
+    """Measure the seconds of a round of `raylt run`, in one process and by client actors on Ray that share a GPU.
+
+    Each finding has the seconds that the clients of a round train (the median without the first round), the seconds of
+    the whole command, and a hash of the model. With `resources.deterministic` the hash must be the same in one process
+    and on Ray; without it a GPU need not repeat its bits.
+
+    Args:
+        ways: `local` for one process, numbers of actors, or `auto` where raylt decides. The first two also run once
+            with `resources.deterministic`.
+        gpus: GPUs that the actors share; 0 on a machine without one.
+    """
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _random_images(folder / "random.npz", samples)
+        base = [f"data.source=npz:{folder / 'random.npz'}", "method=fedavg", *settings]
+        for served in (True, False):
+            pipes = folder / f"mps-{served}"
+            pipes.mkdir()
+            with mps(pipes, served) as (environment, problem):
+                if problem is not None:
+                    yield {"mps": "not started", "problem": problem}
+                    continue
+                cases = [(way, strict) for strict in (True, False) for way in (ways[:2] if strict else ways)]
+                if not served:
+                    cases = [(way, False) for way in ways]
+                for way, strict in until(end - time.monotonic(), cases):
+                    given = [*base, *_share(way, gpus), f"resources.deterministic={str(strict).lower()}"]
+                    out = folder / f"{served}-{way}-{strict}"
+                    measured = _run(
+                        given, "local" if way == "local" else "ray", out, environment, end - time.monotonic()
+                    )
+                    yield {"actors": way, "deterministic": strict, **measured}
+
+
+def _share(way: str, gpus: int) -> list[str]:
+    """Return the settings that give each actor its part of the GPUs."""
+    return [f"resources.actors={way}", f"resources.gpus_per_client={gpus / int(way):g}"] if way.isdigit() else []
+
+
+def _random_images(file: Path, samples: int) -> None:
+    rng = np.random.default_rng(0)
+    test = samples // 10
+    np.savez(
+        file,
+        x_train=rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8),
+        y_train=np.arange(samples) % 10,
+        x_test=rng.integers(0, 256, (test, 32, 32, 3), dtype=np.uint8),
+        y_test=np.arange(test) % 10,
+        class_names=np.array(list("0123456789")),
+    )
+
+
+def _run(settings: list[str], fleet: str, out: Path, environment: Environment, limit: float) -> Finding:
+    """Run `raylt run` and return what it measured, or its problem."""
+    command = [sys.executable, "-m", "raylt", "run", *settings, "--fleet", fleet, "--out", str(out), "--name", "run"]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    start = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, env=environment | {"PYTHONPATH": paths}, stdout=log, stderr=log, start_new_session=True
+        )
+        most, late = 0, False
+        while process.poll() is None:
+            most = max(most, _count_actors(process.pid))
+            time.sleep(0.5)
+            if time.perf_counter() - start > limit and not late:
+                late = True
+                process.terminate()
+        if process.returncode:
+            return {"problem": (_last_line(log) or [f"exit code {process.returncode}"])[0]}
+    took = time.perf_counter() - start
+    lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((out / "run" / "summary.json").read_text())
+    return {
+        "processes": most,
+        "mps": summary["made"]["mps"] or "none",
+        "device": summary["made"]["device"],
+        "train_s": median(line["stages"]["train"] for line in lines[1:]),
+        "command_s": took,
+        "model": summary["model_sha256"],
+    }
+
+
+def _count_actors(driver: int) -> int:
+    """Count the client actors below a process; Ray names a worker's process after the actor's class."""
+    names = []
+    for process in psutil.Process(driver).children(recursive=True):
+        try:
+            names.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue  # it ended in between
+    return sum(name.startswith("ray::ClientActor") for name in names)
 
 
 def streams(

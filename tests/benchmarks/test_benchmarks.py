@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,32 @@ def test_clients_are_timed_in_stacks_and_alone(gpu, monkeypatch):
     assert sizes == [4, 4, 2, 4]
     assert min(finding["alone_ms"], finding["stacked_ms"]) > 0
     assert isinstance(finding["same_in_any_stack"], bool)
+
+
+@pytest.mark.slow
+def test_client_actors_on_ray_give_the_bits_of_one_process(gpu, monkeypatch):
+    module = importlib.import_module("gpu_sharing")
+
+    @contextmanager
+    def without_daemon(folder, served=True):
+        yield os.environ.copy(), None if served else "not asked for"
+
+    monkeypatch.setattr(module, "mps", without_daemon)
+    few = (
+        "model=small",
+        "data.clients=4",
+        "data.partition=iid",
+        "data.imbalance=1",
+        "federation.rounds=2",
+        "local.epochs=1",
+    )
+    monkeypatch.setattr(module, "until", lambda seconds, cases: cases[:2])
+    local, actors, none = gpu.actors(300, ("local", "2"), few, 200, 0)
+    assert [local["deterministic"], actors["deterministic"]] == [True, True]
+    assert [local["processes"], actors["processes"]] == [0, 2]
+    assert local["model"] == actors["model"]
+    assert all(row["command_s"] > row["train_s"] > 0 for row in (local, actors))
+    assert none == {"mps": "not started", "problem": "not asked for"}
 
 
 @pytest.mark.slow
