@@ -4,9 +4,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score, silhouette_score
 from torch import tensor
 
+from raylt.methods.mupfl import clustering
 from raylt.methods.mupfl.clustering import cluster, cosines, embed, last_of_all, mean_update, update_gram
 
 ALL = range(2, 7)
@@ -179,10 +181,34 @@ def spread(labels, similarity) -> float:
     return sum((1 - similarity[i, j]).item() / len(part) for part in parts for i in part for j in part)
 
 
-@pytest.mark.parametrize("seed", [9, 15, 39])  # with these seeds ten starts miss the best partition
-def test_k_means_starts_often_enough_to_find_the_least_squares(seed):
-    x = torch.randn(6, 30, generator=torch.Generator().manual_seed(seed)).double()
+def least_spread(similarity, kappa) -> float:
+    every = itertools.product(range(kappa), repeat=len(similarity))
+    return min(spread(labels, similarity) for labels in every if len(set(labels)) == kappa)
+
+
+@pytest.mark.parametrize(("participants", "kappa", "seed"), [(6, 3, 39), (7, 2, 1), (8, 4, 8)])
+def test_few_participants_form_the_clusters_with_the_least_squares(participants, kappa, seed):
+    """Fifty random starts of k-means miss them in the last case."""
+    x = torch.randn(participants, 30, generator=torch.Generator().manual_seed(seed)).double()
     similarity = cosines(x @ x.T)
-    every = [labels for labels in itertools.product(range(3), repeat=6) if len(set(labels)) == 3]
-    least = min(spread(labels, similarity) for labels in every)
-    assert spread(cluster(similarity, [3], seed).labels, similarity) == pytest.approx(least, abs=1e-9)
+    least = least_spread(similarity, kappa) if participants < 8 else 3.301087077893665
+    assert spread(cluster(similarity, [kappa], seed).labels, similarity) == pytest.approx(least, abs=1e-9)
+
+
+def test_partitions_are_as_many_as_stirlings_numbers_and_no_two_are_the_same():
+    for n, kappa, count in ((1, 1, 1), (5, 2, 15), (8, 4, 1701), (10, 5, 42525)):
+        labels = clustering._partitions(n, kappa)
+        assert labels.shape == (count, n)
+        assert {len(set(row)) for row in labels.tolist()} == {kappa}
+        assert len({tuple(np.unique(row, return_inverse=True)[1]) for row in labels.tolist()[:2000]}) == min(
+            count, 2000
+        )
+
+
+def test_k_means_starts_often_enough_for_many_participants():
+    """Ten random starts miss the best of the partitions that 200 find."""
+    x = torch.randn(14, 30, generator=torch.Generator().manual_seed(2)).double()
+    similarity = cosines(x @ x.T)
+    points = embed(similarity).numpy()
+    least = KMeans(4, n_init=200, random_state=0).fit(points).inertia_
+    assert spread(cluster(similarity, [4], 0).labels, similarity) == pytest.approx(least, abs=1e-6)
