@@ -141,8 +141,8 @@ def _take_steps(
     if setup.config.input is not None and (height, width) != (setup.config.input, setup.config.input):
         side = setup.config.input
         callback.on_message(f"images of {height}x{width} are resized to {side}x{side} for {setup.config.model}")
+    setup.method.prepare(task, setup.config, model)  # what it refuses is not encoded first
     setup, task = encode(setup, task, callback.on_message)
-    setup.method.prepare(task, setup.config, model)
     if setup.method.finishes:
         with one_thread(), seeded(0):
             seconds = setup.method.last_phase_seconds(task.spec, model)

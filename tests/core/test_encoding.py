@@ -278,15 +278,19 @@ def test_the_picture_of_predictions_encodes_no_other_image(tmp_path, method):
         ({"name": "flea"}, "model.lacks-layer", "method.layer"),
         ({"name": "fedafa"}, "model.lacks-layer", "method.cut"),
         ({"name": "mupfl"}, "model.lacks-layer", "method.bavd_layers"),
+        ({"name": "ratioloss"}, "config.conflict", "data.auxiliary"),
+        ({"name": "fedic"}, "config.conflict", "data.auxiliary"),
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else None,
 )
-def test_methods_that_need_images_are_refused(tmp_path, method, code, key):
+def test_methods_that_need_images_are_refused_before_any_is_encoded(tmp_path, method, code, key):
     fields = [f"method.{name}={value}" for name, value in method.items() if name != "name"]
+    fields += ["data.auxiliary=0"]
     with refused(code, ConfigError, key=key):
         make_tiny_run(
             tmp_path, method["name"], f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}", *fields
         )
+    assert list(tmp_path.rglob("features.*")) == []
 
 
 NEED_IMAGES = {"fedyoyo", "flea", "fedafa"}

@@ -132,8 +132,7 @@ def acts(
     folder: Path,
     bits_of: Callable[[Method, Path], tuple[Any, ...]] | None = None,
 ) -> bool:
-    """Return whether another value of a field changes the run's models or figures, or is refused with the other
-    fields.
+    """Return whether another value of a field changes the run's models or figures.
 
     Args:
         bits_of: what is compared; by default models and figures of the whole run.
@@ -148,7 +147,7 @@ def acts(
             if bits_of(other, folder) != own:
                 return True
         except ConfigError:
-            return True
+            continue  # a value that is refused says nothing about the others
     return False
 
 

@@ -282,10 +282,12 @@ def _short(record: RunRecord, key: str) -> str:
 
 
 def _made(records: Sequence[RunRecord]) -> str:
-    """Return the last run's device and versions of raylt and torch, and the number of code versions of all runs."""
+    """Return the last run's device, precision and versions of raylt and torch, and the code versions of all runs."""
     made = records[-1].made
     if not made:
         return "unknown"
     codes = {code for record in records for code in record.made.get("codes", [])}
     several = f", {len(codes)} versions of the code" if len(codes) > 1 else ""
-    return f"raylt {made.get('commit') or made.get('raylt')}, torch {made.get('torch')}, {made.get('device')}{several}"
+    precisions = sorted({str(record.made["precision"]) for record in records if "precision" in record.made})
+    versions = f"raylt {made.get('commit') or made.get('raylt')}, torch {made.get('torch')}"
+    return ", ".join([versions, str(made.get("device")), *precisions]) + several

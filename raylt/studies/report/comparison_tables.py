@@ -308,10 +308,11 @@ def answers_text(flips: Flips) -> str:
     if not flips.better_alone + flips.worse_alone:
         open_points = f"{100 * flips.largest:.2f} points"
         return f"none of {flips.answers:,} answers differs; with {flips.images:,} images up to {open_points} stay open"
+    p = probability(flips.p)
     return (
         f"of {flips.answers:,} answers {flips.better_alone:,} are right with the first alone and "
-        f"{flips.worse_alone:,} with the second alone; exact McNemar p = {flips.p:.3f}, as if all answers were "
-        "independent"
+        f"{flips.worse_alone:,} with the second alone; exact McNemar p {p if p.startswith('<') else f'= {p}'}, as if "
+        "all answers were independent"
     )
 
 

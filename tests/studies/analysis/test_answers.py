@@ -12,7 +12,7 @@ from raylt.errors import CheckpointError
 from raylt.studies.analysis.answers import Flips, by_cell, flips
 from raylt.studies.analysis.claims import Claim
 from raylt.studies.analysis.comparison import compare
-from raylt.studies.report.comparison_tables import claims_table, comparison_table
+from raylt.studies.report.comparison_tables import answers_text, claims_table, comparison_table
 
 
 def with_answers(arm, seed, right, images=None):
@@ -104,3 +104,4 @@ def test_a_claim_without_a_clear_verdict_has_a_line_on_its_answers():
         "6 are right with the first alone and 6 with the second alone; exact McNemar p = 1.000, as if all answers "
         "were independent" in claims_table({"study": compare(mixed, "a", [Claim("b", "a", "accuracy")])}).markdown()
     )
+    assert "exact McNemar p < 0.001, as if" in answers_text(Flips(1800, 300, 100, 20))

@@ -82,13 +82,14 @@ def test_cityscapes_is_judged_by_the_global_model():
     assert cells == {(table, measure) for table in ("3", "4") for measure in ("global_miou", "global_accuracy")}
 
 
-def test_identity_ignores_seed_rounds_and_place_and_nothing_else():
+def test_identity_ignores_seed_rounds_precision_and_place_and_nothing_else():
     config = expectations()[0].config().model_dump(mode="json") if expectations()[0].problem is None else {}
     same = {
         **config,
         "seed": 7,
         "data": {**config["data"], "seed": 7, "root": "/x"},
         "federation": {**config["federation"], "rounds": 3},
+        "local": {**config["local"], "precision": "tf32"},
         "resources": {},
     }
     assert identity(same) == identity(config)

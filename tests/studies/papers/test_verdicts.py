@@ -155,9 +155,10 @@ def test_of_several_runs_of_a_seed_the_first_is_taken_and_that_is_said():
 def test_runs_of_several_versions_of_the_code_are_counted():
     runs = [run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3)]
     for each in runs:
-        each.made.update({"raylt": "1", "torch": "2", "device": "cpu", "codes": ["a" if each.seed else "b"]})
+        made = {"raylt": "1", "torch": "2", "device": "cpu", "precision": "tf32" if each.seed else "float32"}
+        each.made.update({**made, "codes": ["a" if each.seed else "b"]})
     (mixed,) = verdicts(runs, [MUPFL], mix_versions=True)
-    assert (mixed.seeds, mixed.made) == (3, "raylt 1, torch 2, cpu, 2 versions of the code")
+    assert (mixed.seeds, mixed.made) == (3, "raylt 1, torch 2, cpu, float32, tf32, 2 versions of the code")
 
 
 def test_runs_of_several_versions_of_the_code_are_combined_only_if_allowed():
