@@ -30,6 +30,7 @@ from raylt.recordability import recordable
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
 # layers that drop whole residual branches, in timm and torchvision
 STOCHASTIC = ("DropPath", "StochasticDepth")
+BLOCKS = ("blocks", "layers", "resblocks")  # names of the containers of blocks in timm, torchvision and open_clip
 
 
 def limit(model: SplitModel, trainable: str) -> SplitModel:
@@ -63,12 +64,19 @@ def limit(model: SplitModel, trainable: str) -> SplitModel:
             )
             learning = [module for block in blocks[-int(number) :] for module in block]
         case "lora":
-            learning = list(_add_low_rank(model.encoder, int(number)))
+            widest = max((min(layer.weight.shape[:2]) for _, layer in _adaptable(model.encoder)), default=0)
             _expect(
-                bool(learning),
+                widest > 0,
                 trainable,
                 "the encoder has no linear layer and no 1x1 convolution that could be adapted. Set trainable=last:1",
             )
+            _expect(
+                int(number) <= widest,
+                trainable,
+                f"no layer of the encoder can have an update of more than rank {widest}. Give at most lora:{widest}, "
+                "or all",
+            )
+            learning = list(_add_low_rank(model.encoder, int(number)))
     _freeze_all_but(model.encoder, learning)
     return model
 
@@ -82,7 +90,7 @@ def blocks_of(encoder: nn.Module) -> list[list[nn.Module]]:
     modules = list(_parts_of(encoder))
     blocks: list[list[nn.Module]] = []
     for module in modules:
-        if blocks and isinstance(module, NORMS):
+        if blocks and _is_norm(module):
             blocks[-1].append(module)
         else:
             blocks.append([module])
@@ -95,13 +103,34 @@ def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
         yield from _inner(children[0])
         return
     for child in children:
-        parts = list(child.children())
-        # open_clip's transformer has nothing but the list of its blocks; a block may have nothing but a sequence
-        holds_blocks = len(parts) == 1 and isinstance(parts[0], nn.ModuleList)
-        if isinstance(child, nn.Sequential | nn.ModuleList) or holds_blocks:
+        if isinstance(child, nn.Sequential | nn.ModuleList):
             yield from _parts_of(child)
         else:
-            yield child
+            yield from _blocks_of_stage(child) or [child]
+
+
+def _blocks_of_stage(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a stage, with what stands between them; an empty list for a module that is no stage.
+
+    A stage of timm, torchvision or open_clip has its blocks in a container with one of the names `BLOCKS`, or as
+    children with one name and a number, each of several layers.
+    """
+    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    if any(name in BLOCKS and isinstance(child, nn.Sequential | nn.ModuleList) for name, child in children):
+        return [block for name, child in children for block in (_parts_of(child) if name in BLOCKS else [child])]
+    prefixes = {name.rstrip("0123456789") for name, _ in children}
+    numbered = len(prefixes) == 1 and not prefixes & {name for name, _ in children}
+    return [child for _, child in children] if numbered and all(map(_has_layers, dict(children).values())) else []
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(next(child.parameters(), None) is not None for child in module.children())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether all parameters of a module are those of normalisation layers."""
+    norms = {id(value) for layer in module.modules() if isinstance(layer, NORMS) for value in layer.parameters()}
+    return bool(norms) and all(id(value) in norms for value in module.parameters())
 
 
 def _inner(child: nn.Module) -> Iterator[nn.Module]:
@@ -279,16 +308,17 @@ def _filled(layer: Any, adapted: LowRank) -> Any:
 
 def _add_low_rank(encoder: nn.Module, rank: int) -> Iterator[LowRank]:
     """Replace every linear layer and 1x1 convolution of an encoder by a layer with a low-rank update."""
-    for path, layer in list(encoder.named_modules()):
-        adapted: LowRankLinear | LowRankConv
-        if type(layer) is nn.Linear:
-            adapted = LowRankLinear(layer, rank)
-        elif type(layer) is nn.Conv2d and _is_pointwise(layer):
-            adapted = LowRankConv(layer, rank)
-        else:
-            continue
+    for path, layer in list(_adaptable(encoder)):
+        adapted = LowRankLinear(layer, rank) if isinstance(layer, nn.Linear) else LowRankConv(layer, rank)
         encoder.set_submodule(path, adapted)
         yield adapted
+
+
+def _adaptable(encoder: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
+    """Yield the path and the layer of every linear layer and 1x1 convolution."""
+    for path, layer in encoder.named_modules():
+        if type(layer) is nn.Linear or (type(layer) is nn.Conv2d and _is_pointwise(layer)):
+            yield path, layer
 
 
 def _is_pointwise(layer: nn.Conv2d) -> bool:

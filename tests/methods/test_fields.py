@@ -40,6 +40,7 @@ VALUES: dict[tuple[str, str], Any] = {
     ("fedrela", "after"): 0.0,
     ("ratioloss", "clip"): 1e-3,
     ("mupfl", "kappa_max"): 2,
+    ("sfd", "m_min"): 100,
 }
 # names of the clients' own settings: a method's second training has a prefix, as in retrain_epochs
 OF_LOCAL_TRAINING = {"rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "schedule"}
@@ -108,10 +109,11 @@ def test_a_field_without_a_stage_acts_before_the_first_one(name, tmp_path, clip_
 
 
 def teacher_of_many_lengths(file: Path) -> str:
-    """Write a feature file whose texts are neither orthogonal nor of length 1; return the teacher's name."""
+    """Write a feature file with texts of both wordings, none of length 1; return the teacher's name."""
     arrays = feature_arrays(make_task())
     text = arrays["text"]
     arrays["text"] = np.arange(1, len(text) + 1, dtype=np.float32)[:, None] * (text + 0.5 * text[0])
+    arrays["text_label"] = arrays["text"] + text[1]
     np.savez(file, **arrays)
     return f"npz:{file}"
 

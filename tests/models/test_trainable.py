@@ -156,9 +156,55 @@ def test_blocks_are_counted_from_the_end_and_take_their_norm_with_them():
     assert kinds == [["Conv2d", "BatchNorm2d"], ["Linear"], ["Linear"], ["Linear"]]
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("mobilenet_v2", 19), ("resnet18", 9)])
-def test_a_block_that_is_a_sequence_of_layers_stays_one_block(name, blocks):
-    assert len(blocks_of(build_model(f"torchvision:{name}", 3, (32, 32, 3)).encoder)) == blocks
+class Stage(nn.Module):
+    """A stage as in ConvNeXt: a downsampling convolution, then blocks in a container."""
+
+    def __init__(self):
+        super().__init__()
+        self.downsample = nn.Sequential(nn.LayerNorm(2), nn.Conv2d(2, 2, 2))
+        self.blocks = nn.Sequential(Block(), Block())
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+class NumberedStage(nn.Module):
+    """A stage as in RegNet: blocks with a name and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.b1, self.b2 = Block(), Block()
+
+
+class NormHead(nn.Module):
+    """A head without its classifier, as timm leaves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(2), nn.Identity()
+
+
+def test_a_stage_is_not_one_block():
+    encoder = nn.Sequential(nn.Conv2d(1, 2, 3), Stage(), NumberedStage(), NormHead())
+    kinds = [[type(module).__name__ for module in block] for block in blocks_of(encoder)]
+    assert kinds == [["Conv2d"], ["Sequential"], ["Block"], ["Block"], ["Block"], ["Block", "NormHead"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("mobilenet_v2", 19),
+        ("resnet18", 9),
+        pytest.param("vit_b_16", 13, marks=pytest.mark.slow),
+        pytest.param("densenet121", 62, marks=pytest.mark.slow),
+    ],
+)
+def test_networks_of_torchvision_have_their_own_blocks(name, blocks):
+    side = 224 if name.startswith("vit") else 32
+    assert len(blocks_of(build_model(f"torchvision:{name}", 3, (side, side, 3)).encoder)) == blocks
 
 
 @pytest.mark.parametrize("trainable", ["last:99", "norm", "lora:2"])
@@ -166,6 +212,14 @@ def test_parts_that_an_encoder_does_not_have_are_refused(trainable):
     plain = SplitModel(nn.Sequential(nn.Conv2d(1, 4, 3)), 4, 3)
     with refused("model.lacks-layer", key="trainable", value=trainable):
         limit(plain, trainable)
+
+
+def test_ranks_above_the_widest_layers_are_refused():
+    body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(16, 6))
+    with refused("model.lacks-layer", key="trainable", value="lora:7") as caught:
+        limit(SplitModel(body, 6, 3), "lora:7")
+    assert "Give at most lora:6, or all" in str(caught.value)
+    assert limit(SplitModel(body, 6, 3), "lora:6").encoder.get_submodule("2").up.shape == (6, 6)
 
 
 @pytest.mark.parametrize("value", ["", "encoder", "last", "last:0", "lora:-1", "lora:x", "last:1:2", "ALL"])

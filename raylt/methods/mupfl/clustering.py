@@ -7,7 +7,7 @@ method.py.
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -114,10 +114,10 @@ def cluster(similarity: Tensor, kappas: Sequence[int], seed: int) -> Clustering:
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct points than clusters
         for kappa in kappas:
+            start: dict[str, Any] = {"n_init": STARTS, "random_state": seed % 2**32}
             if n <= ENUMERATED:
-                means = KMeans(kappa, init=_best_centres(points, kappa), n_init=1)
-            else:
-                means = KMeans(kappa, n_init=STARTS, random_state=seed % 2**32)  # pyright: ignore[reportArgumentType]
+                start = {"n_init": 1, "init": _best_centres(points, kappa)}
+            means = KMeans(kappa, **start)
             labels = means.fit_predict(points)
             if len(set(labels)) == kappa:
                 labels_by_kappa[kappa] = labels.tolist()
