@@ -58,6 +58,7 @@ def read(path: Path, model: str) -> dict[str, Tensor]:
             key="weights",
             value=str(path),
         ) from None
+    _check_bare(state, path)
     for name, value in state.items():
         if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
             raise ConfigError(
@@ -82,6 +83,20 @@ def _load(file: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ValueError("it holds no state dict")
     return state
+
+
+def _check_bare(state: dict[str, Any], path: Path) -> None:
+    """Raise an error for a checkpoint of a training, which has the state dict as one of its parts."""
+    for name, part in state.items():
+        if isinstance(part, dict) and part and all(isinstance(value, Tensor) for value in part.values()):
+            raise ConfigError(
+                f"weights: {path} is a checkpoint that has a state dict as a part ({name}). Save the part alone: "
+                f'torch.save(torch.load({path.name!r})["{name}"], "weights.pt")',
+                code="model.weights-mismatch",
+                key="weights",
+                value=str(path),
+                entry=name,
+            )
 
 
 def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[str], weights: str, model: str) -> None:
@@ -118,6 +133,10 @@ def _check_entries(expected: dict[str, Tensor], given: dict[str, Any], weights: 
             fault = f"{name} has the shape {list(given[name].shape)} instead of {list(expected[name].shape)}"
         else:
             continue
+        strange = [each for each in given if each not in expected]
+        prefix = min(strange, default="").partition(".")[0] + "."
+        if name not in given and f"{prefix}{name}" in given and all(each.startswith(prefix) for each in strange):
+            fault += f"; all its names begin with {prefix}, which has to be removed"
         raise ConfigError(
             f"weights: {weights} does not fit {model}: {fault}. Give a state dict of {model}.",
             code="model.weights-mismatch",

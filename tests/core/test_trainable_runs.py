@@ -116,6 +116,20 @@ def test_weights_of_another_model_are_refused_by_their_first_entry(tmp_path, fau
         build_model(LIBRARY, 4, (8, 8, 1), str(file))
 
 
+@pytest.mark.parametrize("name", [LIBRARY, "torchvision:resnet18"])
+def test_weights_inside_a_checkpoint_or_under_a_prefix_are_refused_with_the_remedy(tmp_path, name):
+    state = build_model(name, 4, (32, 32, 3)).encoder.get_submodule("body").state_dict()
+    file = tmp_path / "training.pt"
+    torch.save({"epoch": 3, "state_dict": state}, file)
+    with refused("model.weights-mismatch", key="weights", value=str(file), entry="state_dict") as caught:
+        build_model(name, 4, (32, 32, 3), str(file))
+    assert 'torch.save(torch.load(\'training.pt\')["state_dict"], "weights.pt")' in str(caught.value)
+    torch.save({f"module.{entry}": value for entry, value in state.items()}, file)
+    with refused("model.weights-mismatch", key="weights", value=str(file)) as caught:
+        build_model(name, 4, (32, 32, 3), str(file))
+    assert "all its names begin with module., which has to be removed" in str(caught.value)
+
+
 QUICK = ("resumed_after_every_step", "keeps_private_entries", "predicts_what_was_judged")
 CONTRACT = [
     pytest.param(name, part, check, id=f"{name}-{part}-{check.__name__}", marks=[] if quick else pytest.mark.slow)
