@@ -161,7 +161,6 @@ ray.init(
 assert not torch.cuda.is_available(), "this test is for machines without a GPU"
 for name, result in (
     ("places", places()),
-    ("leased", carry_out("leased")),
     ("clients", carry_out("clients", "resources.device=cuda")),
     ("none", carry_out("none", "resources.gpus_per_client=0")),
     ("cpu", carry_out("cpu", "resources.device=cpu", "resources.gpus_per_client=0.25")),

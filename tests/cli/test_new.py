@@ -47,7 +47,7 @@ def test_the_study_runs(raylt):
     raylt("new", "study")
     file = Path("my_study.yaml")
     tree = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump({**tree, "seeds": 2, "base": {**tree["base"], "federation": {"rounds": 2}}}))
+    file.write_text(yaml.safe_dump({**tree, "seeds": 1, "base": {**tree["base"], "federation": {"rounds": 2}}}))
     code, out, err = raylt("study", "my_study.yaml", "--parallel", "1")
     assert code == 0, err
     assert "ccvr" in out
