@@ -90,8 +90,8 @@ def _check_bare(state: dict[str, Any], path: Path) -> None:
     for name, part in state.items():
         if isinstance(part, dict) and part and all(isinstance(value, Tensor) for value in part.values()):
             raise ConfigError(
-                f"weights: {path} is a checkpoint that has a state dict as a part ({name}). Save the part alone: "
-                f'torch.save(torch.load({path.name!r})["{name}"], "weights.pt")',
+                f"weights: {path} is a checkpoint that has a state dict as a part ({name}). Save the part alone, "
+                f'with torch.save(torch.load({path.name!r})["{name}"], "weights.pt").',
                 code="model.weights-mismatch",
                 key="weights",
                 value=str(path),
