@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def tune_arm(
         result = search(
             base,
             arm_space,
-            None,
+            None if cost else ceil(tuning.runs),  # a budget does not limit runs without rounds
             out=folder,
             name=NAME,
             metric=tuning.metric,
@@ -112,9 +113,14 @@ def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int,
 
 
 def _space(base: Config, tuning: Tuning, arm: str) -> Space:
-    """Return the search space of an arm, without ranges of fields that the arm's method does not have."""
+    """Return the search space of an arm, without ranges of fields that the arm's method does not have.
+
+    Without rounds there is no local training, and no range of its settings.
+    """
     method = base.method["name"]
     texts = applying(tuning.ranges, METHODS[method])
+    if not base.federation.rounds:
+        texts = {key: text for key, text in texts.items() if not key.startswith("local.")}
     ranges = {key: axis_of(f"study.tune.ranges.{key}", text) for key, text in texts.items()}
     return space(base, ranges, tuning.fields.get(arm), method)
 

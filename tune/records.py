@@ -378,7 +378,7 @@ def score_of(
     """
     value = validation.get(metric)
     rounds = config.federation.rounds
-    spent = cost * min(report["step"], rounds) // rounds
+    spent = cost * min(report["step"], rounds) // rounds if rounds else cost
     test = {} if kind == "rehearsal" else _test_figures(report)
     return None if value is None else Score(report["step"], kind, value, spent, validation, test)
 

@@ -498,7 +498,8 @@ def check_plan(plan: SearchPlan) -> None:
     _check_splits(plan)
     _check_rungs(plan)
     for method, sequence in SearchState(plan, sizes).sequences.items():
-        if not isinstance(sequence.next(), TrialRecord):
+        first = sequence.next()
+        if not isinstance(first, TrialRecord):
             unlimited = replace(plan, budget=None)
             record = SearchState(unlimited, sizes).sequences[method].next()
             assert isinstance(record, TrialRecord)
@@ -509,6 +510,14 @@ def check_plan(plan: SearchPlan) -> None:
                 key="--budget",
                 value=plan.budget,
                 cost=record.whole_cost,
+            )
+        if not first.whole_cost and plan.samples is None:
+            raise ConfigError(
+                f"{spoken('--budget', 'budget')}: a trial of {method} without rounds takes no {plan.unit}, so a budget "
+                f"sets no limit ({plan.budget}). Give a number of trials, {spoken('--samples', 'samples')}.",
+                code="search.not-searchable",
+                key="--budget",
+                value=plan.budget,
             )
 
 

@@ -6,7 +6,9 @@ from made import write_run
 from refusals import refused
 
 import raylt
+from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
+from raylt.hyper import LogUniform
 from raylt.studies import study as study_module
 from raylt.studies.analysis.comparison import compare
 from raylt.studies.definition import define
@@ -16,6 +18,7 @@ from raylt.studies.study import Study
 from tune.arm import tune_arm
 from tune.loop import sizes
 from tune.plan import client_steps
+from tune.search import search
 
 TUNED = {
     "name": "tuned",
@@ -111,6 +114,32 @@ def test_a_budget_in_passes_counts_what_an_arm_computes(tmp_path):
     assert tuned["passes"]["client_steps"] * 3 == tuned["passes"]["budget"] * 2
     assert "client-steps of FedAvg, " in describe("", "ditto", tuned["passes"])
     assert "client-steps, " in describe("", "ditto", tuned["steps"])
+
+
+def test_arms_without_rounds_are_searched_by_trials_as_a_budget_does_not_limit_them(tmp_path):
+    arms = {"fedavg": "fedavg"} | {
+        f"{name} once": {"method": name, "federation.rounds": 0} for name in ("fed3r", "fedncm")
+    }
+    base = TUNED["base"] | {"trainable": "classifier"}
+    definition = define(TUNED | {"base": base, "arms": arms})
+    tuning = Tuning(runs=3, searcher="random", ranges={"local.lr": "loguniform(0.01, 0.1)"}, fields={"fedncm once": []})
+    once, nothing = (
+        tune_arm(tmp_path / name, definition.bases()["", name], definition.bases()["", "fedavg"], tuning, name)
+        for name in ("fed3r once", "fedncm once")
+    )
+    assert (once["trials"], once["client_steps"]) == (3, 0)
+    assert "local.lr" not in once["values"]
+    assert "method.ridge" in once["values"]
+    assert once["score"] is not None
+    assert nothing["trials"] == 0
+
+
+def test_a_budget_alone_does_not_start_a_search_without_rounds(tmp_path):
+    config = load(None, ["method=fed3r", "data.clients=3", "trainable=classifier", "federation.rounds=0"])
+    with refused("search.not-searchable", ConfigError, key="--budget", value=500):
+        search(
+            config, {"method.ridge": LogUniform(0.01, 1.0)}, scheduler="none", budget=500, out=tmp_path, fleet="local"
+        )
 
 
 def test_ranges_of_other_methods_fields_and_given_fields_are_not_searched(tmp_path):
