@@ -3,11 +3,11 @@ memory.
 
     python benchmarks/gpu.py [--out gpu.json] [--seconds 570] [--parts rounds,bits]
 
-It needs a GPU. A machine without Ray will do for all parts but `actors`: carry the tree and, where they are missing, the
-packages pydantic, cryptography and psutil; it imports no open_clip and no data set. Images are random, of CIFAR-10's
-size. The parts stand in order of worth. Each is a process of its own with a limit of its own, so one that crashes or
-hangs costs itself alone. OUT is written again after each finding, so what was measured is kept; a table is printed at
-the end.
+It needs a GPU. A machine without Ray will do for all parts but `actors`: carry the tree and, where they are missing,
+the packages pydantic, cryptography and psutil; it imports no open_clip and no data set. Images are random, of
+CIFAR-10's size. The parts stand in order of worth. Each is a process of its own with a limit of its own, so one that
+crashes or hangs costs itself alone. OUT is written again after each finding, so what was measured is kept; a table is
+printed at the end.
 
     rates      TFLOP/s of a product of matrices in each precision, TB/s of a copy: the ceilings
     rounds     seconds of the second round of FedAvg (BPFed's recipe), FedSM and SFD, in each precision, as graphs and
