@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
@@ -213,9 +213,9 @@ def actors(
                 if problem is not None:
                     yield {"mps": "not started", "problem": problem}
                     continue
-                cases = [(way, strict) for strict in (True, False) for way in (ways[:2] if strict else ways)]
-                if not served:
-                    cases = [(way, False) for way in ways]
+                cases = [(way, False) for way in ways]
+                if served:
+                    cases = [*((way, True) for way in ways[:2]), *cases]
                 for way, strict in until(end - time.monotonic(), cases):
                     given = [*base, *_share(way, gpus), f"resources.deterministic={str(strict).lower()}"]
                     out = folder / f"{served}-{way}-{strict}"
@@ -255,7 +255,7 @@ def _run(settings: list[str], fleet: str, out: Path, environment: Environment, l
         most, late = 0, False
         while process.poll() is None:
             most = max(most, _count_actors(process.pid))
-            time.sleep(0.5)
+            time.sleep(0.1)
             if time.perf_counter() - start > limit and not late:
                 late = True
                 process.terminate()
@@ -277,11 +277,10 @@ def _run(settings: list[str], fleet: str, out: Path, environment: Environment, l
 def _count_actors(driver: int) -> int:
     """Count the client actors below a process; Ray names a worker's process after the actor's class."""
     names = []
-    for process in psutil.Process(driver).children(recursive=True):
-        try:
-            names.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue  # it ended in between
+    with suppress(psutil.NoSuchProcess):  # the driver ended in between
+        for process in psutil.Process(driver).children(recursive=True):
+            with suppress(psutil.Error):  # this one did
+                names.append(" ".join(process.cmdline()))
     return sum(name.startswith("ray::ClientActor") for name in names)
 
 

@@ -30,6 +30,7 @@ from raylt.recordability import recordable
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
 # layers that drop whole residual branches, in timm and torchvision
 STOCHASTIC = ("DropPath", "StochasticDepth")
+CONTAINERS = (nn.Sequential, nn.ModuleList)
 BLOCKS = ("blocks", "layers", "resblocks")  # names of the containers of blocks in timm, torchvision and open_clip
 
 
@@ -99,11 +100,11 @@ def blocks_of(encoder: nn.Module) -> list[list[nn.Module]]:
 
 def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
     children = [child for child in module.children() if next(child.parameters(), None) is not None]
-    if len(children) == 1 and not isinstance(module, nn.Sequential | nn.ModuleList):
+    if len(children) == 1 and not isinstance(module, CONTAINERS):
         yield from _inner(children[0])
         return
     for child in children:
-        if isinstance(child, nn.Sequential | nn.ModuleList):
+        if isinstance(child, CONTAINERS):
             yield from _parts_of(child)
         else:
             yield from _blocks_of_stage(child) or [child]
@@ -113,18 +114,25 @@ def _blocks_of_stage(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of a stage, with what stands between them; an empty list for a module that is no stage.
 
     A stage of timm, torchvision or open_clip has its blocks in a container with one of the names `BLOCKS`, or as
-    children with one name and a number, each of several layers.
+    children with one name and a number, each of several layers. A module with nothing but a list is a stage, too.
     """
-    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
-    if any(name in BLOCKS and isinstance(child, nn.Sequential | nn.ModuleList) for name, child in children):
-        return [block for name, child in children for block in (_parts_of(child) if name in BLOCKS else [child])]
-    prefixes = {name.rstrip("0123456789") for name, _ in children}
-    numbered = len(prefixes) == 1 and not prefixes & {name for name, _ in children}
-    return [child for _, child in children] if numbered and all(map(_has_layers, dict(children).values())) else []
+    children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
+    stacks = {name for name, child in children.items() if name in BLOCKS and isinstance(child, CONTAINERS)}
+    if len(children) == 1:
+        stacks |= {name for name, child in children.items() if isinstance(child, nn.ModuleList)}
+    if stacks:
+        return [
+            block for name, child in children.items() for block in (_parts_of(child) if name in stacks else [child])
+        ]
+    prefixes = {name.rstrip("0123456789") for name in children}
+    numbered = len(prefixes) == 1 and prefixes.isdisjoint(children)
+    return list(children.values()) if numbered and all(map(_has_layers, children.values())) else []
 
 
 def _has_layers(module: nn.Module) -> bool:
-    return any(next(child.parameters(), None) is not None for child in module.children())
+    """Return whether a module has several layers, beside normalisation. A convolution with its own is one layer."""
+    layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
+    return sum(not isinstance(layer, NORMS) for layer in layers) > 1
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -198,6 +198,7 @@ def test_clients_are_timed_in_stacks_and_alone(gpu, monkeypatch):
     assert isinstance(finding["same_in_any_stack"], bool)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_client_actors_on_ray_give_the_bits_of_one_process(gpu, monkeypatch):
     module = importlib.import_module("gpu_sharing")

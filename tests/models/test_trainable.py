@@ -179,6 +179,30 @@ class NumberedStage(nn.Module):
         self.b1, self.b2 = Block(), Block()
 
 
+class Convolution(nn.Module):
+    """A convolution with its normalisation, which is one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+
+
+class DarkBlock(nn.Module):
+    """A block as in DarkNet, which is no stage though its parts have a name and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = Convolution(), Convolution()
+
+
+class Listed(nn.Module):
+    """A stage with nothing but a list, whatever its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Block(), Block()])
+
+
 class NormHead(nn.Module):
     """A head without its classifier, as timm leaves it."""
 
@@ -188,9 +212,9 @@ class NormHead(nn.Module):
 
 
 def test_a_stage_is_not_one_block():
-    encoder = nn.Sequential(nn.Conv2d(1, 2, 3), Stage(), NumberedStage(), NormHead())
+    encoder = nn.Sequential(nn.Conv2d(1, 2, 3), Stage(), NumberedStage(), Listed(), DarkBlock(), NormHead())
     kinds = [[type(module).__name__ for module in block] for block in blocks_of(encoder)]
-    assert kinds == [["Conv2d"], ["Sequential"], ["Block"], ["Block"], ["Block"], ["Block", "NormHead"]]
+    assert kinds == [["Conv2d"], ["Sequential"], *[["Block"]] * 6, ["DarkBlock", "NormHead"]]
 
 
 @pytest.mark.parametrize(
