@@ -1,6 +1,7 @@
 """Writes the speed table from its record as Markdown into docs/speed.md."""
 
 import json
+import textwrap
 from pathlib import Path
 
 RECORD = Path(__file__).parents[1] / "speed.json"
@@ -61,17 +62,18 @@ def show(record: dict) -> str:
     shared = " that others worked on meanwhile: CPU seconds are what to go by" if record["shared"] else ""
     turns = max(max(scale["turns"].values()) for scale in record["scales"].values())
     runs = "one run each" if turns == 1 else f"medians of at most {turns} alternating runs"
-    parts.append(
+    notes = [
         f"Ratios to the bare loop, {runs}, on {record['machine']}{shared}; "
         f"{record['date']}, {versions}, torch {kernel['torch']}, "
         f"commit {', '.join(dict.fromkeys(scale['commit'] for scale in record['scales'].values()))}."
-    )
+    ]
     missing = dict(item for scale in record["scales"].values() for item in scale["missing"].items())
     for why in dict.fromkeys(missing.values()):
         names = [NAMES[name] for name, reason in missing.items() if reason == why]
-        parts.append(f"Not measured: {', '.join(names)}; {why}.")
+        notes.append(f"Not measured: {', '.join(names)}; {why}.")
     if record["left_out"]:
-        parts.append(f"Not measured yet: {', '.join(record['left_out'])}.")
+        notes.append(f"Not measured yet: {', '.join(record['left_out'])}.")
+    parts.append(textwrap.fill(" ".join(notes), 128, break_long_words=False, break_on_hyphens=False))
     return "\n".join(parts)
 
 
