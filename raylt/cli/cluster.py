@@ -48,6 +48,7 @@ def _check_as_run_does(config: Config) -> str:
     Returns:
         A description of the phase after the last round; "" if it takes no longer than a round or was not checked.
     """
+    from raylt.core.device import one_thread
     from raylt.runs.start import lacks_files, preview_run
 
     try:
@@ -57,7 +58,8 @@ def _check_as_run_does(config: Config) -> str:
             raise
         err.print(f"checked without these files: {error}", markup=False, soft_wrap=True)
         return ""
-    return setup.method.last_phase(task.spec, model)
+    with one_thread():  # the text has seconds on one core
+        return setup.method.last_phase(task.spec, model)
 
 
 def doctor(address: Address = None, format: FormatOption = Format.table) -> None:

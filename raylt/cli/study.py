@@ -244,6 +244,7 @@ def _last_phases(plans: "Sequence[Planned]") -> list[str]:
     Args:
         plans: runs whose last phase was not timed yet.
     """
+    from raylt.core.device import one_thread
     from raylt.core.method import Method
     from raylt.registry import resolve
     from raylt.runs.start import lacks_files, preview_run
@@ -258,7 +259,9 @@ def _last_phases(plans: "Sequence[Planned]") -> list[str]:
             if not lacks_files(error):
                 raise
             continue
-        if text := setup.method.last_phase(task.spec, model):
+        with one_thread():  # the text has seconds on one core
+            text = setup.method.last_phase(task.spec, model)
+        if text:
             lines.append(f"last phase of {arm}: {text}")
     return lines
 

@@ -6,11 +6,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from made import report, write_run
 from refusals import refused
 
 from raylt.cli.main import app
 from raylt.errors import ConfigError
+from raylt.methods.sfd.method import SFD
 from raylt.runs.folder.writer import Journal
 from raylt.studies.definition import define
 from raylt.studies.study import Study
@@ -193,6 +195,28 @@ def test_dry_run_says_what_a_last_phase_costs(tmp_path, monkeypatch, capsys):
     (tmp_path / "s.yaml").write_text(json.dumps(TREE | {"arms": arms, "cells": {}, "seeds": 1}))
     lines = printed(capsys, "study", "s.yaml", "--dry-run").splitlines()
     assert lines[-1].startswith("last phase of whole: synthesis of 10 classes in 100 steps each, about ")
+
+
+@pytest.mark.parametrize("command", ["study", "plan"])
+def test_what_is_said_of_one_core_is_timed_on_one_core(command, tmp_path, monkeypatch, capsys):
+    threads = []
+
+    def last_phase_seconds(self, spec, model):
+        threads.append(torch.get_num_threads())
+        return 1.0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(SFD, "last_phase_seconds", last_phase_seconds)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    if command == "study":
+        (tmp_path / "s.yaml").write_text(json.dumps(TREE | {"arms": {"sfd": "sfd"}, "cells": {}, "seeds": 1}))
+        printed(capsys, "study", "s.yaml", "--dry-run")
+    else:
+        printed(capsys, "plan", "--nodes", "1x2cpu", "method=sfd", "data.source=digits", "data.clients=3")
+    assert threads == [1]
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
 
 
 def test_dry_run_lists_what_is_left_and_makes_nothing(folder, capsys, tmp_path):
