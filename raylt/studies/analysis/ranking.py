@@ -118,7 +118,8 @@ def rank(
         )
         for i, arm in enumerate(arms)
     ]
-    ranked.sort(key=lambda each: (-each.strength.estimate, each.arm))
+    # rounded: arms with the same wins differ in the last bit, by processor
+    ranked.sort(key=lambda each: (-round(each.strength.estimate, 9), each.arm))
     return Ranking(measure, at, level, list(studies), len(cells), len(blocks), ranked)
 
 

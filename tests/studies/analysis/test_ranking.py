@@ -67,6 +67,12 @@ RUNS = [
 ]
 
 
+@pytest.mark.parametrize("ulp", [-1e-15, 0, 1e-15])
+def test_arms_with_the_same_wins_are_ordered_by_name_on_every_processor(ulp, monkeypatch):
+    monkeypatch.setattr("raylt.studies.analysis.ranking.fit", lambda wins: np.array([0.5 + ulp, 0.5 - ulp, -1.0]))
+    assert [each.arm for each in rank({"ground": RUNS}).arms] == ["a", "b", "c"]
+
+
 def test_order_and_counts():
     ranking = rank({"ground": RUNS})
     assert [arm.arm for arm in ranking.arms] == ["a", "c", "b"]
