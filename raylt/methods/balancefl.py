@@ -15,6 +15,7 @@ With all switches off and all classes owned this is FedAvg of a network whose cl
 """
 
 import copy
+import math
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
@@ -30,7 +31,7 @@ from raylt.data.samples import Batch
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.models.split import SplitModel
-from raylt.ops.moments import class_scatter, perturb
+from raylt.ops.moments import class_residuals, perturb_along
 from raylt.recordability import not_recordable
 
 POOL = 500
@@ -102,8 +103,8 @@ class BalanceFL(Method):
         the client.
         """
         z, y = features(client)  # [n, d], [n], of the received model [2]
-        scatter, weights = class_scatter(z, y)
-        pool = perturb(scatter / max(weights, 1), POOL, client.order).float()  # [3]
+        rows, n = class_residuals(z, y)
+        pool = perturb_along(rows / math.sqrt(n), POOL, client.order).float()  # [3]
         chance = 1 - client.counts / client.counts.max()  # [C]
 
         def augment(z: Tensor, y: Tensor) -> Tensor:

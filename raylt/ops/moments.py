@@ -1,5 +1,6 @@
 """First and second moments of features by class: sums at clients, means and covariances at the server."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -222,23 +223,49 @@ def unpack(triangle: Tensor, dim: int) -> Tensor:
     return matrix
 
 
-def class_scatter(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]:
-    """Return the weighted sum of class covariances M_c, float64 [d, d], and the sum of the weights, Eq. 13-15 of BPFed.
+def class_residuals(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]:
+    """Return rows R [n, d] whose product R^T R is a weighted sum of class covariances, and the sum of the weights.
+
+    Each row is a feature minus its class's mean, times a factor of its class. Rows are float64.
 
     Args:
         z: Features [n, d].
         y: Labels, int64 [n].
         weight: "n" or "n-1", the weight of a class with n samples. One sample has no covariance and counts as zero.
     """
-    total = z.new_zeros(z.shape[1], z.shape[1], dtype=torch.float64)
+    rows = torch.empty_like(z, dtype=torch.float64)
     weights = 0
     for c in y.unique():
-        own = z[y == c].double()
+        of_class = y == c
+        own = z[of_class].double()
         n = len(own) if weight == "n" else len(own) - 1
-        own = own - own.mean(0)
-        total += n / max(len(own) - 1, 1) * (own.T @ own)
+        rows[of_class] = (own - own.mean(0)) * math.sqrt(n / max(len(own) - 1, 1))
         weights += n
-    return total, weights
+    return rows, weights
+
+
+def class_scatter(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]:
+    """Return the weighted sum of class covariances M_c, float64 [d, d], and the sum of the weights, Eq. 13-15 of BPFed.
+
+    Arguments as in `class_residuals`.
+    """
+    rows, weights = class_residuals(z, y, weight)
+    return rows.T @ rows, weights
+
+
+def perturb_along(rows: Tensor, n: int, generator: torch.Generator) -> Tensor:
+    """Draw n vectors from N(0, R^T R) for the given rows R [m, d], float64 [n, d].
+
+    Up to d rows need no matrix [d, d], which saves most of the time where a client has fewer samples than features have
+    entries.
+
+    Args:
+        generator: On the CPU, so that every device gets the same numbers.
+    """
+    if len(rows) > rows.shape[1]:
+        return perturb(rows.T @ rows, n, generator)
+    xi = torch.randn(n, len(rows), generator=generator, dtype=torch.float64).to(rows.device)
+    return xi @ rows
 
 
 def perturb(covariance: Tensor, n: int, generator: torch.Generator) -> Tensor:

@@ -52,7 +52,7 @@ TESTS = {
     "work_of_the_server": ("compute",),
     "servers_step or servers_model": ("Server",),
     "pixels or (bits and mupfl and segmentation)": ("pixel_features", "back_cross_entropy"),
-    "bits and (fedavg or balancefl)": ("balanced", "sgd"),
+    "bits and (fedavg or balancefl)": ("balanced", "perturb_along", "sgd"),
     "held_out": ("ValidationJudge",),
     "other_fields": ("FeatureFile",),
     "bits and (creff or clip2fl)": ("CReFF", "CLIP2FL", "new_classifier"),

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from raylt.ops.moments import (
     moments_from_sums,
     pack,
     packed_trace,
+    perturb_along,
     pooled_means,
     scatter_fault,
     sums_fault,
@@ -126,6 +129,30 @@ def test_scatter_belongs_to_as_many_samples(weight):
     lies = ({"n": 7}, {"n": -1}, {"n": 2**53}, {"scatter": -honest["scatter"]}, {"scatter": 1e4 * honest["scatter"]})
     for lie in lies:
         assert scatter_fault(6, honest | lie, 5, weight, 4.0), lie
+
+
+@pytest.mark.parametrize("weight", ["n", "n-1"])
+def test_scatter_is_the_weighted_sum_of_the_classes_covariances(weight):
+    z = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.tensor([2, 0, 0, 2, 0, 2, 0, 1, 2])
+    weights = [4, 1, 4] if weight == "n" else [3, 0, 3]
+    expected = sum(weights[c] * torch.cov(z[y == c].T) for c in (0, 2))
+    scatter, total = class_scatter(z, y, weight)
+    assert torch.allclose(scatter, expected)
+    assert total == sum(weights)
+
+
+@pytest.mark.parametrize("m", [0, 2, 5, 40])
+def test_draws_along_rows_have_their_product_as_covariance(m):
+    rows = torch.randn(m, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    n = 200_000
+    drawn = perturb_along(rows, n, torch.Generator().manual_seed(0))
+    covariance = rows.T @ rows
+    # the standard error of an entry is below sqrt(2) * the largest variance / sqrt(n)
+    bound = 5 * math.sqrt(2 / n) * covariance.diagonal().max().item()
+    assert drawn.shape == (n, 5)
+    assert (torch.cov(drawn.T) - covariance).abs().max() <= bound
+    assert (drawn.mean(0).abs() <= 5 * (covariance.diagonal() / n).sqrt()).all()
 
 
 def test_rounding_to_float32_does_not_make_a_covariance_impossible():
