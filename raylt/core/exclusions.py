@@ -214,8 +214,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "method",
         lambda run: run.method.acts_on_encoder and not run.encoder_learns,
         lambda run: (
-            f"{run.method.name} differs from FedAvg in how it trains the encoder, and this encoder has no trained "
-            "parameters"
+            f"{run.method.name} acts on the training of the encoder, and this encoder has no trained parameters"
         ),
         "Set trainable to norm, last:N or lora:R, or choose method=fedavg",
     ),

@@ -67,7 +67,7 @@ class FedALA(Method):
         first = "weights" not in client.state
         before = client.state.get("weights", {name: torch.ones_like(gap[name]) for name in names})
         weights = tree.map_tensors(lambda w: w.to(client.device).clone(), before)
-        size = max(int(self.share * len(client)), 1)
+        size = max(int(self.share * len(client)), min(len(client), 2))
         drawn = torch.randperm(len(client), generator=client.order)[:size].to(client.device)
         batches = [rows for rows in drawn.split(client.config.local.batch) if len(rows) > 1]
         put(mixed, own, gap, weights)

@@ -36,7 +36,7 @@ class FedBABU(Method):
     personal: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("tune_epochs", "tune")}
 
-    tune_epochs: int = hp(5, Choice(0, 1, 5, 10), "fine-tuning epochs after the last round (5 from memory)", ge=0)
+    tune_epochs: int = hp(5, Choice(0, 1, 5, 10), "epochs of fine-tuning at the end (5 as in FedNH's code)", ge=0)
     tune: Literal["all", "encoder", "classifier"] = hp(
         "all", Choice("all", "encoder", "classifier"), "entries that fine-tuning updates; the paper compares them"
     )

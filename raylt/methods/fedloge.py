@@ -1,8 +1,8 @@
 """FedLoGe: an encoder trained against a fixed sparse frame, with a global and a personal classifier (Xiao et al., ICLR
 2024).
 
-Departures from the text, and from the authors' code (ZackZikaiXiao/FedLoGe at 01ae080, with `p_mode = 2`) where the
-text is silent:
+Departures from the text, and from the authors' code where the text is silent (ZackZikaiXiao/FedLoGe at 01ae080,
+`realignment.py` with `update_weights_norm_init`, then `localtest` with `p_mode = 1`):
 [1] The server makes the frame as the code does, by 10,000 steps of Adam, and sends it once. It has no bias; the code
     has a random bias that nothing trains.
 [2] Both classifiers learn from features that their losses do not move, in the same steps as the encoder.

@@ -41,7 +41,7 @@ class FedNH(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2212.02758"
 
     rho: float = hp(
-        0.9, Uniform(0.5, 0.99), "share of the old prototypes in the new ones (0.9 from memory)", ge=0, le=1
+        0.9, Uniform(0.5, 0.99), "share of the old prototypes in the new ones (0.9 as in the code)", ge=0, le=1
     )
     scale: float = hp(30.0, LogUniform(5, 60), "scale of the cosines; from the code [1]", gt=0)
 
@@ -49,6 +49,10 @@ class FedNH(Method):
         rows = nn.init.orthogonal_(torch.empty(task.classes, base.dim))
         base.classifier = Cosines(F.normalize(rows, dim=1), self.scale)
         return base
+
+    @property
+    def acts_on_encoder(self) -> bool:
+        return True
 
     @property
     def uploads_more(self) -> bool:

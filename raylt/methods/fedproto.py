@@ -8,7 +8,8 @@ Symbols are the paper's (from memory); the authors' code, yuetan031/FedProto at 
 [3] Global prototypes are means over samples, as all means of raylt; the code has the mean over clients. Those of
     classes that no asked client holds stay.
 [4] Clients are judged by the nearest global prototype, or by their own classifiers before there are any. A class
-    without a prototype is never predicted then. `predict_by=classifier` always takes the own classifier.
+    without a prototype is never predicted then. The code takes the nearest one of the classes that the client holds:
+    `predict_by=own_prototypes`. `predict_by=classifier` always takes the own classifier.
 All networks have one architecture and the same initial weights. The global model is that of the first round.
 """
 
@@ -45,8 +46,10 @@ class FedProto(Method):
     personal: ClassVar[bool] = True
 
     weight: float = hp(1.0, LogUniform(0.01, 10), "lambda, weight of the pull; from the code", ge=0)
-    predict_by: Literal["prototypes", "classifier"] = hp(
-        "prototypes", Choice("prototypes", "classifier"), "classifier that clients are evaluated with [4]"
+    predict_by: Literal["prototypes", "own_prototypes", "classifier"] = hp(
+        "prototypes",
+        Choice("prototypes", "own_prototypes", "classifier"),
+        "what a client predicts by: prototypes of all classes or of those that it holds, or its classifier [4]",
     )
 
     def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
@@ -55,6 +58,10 @@ class FedProto(Method):
 
     def shared(self, model: SplitModel) -> Params:
         return model.entries(f"{PROTOTYPES}.")
+
+    @property
+    def acts_on_encoder(self) -> bool:
+        return True
 
     @property
     def uploads_more(self) -> bool:
@@ -113,6 +120,8 @@ class FedProto(Method):
         means, present = prototypes_of(client.model)
         if self.predict_by == "classifier" or not present.any():
             return client.model
+        if self.predict_by == "own_prototypes":
+            present = present & (client.counts > 0)
         # -|z - m|^2 equals 2 m z - |m|^2 up to a term that all classes share [4]
         bias = -means.square().sum(1).masked_fill(~present, -NEVER)
         return with_classifier(client.model, 2 * means, bias)

@@ -3,7 +3,8 @@ NeurIPS 2020).
 
 Symbols are those of Algorithm 1 (from memory). Decisions, some by the authors' code, CharlieDinh/pFedMe at 7e52b22:
 [1] One local round is one batch of the `local.epochs` passes over the data; the text draws a batch for each of R local
-    rounds. The K steps on a batch are those of the client's optimiser, started again for each batch, at local.lr.
+    rounds. The K steps on a batch are those of the client's optimiser, started again for each batch, at local.lr. The
+    code's steps also decay theta, by mu = 0.001: here that is `local.weight_decay`.
 [2] theta continues from the batch before, as in the code, and starts from the received model in each round.
 [3] Clients that are not sampled do not train; in the code all clients train in each round.
 [4] BatchNorm's statistics are those of theta's forward passes, in w as well.

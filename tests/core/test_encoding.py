@@ -294,7 +294,8 @@ def test_methods_that_need_images_are_refused_before_any_is_encoded(tmp_path, me
 
 
 NEED_IMAGES = {"fedyoyo", "flea", "fedafa"}
-ON_ENCODER = {"fedper", "fedrep", "fedbabu", "fedbn", "feddecorr", "moon"}  # nothing of them is left
+# nothing of them is left
+ON_ENCODER = {"fedper", "fedrep", "fedbabu", "fedbn", "feddecorr", "moon", "fednh", "fedproto"}
 FEATURES = sorted(
     set(METHODS) - NEED_IMAGES - ON_ENCODER - {"ratioloss", "fedic"}
 )  # these two need images at the server

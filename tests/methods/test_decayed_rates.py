@@ -20,7 +20,7 @@ RATE = 0.2
 def second_round(case: Case, folder: Path, **local: Any) -> str:
     """Run a round at the rate 0.2 and a second one with other settings of local training; return the state after it.
 
-    The state has the server's and all clients'. A last phase would have the rate of a third round.
+    The state has the server's and all clients'.
     """
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     first = case.experiment(case.config(local={"batch": 8, "lr": RATE}))

@@ -82,6 +82,12 @@ def test_clients_are_judged_by_the_nearest_prototype(tiny_task):
     # differences of logits equal differences of squared distances
     assert torch.allclose(logits[:, 0] - logits[:, 2], distances[:, 2] - distances[:, 0], atol=1e-5)
     assert FedProto(predict_by="classifier").client_model(client) is client.model
+    with torch.no_grad():
+        own = FedProto(predict_by="own_prototypes").client_model(client).eval()(x)
+    allowed = [c for c in shown if client.counts[c] > 0]
+    assert 0 < len(allowed) < len(shown)
+    assert torch.equal(own[:, allowed], logits[:, allowed])
+    assert (own.argmax(1)[:, None] == torch.tensor(allowed)).any(1).all()
 
 
 def test_term_is_the_mean_square_over_batch_and_dimensions(tiny_task):

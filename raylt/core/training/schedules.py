@@ -15,8 +15,7 @@ def step(local: LocalConfig, round: int, rounds: int) -> float:
 
 def cosine(local: LocalConfig, round: int, rounds: int) -> float:
     """Return a rate that falls from `local.lr` along a cosine to 0, which it would reach after the last round."""
-    # training after the last round has its rate, not zero
-    return local.lr * 0.5 * (1 + math.cos(math.pi * min(round - 1, rounds - 1) / rounds))
+    return local.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds))
 
 
 SCHEDULES: dict[str, Schedule] = {"step": step, "cosine": cosine}
@@ -27,8 +26,8 @@ def scheduled_rate(schedule: Schedule | None, local: LocalConfig, round: int, ro
 
     Args:
         schedule: by default the one of raylt's own that `local.schedule` names.
-        round: from 1; 0 before the first counts as the first.
+        round: from 1; 0 before the first counts as the first, and training after the last round as the last.
     """
-    round = max(round, 1)
+    round = max(min(round, rounds), 1)
     rate = (schedule or SCHEDULES[local.schedule])(local, round, rounds)
     return rate if round > local.warm_up else rate * round / (local.warm_up + 1)

@@ -300,7 +300,9 @@ def test_confusion_of_equals_a_loop_over_samples(tiny_task, size):
 
 def test_learning_rate_falls_by_its_share_every_few_rounds(tiny_task):
     # 0.01 (1 - 0.005)^floor(t / 3) for rounds t = 0, 1, ...: MuPFL, 4.1
-    client = make_client(tiny_task, 0, configure(local={"lr": 0.01, "lr_decay": 0.005, "lr_decay_every": 3}))
+    client = make_client(
+        tiny_task, 0, configure(local={"lr": 0.01, "lr_decay": 0.005, "lr_decay_every": 3}, federation={"rounds": 7})
+    )
     found = {}
     for client.round in range(8):
         found[client.round] = learning_rate(client)
@@ -329,6 +331,20 @@ def test_learning_rate_rises_over_the_rounds_of_the_warm_up(tiny_task, schedule)
     for round, share in enumerate((0.25, 0.25, 0.5, 0.75, 1, 1, 1)):
         plain.round = warm.round = round
         assert learning_rate(warm) == pytest.approx(share * learning_rate(plain))
+
+
+@pytest.mark.parametrize(
+    "local",
+    [{"lr_decay": 0.5, "lr_decay_every": 4}, {"schedule": "cosine"}, {"warm_up": 6}],
+    ids=["step", "cosine", "up"],
+)
+def test_training_after_the_last_round_has_the_rate_of_the_last_round(tiny_task, local):
+    client = make_client(tiny_task, 0, configure(local={"lr": 0.1, **local}, federation={"rounds": 4}))
+    rates = []
+    for client.round in (3, 4, 5):
+        rates.append(learning_rate(client))
+    assert rates[1] == rates[2]
+    assert rates[0] != rates[1] or "lr_decay" in local
 
 
 def test_training_steps_are_as_large_as_the_learning_rate_of_the_round(tiny_task):
