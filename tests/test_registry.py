@@ -232,7 +232,11 @@ def test_models_of_other_libraries(name, shape, dim):
         ("timm:resnet19x", "timm has no model 'resnet19x'"),
         ("timm:resnet18.nosuch", r"resnet18\.nosuch .*Invalid pretrained tag .*list_pretrained\('resnet18\*'\)"),
         ("keras:x", "Give one of .*torchvision:NAME, timm:NAME or clip:NAME"),
-        ("torchvision:vit_b_16", "does not take images of 32x32"),
+        (
+            "torchvision:vit_b_16",
+            r"does not take images of 32x32 .*224 but got 32\!\). Set input=224, or take another model",
+        ),
+        ("timm:vit_tiny_patch16_224", r"does not take images of 32x32 .* Set input=224, or take another model"),
     ],
 )
 def test_models_of_other_libraries_that_cannot_be_had_are_named(name, said):

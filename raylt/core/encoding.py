@@ -76,8 +76,7 @@ def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tupl
     caches = [fast] if exact is fast else [fast, exact]
     computed = sum(cache.computed for cache in caches)
     from_cache = sum(cache.from_cache for cache in caches)
-    untrained = setup.config.weights is None and not setup.config.model.startswith("clip:")
-    random = "; its weights are random, since weights is not set" if untrained else ""
+    random = "; its weights are random, since weights is not set" if setup.has_random_frozen_parts else ""
     report(f"{setup.config.model} is frozen: {computed:,} images encoded, {from_cache:,} found in {fast.path}{random}")
     return replace(setup, augment=draw_view if views else None), task
 

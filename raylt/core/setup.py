@@ -13,7 +13,7 @@ from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
 from raylt.errors import ConfigError
 from raylt.models import ModelFactory
-from raylt.models.image_text import start_from_texts
+from raylt.models.image_text import PREFIX, start_from_texts
 from raylt.models.split import Params, SplitModel, running_statistics
 from raylt.models.trainable import limit
 from raylt.seeds import seeded
@@ -35,6 +35,12 @@ class Setup:
     model: ModelFactory
     augment: Augmentation | None
     schedule: Schedule | None = None
+
+    @property
+    def has_random_frozen_parts(self) -> bool:
+        """Return whether parts of the model that learn nothing keep random weights."""
+        config = self.config
+        return config.trainable != "all" and config.weights is None and not config.model.startswith(PREFIX)
 
     def new_model(self, spec: TaskSpec) -> SplitModel:
         """Return the initial model, which is the same in every process."""

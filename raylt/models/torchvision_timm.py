@@ -18,6 +18,9 @@ from raylt.recordability import recordable
 # statistics of the images that torchvision's models were trained on
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+# models of torchvision that were trained on images with mean and deviation 1/2: googlenet and inception_v3 rescale
+# images to them where `transform_input` is set
+HALVES = ("efficientnet_v2_l", "googlenet", "inception_v3")
 DECIDED = ("pretrained", "num_classes", "in_chans")  # arguments of timm that other settings decide
 # classifiers inside googlenet and inception_v3, which are left out
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
@@ -94,14 +97,18 @@ def library_model(
                 value=name,
             )
     if side is not None:
-        encoder = _prepared(encoder, side, shape[2])
+        halves = library == "torchvision" and architecture in HALVES
+        encoder = _prepared(encoder, side, shape[2], (0.5, 0.5, 0.5) if halves else None)
     try:
         with torch.no_grad():
             features = encoder.eval()(torch.zeros(1, shape[2], *shape[:2]))
     except (RuntimeError, AssertionError, ValueError) as error:
+        got = f"{shape[0]}x{shape[1]}" if side is None else f"{side}x{side}"
+        takes = _side_of(encoder.body)
+        remedy = "Take" if takes is None else f"Set input={takes}, or take"
         raise ConfigError(
-            f"model: {name} does not take images of {shape[0]}x{shape[1]} ({_shortened(error)}). "
-            "Take another model, or other images (of image files: set data.size)"
+            f"model: {name} does not take images of {got} ({_shortened(error).rstrip('.')}). "
+            f"{remedy} another model, or other images (of image files: set data.size)"
             f"{'; timm: models take arguments, as in timm:NAME,img_size=32' if library == 'timm' else ''}.",
             code="model.wrong-input",
             key="model",
@@ -118,14 +125,26 @@ def library_model(
     return SplitModel(encoder.train(), dim, classes)
 
 
-def _prepared(encoder: Features, side: int, channels: int) -> PreparedFeatures:
+def _side_of(body: nn.Module) -> int | None:
+    """Return the side of the images that a model was made for, if it says so."""
+    training: dict[str, Any] = getattr(body, "pretrained_cfg", None) or {}  # of timm's models
+    own: int | None = getattr(body, "image_size", None)  # of torchvision's ViTs
+    return training["input_size"][-1] if "input_size" in training else own
+
+
+def _prepared(
+    encoder: Features, side: int, channels: int, statistics: tuple[float, float, float] | None
+) -> PreparedFeatures:
     """Return an encoder that resizes and normalises images.
 
     Grey images use the mean of the colours' statistics.
+
+    Args:
+        statistics: mean and deviation of the colours; None: those that timm has for the model, or else ImageNet's.
     """
-    training: dict[str, Any] = getattr(encoder.body, "pretrained_cfg", None) or {}  # of timm's models
-    mean = list(training.get("mean", IMAGENET_MEAN))
-    std = list(training.get("std", IMAGENET_STD))
+    training: dict[str, Any] = getattr(encoder.body, "pretrained_cfg", None) or {}
+    mean = list(statistics or training.get("mean", IMAGENET_MEAN))
+    std = list(statistics or training.get("std", IMAGENET_STD))
     if channels != 3:
         mean = [sum(mean) / 3] * channels
         std = [sum(std) / 3] * channels

@@ -27,7 +27,8 @@ from raylt.errors import ConfigError
 from raylt.models.split import Params, SplitModel
 from raylt.recordability import recordable
 
-NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
+NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+OTHER_NORMS = ("RmsNorm", "RmsNorm2d", "SimpleNorm", "SimpleNorm2d")  # of timm
 # layers that drop whole residual branches, in timm and torchvision
 STOCHASTIC = ("DropPath", "StochasticDepth")
 CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -54,7 +55,7 @@ def limit(model: SplitModel, trainable: str) -> SplitModel:
             model.encoder = FrozenEncoder(model.encoder)
             return model
         case "norm":
-            learning = [module for module in model.encoder.modules() if isinstance(module, NORMS)]
+            learning = [module for module in model.encoder.modules() if _normalises(module)]
             _expect(bool(learning), trainable, "the encoder has no normalisation layer. Set trainable=last:1")
         case "last":
             blocks = blocks_of(model.encoder)
@@ -132,12 +133,17 @@ def _blocks_of_stage(module: nn.Module) -> list[nn.Module]:
 def _has_layers(module: nn.Module) -> bool:
     """Return whether a module has several layers, beside normalisation. A convolution with its own is one layer."""
     layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
-    return sum(not isinstance(layer, NORMS) for layer in layers) > 1
+    return sum(not _normalises(layer) for layer in layers) > 1
+
+
+def _normalises(layer: nn.Module) -> bool:
+    """Return whether a module is a normalisation layer."""
+    return isinstance(layer, NORMS) or type(layer).__name__ in OTHER_NORMS
 
 
 def _is_norm(module: nn.Module) -> bool:
     """Return whether all parameters of a module are those of normalisation layers."""
-    norms = {id(value) for layer in module.modules() if isinstance(layer, NORMS) for value in layer.parameters()}
+    norms = {id(value) for layer in module.modules() if _normalises(layer) for value in layer.parameters()}
     return bool(norms) and all(id(value) in norms for value in module.parameters())
 
 
@@ -236,6 +242,7 @@ class LowRank(nn.Module):
     """Layer whose weight W has a low-rank update (LoRA; Hu et al., ICLR 2022): W + up @ down, initially up = 0.
 
     Their scale alpha / r is 1. The entries of `weight` and `bias` keep the names that they have without the matrices.
+    The attribute `weight` is the sum, because some attention modules multiply by it and never call the layer.
     """
 
     weight: Tensor
@@ -251,13 +258,25 @@ class LowRank(nn.Module):
         self.up = nn.Parameter(torch.zeros(outputs, rank))
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "up" in self.__dict__.get("_parameters", ()):
+            return self.merged()
+        return super().__getattr__(name)
+
+    @property
+    def base(self) -> Tensor:
+        """Return W, the weight without the update."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight
+
     def added(self) -> list[nn.Parameter]:
         """Return the two matrices of the low-rank update."""
         return [self.down, self.up]
 
     def merged(self) -> Tensor:
         """Return the weight plus the product of the two matrices, in the weight's shape."""
-        return self.weight + (self.up @ self.down).view_as(self.weight)
+        return self.base + (self.up @ self.down).view_as(self.base)
 
 
 @recordable
@@ -271,7 +290,7 @@ class LowRankLinear(LowRank, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return F.linear(input, self.merged(), self.bias)
-        return F.linear(input, self.weight, self.bias) + F.linear(F.linear(input, self.down), self.up)
+        return F.linear(input, self.base, self.bias) + F.linear(F.linear(input, self.down), self.up)
 
     def plain(self) -> nn.Linear:
         """Return a plain linear layer with the merged weight."""
@@ -299,7 +318,7 @@ class LowRankConv(LowRank, nn.Conv2d):
         if not self.training:
             return self._conv_forward(input, self.merged(), self.bias)
         narrow = F.conv2d(input, self.down[:, :, None, None], stride=self.stride)
-        return self._conv_forward(input, self.weight, self.bias) + F.conv2d(narrow, self.up[:, :, None, None])
+        return self._conv_forward(input, self.base, self.bias) + F.conv2d(narrow, self.up[:, :, None, None])
 
     def plain(self) -> nn.Conv2d:
         """Return a plain convolution with the merged weight."""

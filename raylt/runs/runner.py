@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Seal
 from raylt.core.device import one_thread
-from raylt.core.encoding import encode
+from raylt.core.encoding import encode, trains_on_features
 from raylt.core.experiment import ENDED_EARLY
 from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.local_fleet import LocalFleet
@@ -142,6 +142,8 @@ def _take_steps(
         side = setup.config.input
         callback.on_message(f"images of {height}x{width} are resized to {side}x{side} for {setup.config.model}")
     setup.method.prepare(task, setup.config, model)  # what it refuses is not encoded first
+    if setup.has_random_frozen_parts and not trains_on_features(setup, task.spec):
+        callback.on_message(f"the frozen parts of {setup.config.model} are random, since weights is not set")
     setup, task = encode(setup, task, callback.on_message)
     if setup.method.finishes:
         with one_thread(), seeded(0):

@@ -151,6 +151,20 @@ def test_a_frozen_encoder_of_random_weights_is_said(tiny_task, tmp_path):
     assert said[0].endswith("; its weights are random, since weights is not set")
 
 
+@pytest.mark.parametrize("trainable", ["lora:2", "all"])
+def test_frozen_parts_of_random_weights_are_said_where_images_are_not_encoded(tmp_path, trainable):
+    said = []
+
+    class Messages(raylt.Callback):
+        def on_message(self, text, minor=False):
+            said.append(text)
+
+    config = make_tiny_run(tmp_path, "fedavg", f"model={NAME}", f"trainable={trainable}", name="first").config
+    raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[Messages()])
+    random = [text for text in said if "random" in text]
+    assert random == [f"the frozen parts of {NAME} are random, since weights is not set"] * (trainable == "lora:2")
+
+
 def test_views_of_an_own_augmentation_that_changed_are_not_reused(tiny_task, tmp_path, monkeypatch):
     def encoded(augmentation):
         monkeypatch.setitem(AUGMENTATIONS, "own", augmentation)

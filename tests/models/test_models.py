@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision.models
 from refusals import refused
 from torch import nn
-from torchvision.models import get_model
+from torchvision.models import GoogLeNet, get_model, get_model_weights, list_models
 
 from raylt.errors import ConfigError
 from raylt.models import MODELS, SEGMENTERS, SplitModel, build_model
 from raylt.models.resnet import BasicBlock
+from raylt.models.torchvision_timm import HALVES, IMAGENET_MEAN, IMAGENET_STD, PreparedFeatures, library_model
 
 CIFAR, FASHION = (32, 32, 3), (28, 28, 1)
 
@@ -197,3 +199,25 @@ def test_a_model_of_timm_has_the_features_that_its_classifier_takes():
     model = build_model("timm:mobilenetv3_small_100", 4, (64, 64, 3)).eval()
     assert model.dim == 1024
     assert model(torch.rand(2, 3, 64, 64)).shape == (2, 4)
+
+
+def test_torchvisions_models_get_images_as_in_their_training():
+    for name in list_models(module=torchvision.models):
+        transforms = get_model_weights(name).DEFAULT.transforms()
+        expected = (0.5, 0.5, 0.5) if name in ("googlenet", "inception_v3") else tuple(transforms.mean)
+        assert (name in HALVES) == (expected == (0.5, 0.5, 0.5)), name
+        assert name in HALVES or expected == IMAGENET_MEAN, name
+
+
+@pytest.mark.parametrize(("name", "mean"), [("googlenet", 0.5), ("resnet18", IMAGENET_MEAN[0])])
+def test_images_are_normalised_with_the_models_own_statistics(name, mean):
+    prepared = library_model(f"torchvision:{name}", 3, (32, 32, 3), None, side=64).encoder
+    assert isinstance(prepared, PreparedFeatures)
+    assert prepared.mean[0].item() == pytest.approx(mean)
+
+
+def test_googlenet_rescales_images_to_halves_itself():
+    x = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
+    rescaled = GoogLeNet(transform_input=True, init_weights=False)._transform_input((x - mean) / std)
+    assert torch.allclose(rescaled, (x - 0.5) / 0.5, atol=1e-6)

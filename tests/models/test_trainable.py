@@ -139,10 +139,48 @@ def test_adapters_start_at_zero_and_their_product_is_added():
     with torch.no_grad():
         layer.up.fill_(0.5)
     z = torch.randn(3, 6)
-    expected = z @ (layer.weight + 0.5 * layer.down.sum(0)).T + layer.bias  # every row of up @ down is half the sum
+    expected = z @ (layer.base + 0.5 * layer.down.sum(0)).T + layer.bias  # every row of up @ down is half the sum
     assert torch.allclose(layer(z), expected, atol=1e-6)
     layer.train()
     assert torch.allclose(layer(z), expected, atol=1e-6)
+
+
+class Attention(nn.Module):
+    """Multiplies by the weight of a layer that it never calls, as the attention of Swin and BEiT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(36, 36)
+
+    def forward(self, x):
+        return nn.functional.linear(x.flatten(1), self.qkv.weight, self.qkv.bias)
+
+
+def test_adapters_act_where_a_module_multiplies_by_the_weight_of_a_layer():
+    torch.manual_seed(0)
+    adapted = limit(SplitModel(Attention(), 36, 3), "lora:2")
+    before = {name: value.clone() for name, value in adapted.state_dict().items()}
+    train(adapted)
+    after = adapted.state_dict()
+    assert after.keys() == before.keys()
+    assert all(not torch.equal(after[name], before[name]) for name in ("encoder.qkv.up", "encoder.qkv.down"))
+    adapted.eval()
+    assert torch.allclose(whole_model(adapted)(X), adapted(X), atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm(5), type("RmsNorm2d", (nn.LayerNorm,), {})(5)], ids=["torch", "timm"])
+def test_norms_by_the_root_mean_square_are_norms(norm):
+    body = nn.Module()
+    body.first, body.second, body.norm = nn.Linear(5, 5), nn.Linear(5, 5), norm
+    wrapped = nn.Module()
+    wrapped.body = body
+    assert [[type(module) for module in block] for block in blocks_of(wrapped)] == [
+        [nn.Linear],
+        [nn.Linear, type(norm)],
+    ]
+    limited = limit(SplitModel(wrapped, 5, 3), "norm")
+    names = {f"encoder.body.norm.{name}" for name, _ in norm.named_parameters()}
+    assert limited.state_dict().keys() == CLASSIFIER | names
 
 
 def test_blocks_are_counted_from_the_end_and_take_their_norm_with_them():
