@@ -65,8 +65,9 @@ class APFL(Method):
             own_step(mixed_loss)  # [1]
             total.add_(loss.detach() * len(batch.y))
             seen += len(batch.y)
-        client.state["own"] = tree.snapshot(own.state_dict())
-        client.state["alpha"] = alpha
+        if seen:  # a client of one sample makes no step, and keeps using the global model
+            client.state["own"] = tree.snapshot(own.state_dict())
+            client.state["alpha"] = alpha
         return client.reply(model=self.shared(model), loss=total.item() / max(seen, 1))
 
     def share(self, client: Client) -> Tensor:

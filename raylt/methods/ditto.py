@@ -48,7 +48,7 @@ class Ditto(Method):
         objective = self.near_global(client)
         client.receive(client.state.get("personal", {}))  # [2]
         sgd(client, objective)  # v_k [3]
-        client.state["personal"] = tree.snapshot(client.model.state_dict())
+        self.keep(client)
         client.receive(trained)  # running statistics that stay at the client are those of w_k
         return client.reply(model={name: trained[name] for name in self.shared(client.model)}, loss=loss)
 
@@ -56,7 +56,12 @@ class Ditto(Method):
         """Train a personal model v_k from the received global model w_t, as in a client's first round [2]."""
         client.receive(message["model"])
         sgd(client, self.near_global(client))
-        client.state["personal"] = tree.snapshot(client.model.state_dict())
+        self.keep(client)
+
+    def keep(self, client: Client) -> None:
+        """Keep the client's model as its personal model, unless it is too small to have made a step."""
+        if client.steps():
+            client.state["personal"] = tree.snapshot(client.model.state_dict())
 
     def near_global(self, client: Client) -> Objective:
         """Return the personal model's loss: the client's loss plus a penalty on the distance from the global model.

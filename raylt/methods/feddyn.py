@@ -6,7 +6,8 @@ Symbols are those of Algorithm 1 (from memory); decisions follow the authors' co
 [2] alpha_k is alpha times the clients' mean number of samples over its own. At a stationary point the mean loss over
     all samples is stationary then; the text has one alpha and the mean over clients.
 [3] The participants' models are averaged with equal weights. Clients start from this mean plus D, the mean of d_k over
-    all clients. The mean is judged, as in the code: theta^t of the text runs ahead of it.
+    all clients. The mean is judged, as in the code: theta^t of the text runs ahead of it. With `federation.robust`,
+    D follows the robust mean of the models and is not the mean of d_k.
 [4] Gradients are not clipped; the code clips them to length 10.
 Entries that no gradient moves (BatchNorm's statistics) are averaged with the same weights.
 """

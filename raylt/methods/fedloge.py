@@ -9,6 +9,7 @@ Departures from the text, and from the authors' code where the text is silent (Z
 [3] The global classifier's rows are scaled to one length for use, 1.7 as in the code; its bias is not changed.
 [4] A client uses the sum of its own classifier and the global one, each of whose rows is multiplied by the length of
     the client's row, as in the code; rows are not normalised first. A class that it lacks is never predicted.
+    The own classifier of a client that never took part is as it was drawn.
 `global_accuracy` is the global classifier's of [3]; clients are judged by that of [4].
 """
 

@@ -3,7 +3,8 @@
 
 Symbols are the paper's (from memory); where it is silent, the authors' code decides (Yutong-Dai/FedNH at ddc26f7):
 [1] The classifier has no parameters: logits are `scale` times the cosines to the prototypes. They start as orthonormal
-    rows, or as unit rows where there are more classes than dimensions. The scale is fixed, at 30 as in the code.
+    rows, or as unit rows where there are more classes than dimensions. The scale is fixed at 30, which is an option of
+    the code; without it the code learns the scale.
 [2] A client's prototype is the mean of its unit features, scaled to length 1, of the model that it has trained, in
     evaluation mode and without augmentation. The server weighs it by samples, as in the code.
 [3] W_c <- rho W_c + (1 - rho) mu_c, both of length 1, scaled to length 1 again. A class that no asked client holds

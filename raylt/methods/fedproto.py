@@ -118,10 +118,10 @@ class FedProto(Method):
 
     def client_model(self, client: Client) -> SplitModel:
         means, present = prototypes_of(client.model)
-        if self.predict_by == "classifier" or not present.any():
-            return client.model
         if self.predict_by == "own_prototypes":
             present = present & (client.counts > 0)
+        if self.predict_by == "classifier" or not present.any():
+            return client.model
         # -|z - m|^2 equals 2 m z - |m|^2 up to a term that all classes share [4]
         bias = -means.square().sum(1).masked_fill(~present, -NEVER)
         return with_classifier(client.model, 2 * means, bias)

@@ -29,6 +29,13 @@ def test_global_stream_is_fedavg_to_the_bit(tiny_task, tmp_path, batchnorm):
     assert private[0] == private[1]
 
 
+def test_a_client_of_one_sample_makes_no_step_and_uses_the_global_model(tiny_task, tmp_path):
+    sizes = [len(shard.y) for shard in tiny_task.shards]
+    assert sizes[3] == 1
+    kept = personal(run(tiny_task, tmp_path, Ditto()))
+    assert kept.keys() == {id for id, size in enumerate(sizes) if size > 1}
+
+
 def test_personal_step_adds_lambda_times_the_distance_to_the_gradient(tiny_task):
     client = open_client(tiny_task, Ditto())
     batch, params = client.samples.batch(torch.arange(8)), list(client.model.parameters())

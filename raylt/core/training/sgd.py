@@ -6,6 +6,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from raylt.core.client import Client
 from raylt.core.server import Server
@@ -93,7 +94,7 @@ def sgd(
 
 @torch.no_grad()
 def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
-    """Recompute the running statistics of a client's model from as many batches as a round has.
+    """Recompute the running statistics of a client's model as means over as many batches as a round has.
 
     The function does nothing unless the client keeps running statistics (federation.batchnorm = local) and has not
     computed any yet. The samples are used in order and without augmentation. Nothing is random, so the evaluated model
@@ -109,6 +110,9 @@ def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
     ):
         return
     model.train()
+    momenta = {layer: layer.momentum for layer in model.modules() if isinstance(layer, _BatchNorm)}
+    for layer in momenta:
+        layer.momentum = None  # a moving average over few batches would keep most of the initial statistics
     left = client.steps()
     while left:
         for batch in islice(client.samples.in_order(local.batch), left):
@@ -116,6 +120,8 @@ def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
                 with autocast(client):
                     model(batch.x)
                 left -= 1
+    for layer, momentum in momenta.items():
+        layer.momentum = momentum
 
 
 def balanced(client: Client, epochs: float | None = None, size: int | None = None) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from refusals import refused
 from tiny import COUNTS, configure, make_experiment, open_client
+from torch import nn
 
 from raylt.config import LocalConfig, load, settled
 from raylt.core.training import sgd as training
@@ -114,11 +115,17 @@ def test_running_statistics_are_not_taken_from_a_last_batch_of_one_sample(tiny_t
     training.take_statistics(client)
     other = open_client(tiny_task, FedAvg(), 2)
     other.model.train()
+    for layer in other.model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = None  # means over the batches
     with torch.no_grad():
         for _ in range(2):
             other.model(other.samples.batch(torch.arange(8)).x)
     expected = other.model.state_dict()
     assert all(torch.allclose(value, expected[name]) for name, value in client.model.state_dict().items())
+    momenta = [layer.momentum for layer in client.model.modules() if isinstance(layer, nn.BatchNorm2d)]
+    assert momenta
+    assert set(momenta) == {0.1}
 
 
 def test_running_statistics_are_taken_from_as_many_batches_as_are_trained_on(tiny_task):
