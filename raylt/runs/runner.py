@@ -142,9 +142,9 @@ def _take_steps(
         side = setup.config.input
         callback.on_message(f"images of {height}x{width} are resized to {side}x{side} for {setup.config.model}")
     setup.method.prepare(task, setup.config, model)  # what it refuses is not encoded first
+    setup, task = encode(setup, task, callback.on_message)
     if setup.has_random_frozen_parts and not trains_on_features(setup, task.spec):
         callback.on_message(f"the frozen parts of {setup.config.model} are random, since weights is not set")
-    setup, task = encode(setup, task, callback.on_message)
     if setup.method.finishes:
         with one_thread(), seeded(0):
             seconds = setup.method.last_phase_seconds(task.spec, model)
