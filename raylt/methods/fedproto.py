@@ -49,7 +49,7 @@ class FedProto(Method):
     predict_by: Literal["prototypes", "own_prototypes", "classifier"] = hp(
         "prototypes",
         Choice("prototypes", "own_prototypes", "classifier"),
-        "what a client predicts by: prototypes of all classes or of those that it holds, or its classifier [4]",
+        "basis of a client's predictions: prototypes of all classes or of those that it holds, or its classifier [4]",
     )
 
     def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
