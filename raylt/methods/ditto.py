@@ -3,7 +3,7 @@
 Departures from the text of Algorithm 1:
 [1] The global model is FedAvg's, the solver of G(.) in the paper's experiments. A client trains it first, so that the
     global model equals FedAvg's to the bit.
-[2] v_k starts from the w_t of the client's first round, not from v_k^0. A client that never took part uses the global
+[2] v_k starts from the w_t of the client's first round, not from v_k^0. A client that never made a step uses the global
     model. Both equal the text where all clients take part; else v_k^0 would be random weights after R rounds.
 [3] s local steps are `local.epochs` passes over the data, for w_k and v_k alike.
 [4] w_{t+1} is the mean of w_k weighted by samples, as in all methods of raylt; the authors' code (litian96/ditto at

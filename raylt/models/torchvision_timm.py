@@ -125,9 +125,14 @@ def library_model(
     return SplitModel(encoder.train(), dim, classes)
 
 
+def _training_of(body: nn.Module) -> dict[str, Any]:
+    """Return what timm knows of the images that a model was trained on; nothing for other models."""
+    return getattr(body, "pretrained_cfg", None) or {}
+
+
 def _side_of(body: nn.Module) -> int | None:
     """Return the side of the images that a model was made for, if it says so."""
-    training: dict[str, Any] = getattr(body, "pretrained_cfg", None) or {}  # of timm's models
+    training = _training_of(body)
     own: int | None = getattr(body, "image_size", None)  # of torchvision's ViTs
     return training["input_size"][-1] if "input_size" in training else own
 
@@ -142,7 +147,7 @@ def _prepared(
     Args:
         statistics: mean and deviation of the colours; None: those that timm has for the model, or else ImageNet's.
     """
-    training: dict[str, Any] = getattr(encoder.body, "pretrained_cfg", None) or {}
+    training = _training_of(encoder.body)
     mean = list(statistics or training.get("mean", IMAGENET_MEAN))
     std = list(statistics or training.get("std", IMAGENET_STD))
     if channels != 3:

@@ -21,7 +21,7 @@ def naive_mix(task, id, order, received, own, weights, method):
     params = dict(net.named_parameters())
     first = weights is None
     weights = {n: torch.ones_like(params[n]) for n in names} if first else dict(weights)
-    rows = torch.randperm(len(y), generator=order)[: max(int(method.share * len(y)), 1)]
+    rows = torch.randperm(len(y), generator=order)[: max(int(method.share * len(y)), min(len(y), 2))]
     losses = []
 
     def put():
@@ -107,6 +107,15 @@ def test_mixture_lies_between_the_two_models(tiny_task):
         assert (value <= before[name] + 1 + 1e-6).all()
         assert ((value - before[name]) > 1e-3).any(), name  # a part of the value is the client's own
     assert fingerprint(client.model.state_dict()) == fingerprint(before)  # the client's model is unchanged
+
+
+def test_a_share_below_two_samples_takes_two(tiny_task):
+    """A batch of one sample trains nothing."""
+    client = open_client(tiny_task, FedALA(), 0)
+    before = copy.deepcopy(client.model.state_dict())
+    client.state["personal"] = {name: value + 1 for name, value in before.items()}
+    mixture = FedALA(eta=2.0, share=0.01).mix(client)
+    assert ((mixture["classifier.weight"] - before["classifier.weight"]) > 1e-3).any()
 
 
 def test_clients_are_judged_by_their_last_model(tiny_task, tmp_path):

@@ -85,9 +85,12 @@ def test_clients_are_judged_by_the_nearest_prototype(tiny_task):
     with torch.no_grad():
         own = FedProto(predict_by="own_prototypes").client_model(client).eval()(x)
     allowed = [c for c in shown if client.counts[c] > 0]
+    absent = [int(c not in allowed and c in shown) for c in range(4)]
     assert 0 < len(allowed) < len(shown)
     assert torch.equal(own[:, allowed], logits[:, allowed])
     assert (own.argmax(1)[:, None] == torch.tensor(allowed)).any(1).all()
+    filled(client, absent)  # no prototype of a class that the client holds
+    assert FedProto(predict_by="own_prototypes").client_model(client) is client.model
 
 
 def test_term_is_the_mean_square_over_batch_and_dimensions(tiny_task):
