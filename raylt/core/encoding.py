@@ -27,7 +27,7 @@ from raylt.data.augment import Augmentation, draw_view, normalise
 from raylt.data.images.cache import Stored, load, take
 from raylt.data.images.cache_builder import ABOUT
 from raylt.data.task import Holdings, Shard, Task, TaskSpec
-from raylt.errors import DataError
+from raylt.errors import DataError, quoted
 from raylt.models.trainable import FrozenEncoder, frozen_entries
 from raylt.store import Folder, folder_for
 
@@ -105,9 +105,10 @@ class FeatureFiles:
         for name in folder.names():
             if not name.startswith("keys.") or name in self._seen:
                 continue
+            with _readable(folder.path / name):
+                keys = np.load(io.BytesIO(folder.read(name)), allow_pickle=False)
             path = folder.path / name.replace("keys.", "features.", 1)
             with _readable(path):
-                keys = np.load(io.BytesIO(folder.read(name)), allow_pickle=False)
                 rows = len(np.load(path, mmap_mode="r", allow_pickle=False))
                 if len(keys) != rows:
                     raise ValueError(f"{len(keys)} keys, {rows} features")
@@ -140,9 +141,10 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
+        setting = quoted(f"data.root={path.parent.parent.parent}")
         raise DataError(
             f"data.root: the cache of features {path} cannot be read ({error}). Remove it with raylt data "
-            f"--clear-cache {path.parent.name}.",
+            f"{setting} --clear-cache {path.parent.name}.",
             code="data.cache-unreadable",
             key="data.root",
             path=str(path),

@@ -32,7 +32,7 @@ from raylt.core.training.sgd import autocast, balanced, take_statistics
 from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import SplitModel, load_entries
+from raylt.models.split import SplitModel, layer_remedy, load_entries
 
 
 class FedAFA(Method):
@@ -80,7 +80,7 @@ class FedAFA(Method):
         if self.cut not in layers[:-1]:
             raise ConfigError(
                 f"method.cut: the encoder of model = {config.model} has no layer {self.cut} before its last one. "
-                f"Give one of: {', '.join(layers[:-1]) or 'none'}.",
+                f"{layer_remedy(layers[:-1])}",
                 code="model.lacks-layer",
                 key="method.cut",
                 value=self.cut,

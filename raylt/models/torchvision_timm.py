@@ -21,7 +21,20 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 # models of torchvision that were trained on images with mean and deviation 1/2: googlenet and inception_v3 rescale
 # images to them where `transform_input` is set
 HALVES = ("efficientnet_v2_l", "googlenet", "inception_v3")
-DECIDED = ("pretrained", "num_classes", "in_chans")  # arguments of timm that other settings decide
+# arguments of timm's `create_model` that other settings decide, or with which it builds no classifier
+DECIDED = (
+    "pretrained",
+    "num_classes",
+    "in_chans",
+    "checkpoint_path",
+    "cache_dir",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "features_only",
+    "scriptable",
+    "exportable",
+    "no_jit",
+)
 # classifiers inside googlenet and inception_v3, which are left out
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 
@@ -102,13 +115,14 @@ def library_model(
     try:
         with torch.no_grad():
             features = encoder.eval()(torch.zeros(1, shape[2], *shape[:2]))
-    except (RuntimeError, AssertionError, ValueError) as error:
+    except Exception as error:  # libraries raise many types for sizes and arguments that do not fit
         got = f"{shape[0]}x{shape[1]}" if side is None else f"{side}x{side}"
         takes = _side_of(encoder.body)
         remedy = "Take" if takes is None else f"Set input={takes}, or take"
+        arguments = " other arguments," if "," in architecture else ""
         raise ConfigError(
-            f"model: {name} does not take images of {got} ({_shortened(error).rstrip('.')}). "
-            f"{remedy} another model, or other images (of image files: set data.size)"
+            f"model: {name} does not take images of {got} ({_shortened(error)}). "
+            f"{remedy} another model,{arguments} or other images (of image files: set data.size)"
             f"{'; timm: models take arguments, as in timm:NAME,img_size=32' if library == 'timm' else ''}.",
             code="model.wrong-input",
             key="model",
@@ -246,9 +260,10 @@ def _timm(name: str, architecture: str, shape: tuple[int, int, int], weights: st
     architecture, *pairs = architecture.split(",")
     options = _options(name, pairs)
     if not timm.is_model(architecture):
-        similar = ", ".join(timm.list_models(f"{architecture[:4]}*")[:5]) or "none"
+        architectures = timm.list_models()
         raise ConfigError(
-            f"model: timm has no model {architecture!r} ({name}). Models whose names begin alike: {similar}.",
+            f"model: timm has no model {architecture!r} ({name}). "
+            f"{did_you_mean(architecture, architectures, 'timm:')}timm.list_models() lists those that it has.",
             code="config.unknown-name",
             key="model",
             value=name,
@@ -277,7 +292,8 @@ def _options(name: str, pairs: list[str]) -> dict[str, Any]:
         if not equals or not key.isidentifier() or key in DECIDED:
             raise ConfigError(
                 f"model: cannot be an argument of a timm model ({pair!r} in {name}). Write "
-                "timm:NAME,KEY=VALUE, as in img_size=32; channels, classes and weights follow from the settings.",
+                "timm:NAME,KEY=VALUE, as in img_size=32; channels, classes and weights follow from the settings, and "
+                "the model must stay a classifier.",
                 code="config.malformed",
                 key="model",
                 value=name,
@@ -291,17 +307,19 @@ def _timm_untrained(name: str, architecture: str, channels: int, options: dict[s
 
     try:
         return timm.create_model(architecture, pretrained=False, num_classes=0, in_chans=channels, **options)
-    except (TypeError, ValueError, AssertionError) as error:
-        if not options:
+    except Exception as error:  # libraries raise many types for arguments that do not fit
+        if options:
+            given = ", ".join(f"{key}={value}" for key, value in options.items())
+            raise ConfigError(
+                f"model: timm's {architecture} does not take these arguments ({given}: {_shortened(error)}). Leave "
+                "them out, or take another model.",
+                code="config.conflict",
+                key="model",
+                value=name,
+            ) from None
+        if not isinstance(error, RuntimeError):
             raise
-        raise ConfigError(
-            f"model: timm's {architecture} does not take these arguments ({', '.join(options)}: {_shortened(error)}). "
-            "Leave them out, or take another model.",
-            code="config.conflict",
-            key="model",
-            value=name,
-        ) from None
-    except RuntimeError as error:  # the part of the name after the dot names unknown weights
+        # the part of the name after the dot names unknown weights
         pattern = architecture.partition(".")[0] + "*"
         raise ConfigError(
             f"model: timm cannot build {name} ({_shortened(error)}). timm.list_pretrained({pattern!r}) lists the "
@@ -341,4 +359,6 @@ def _timm_pretrained(name: str, architecture: str, channels: int, weights: str, 
 
 
 def _shortened(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    """Return an error in one line without a full stop. A KeyError has no text but the key."""
+    text = " ".join(str(error).split())[:200].rstrip(".")
+    return f"{type(error).__name__} {text}" if isinstance(error, KeyError) else text

@@ -115,10 +115,15 @@ def _blocks_of_stage(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of a stage, with what stands between them; an empty list for a module that is no stage.
 
     A stage of timm, torchvision or open_clip has its blocks in a container with one of the names `BLOCKS`, or as
-    children with one name and a number, each of several layers. A module with nothing but a list is a stage, too.
+    children with one name and a number, each of several layers. A module with nothing but a list is a stage, too. A
+    module whose container holds single layers is itself a block, and numbered branches are the parallel parts of one.
     """
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
-    stacks = {name for name, child in children.items() if name in BLOCKS and isinstance(child, CONTAINERS)}
+    stacks = {
+        name
+        for name, child in children.items()
+        if name in BLOCKS and isinstance(child, CONTAINERS) and any(map(_has_layers, child.children()))
+    }
     if len(children) == 1:
         stacks |= {name for name, child in children.items() if isinstance(child, nn.ModuleList)}
     if stacks:
@@ -126,7 +131,7 @@ def _blocks_of_stage(module: nn.Module) -> list[nn.Module]:
             block for name, child in children.items() for block in (_parts_of(child) if name in stacks else [child])
         ]
     prefixes = {name.rstrip("0123456789") for name in children}
-    numbered = len(prefixes) == 1 and prefixes.isdisjoint(children)
+    numbered = len(prefixes) == 1 and prefixes.isdisjoint({*children, "branch"})
     return list(children.values()) if numbered and all(map(_has_layers, children.values())) else []
 
 

@@ -208,10 +208,14 @@ def test_a_damaged_cache_is_named(tiny_task, tmp_path):
     (cache,) = caches(tmp_path)
     assert cache.images == size_of(tiny_task)
     assert cache.of == f"features of {NAME}"
-    file = next((tmp_path / "cache" / cache.name).glob("features.*"))
-    file.write_bytes(file.read_bytes()[:200])
-    with refused("data.cache-unreadable", DataError, key="data.root", path=str(file)):
-        encode(setup_for(tmp_path), tiny_task)
+    for kind in ("features", "keys"):
+        file = next((tmp_path / "cache" / cache.name).glob(f"{kind}.*"))
+        content = file.read_bytes()
+        file.write_bytes(content[:100])
+        with refused("data.cache-unreadable", DataError, key="data.root", path=str(file)) as caught:
+            encode(setup_for(tmp_path), tiny_task)
+        assert f"raylt data data.root={tmp_path} --clear-cache {cache.name}" in str(caught.value)
+        file.write_bytes(content)
 
 
 def test_keys_of_features_are_read_once_and_those_of_other_processes_are_found(tmp_path, monkeypatch):

@@ -6,11 +6,12 @@ import torch
 from refusals import refused
 from rounds import run, start
 from tiny import configure, fingerprint, make_setup, open_client, private_states
+from torch import nn
 from torch.nn import functional as F
 
 from raylt.errors import ConfigError
 from raylt.methods.flea import FLea, distance_correlation, divergence, halves, shared_fault
-from raylt.models import build_model
+from raylt.models import SplitModel, build_model
 
 SHARE = {"share": 0.3}
 
@@ -193,6 +194,12 @@ def test_shared_samples_are_the_same_in_every_round(tiny_task, tmp_path):
 def test_layer_that_is_not_there_is_refused(tiny_task, layer):
     with refused("model.lacks-layer", ConfigError, key="method.layer", value=layer):
         FLea(layer=layer).prepare(tiny_task, make_setup(configure()).config, build_model("small", 4, (8, 8, 1)))
+
+
+def test_models_without_named_stages_are_answered_with_others(tiny_task):
+    with refused("model.lacks-layer", ConfigError, key="method.layer") as caught:
+        FLea().prepare(tiny_task, configure(), SplitModel(nn.Linear(1, 2), 2, 4))
+    assert "Take a model of raylt's own" in str(caught.value)
 
 
 def test_layer_says_which_activations_travel(tiny_task, tmp_path):

@@ -201,6 +201,41 @@ def test_a_model_of_timm_has_the_features_that_its_classifier_takes():
     assert model(torch.rand(2, 3, 64, 64)).shape == (2, 4)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["patch_size=0", "img_size=-4", "embed_dim=5", "depth=x", "foo=1", "act_layer=foo", "mlp_ratio=-1"],
+)
+def test_arguments_that_a_model_of_timm_does_not_take_are_refused(arguments):
+    """The libraries raise exceptions of many types for them."""
+    pytest.importorskip("timm")
+    name = f"timm:vit_tiny_patch16_224,{arguments}"
+    with refused("config.conflict", ConfigError, key="model", value=name) as caught:
+        build_model(name, 4, (224, 224, 3))
+    assert arguments.partition("=")[0] in str(caught.value)
+
+
+def test_arguments_that_fail_on_the_first_image_are_refused():
+    pytest.importorskip("timm")
+    name = "timm:resnet18,drop_rate=abc"
+    with refused("model.wrong-input", ConfigError, key="model", value=name) as caught:
+        build_model(name, 4, (32, 32, 3))
+    assert "other arguments" in str(caught.value)
+
+
+@pytest.mark.parametrize("argument", ["features_only=true", "checkpoint_path=/x", "scriptable=true", "num_classes=5"])
+def test_arguments_of_timm_that_settings_decide_are_refused(argument):
+    pytest.importorskip("timm")
+    with refused("config.malformed", ConfigError, key="model", argument=argument):
+        build_model(f"timm:resnet18,{argument}", 4, (32, 32, 3))
+
+
+def test_an_unknown_model_of_timm_is_answered_with_the_name_that_is_most_like_it():
+    pytest.importorskip("timm")
+    with refused("config.unknown-name", ConfigError, key="model", value="timm:resnte18") as caught:
+        build_model("timm:resnte18", 4, (32, 32, 3))
+    assert "Did you mean timm:resnet18?" in str(caught.value)
+
+
 def test_torchvisions_models_get_images_as_in_their_training():
     for name in list_models(module=torchvision.models):
         transforms = get_model_weights(name).DEFAULT.transforms()

@@ -260,6 +260,8 @@ def test_a_stage_is_not_one_block():
     [
         ("mobilenet_v2", 19),
         ("resnet18", 9),
+        ("mnasnet0_5", 20),
+        ("shufflenet_v2_x0_5", 18),
         pytest.param("vit_b_16", 13, marks=pytest.mark.slow),
         pytest.param("densenet121", 62, marks=pytest.mark.slow),
     ],

@@ -53,10 +53,7 @@ class GraphModel:
     def predict(self, images: Any) -> Prediction:
         """Predict the classes of images, uint8 [n, height, width, channels]."""
         return predict_in_parts(
-            lambda part: self._logits(uint8_images(part, self.shape)),
-            images,
-            self.description["batch"],
-            self.class_names,
+            self._logits, uint8_images(images, self.shape), self.description["batch"], self.class_names, self.shape
         )
 
 

@@ -19,7 +19,7 @@ from raylt.core.setup import Setup
 from raylt.data.augment import normalise
 from raylt.data.images.decoding import Fit
 from raylt.data.task import TaskSpec
-from raylt.errors import CheckpointError, ConfigError, DataError
+from raylt.errors import CheckpointError, ConfigError, DataError, one_line
 from raylt.models.trainable import whole_model
 from raylt.tree import view
 
@@ -106,21 +106,47 @@ class TrainedModel(nn.Module):
     @torch.no_grad()
     def predict(self, images: Any) -> Prediction:
         """Predict the classes of images, uint8 [n, H, W, channels]; see `preprocess`."""
-        return predict_in_parts(lambda part: self(self.preprocess(part)).cpu(), images, self._batch, self.class_names)
+        return predict_in_parts(
+            lambda part: self(self.preprocess(part)).cpu(),
+            uint8_images(images, self.shape),
+            self._batch,
+            self.class_names,
+            self.shape,
+        )
 
 
 def predict_in_parts(
-    logits_of: Callable[[Any], Tensor], images: Any, size: int, class_names: tuple[str, ...]
+    logits_of: Callable[[Tensor], Tensor],
+    images: Tensor,
+    size: int,
+    class_names: tuple[str, ...],
+    shape: tuple[int, int, int],
 ) -> Prediction:
     """Predict the classes of images, in batches of `size` images.
 
     Args:
         logits_of: maps images to float32 [n, C, ...] on the CPU.
+        images: uint8 [n, H, W, channels].
+        shape: height, width and channels of the images that the model was trained on.
 
     Raises:
+        DataError: the model does not take images of this size.
         CheckpointError: the probabilities are not finite, or not one for each class.
     """
-    logits = torch.cat([logits_of(images[start : start + size]) for start in range(0, max(1, len(images)), size)])
+    n = len(images)
+    if n == 0:  # not every network takes an empty batch
+        images = torch.zeros(1, *shape, dtype=torch.uint8)
+    try:
+        logits = torch.cat([logits_of(part) for part in images.split(size)])[:n]
+    except Exception as error:  # torch and onnxruntime raise many types for another size than that of training
+        if tuple(images.shape[1:]) == shape:
+            raise
+        raise DataError(
+            f"images: the model does not take images of {images.shape[1]}x{images.shape[2]} "
+            f"({one_line(error)}). Give images of {shape[0]}x{shape[1]}, like those that it was trained on.",
+            code="data.wrong-shape",
+            value=list(images.shape),
+        ) from None
     if logits.ndim < 2 or logits.shape[1] != len(class_names):
         raise CheckpointError(
             f"model: gives logits {list(logits.shape)} for {len(class_names)} classes. Give a file of raylt export.",

@@ -303,6 +303,28 @@ def test_what_a_method_predicts_by_is_in_the_file(tmp_path, format):
     )
 
 
+# other images
+
+
+@pytest.mark.parametrize("format", ["safetensors", "pt2"])
+def test_no_images_give_no_predictions(plain, format):
+    prediction = raylt.load_model(raylt.export(plain, format=format)).predict(np.zeros((0, 8, 8, 1), np.uint8))
+    assert prediction.labels.shape == (0,)
+    assert prediction.probabilities.shape == (0, 4)
+    assert prediction.shares == []
+
+
+def test_images_of_a_size_that_a_model_does_not_take_are_refused(plain):
+    traced = raylt.load_model(raylt.export(plain, format="pt2"))
+    loaded = raylt.load_model(raylt.export(plain))
+    loaded.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+    for model in (traced, loaded):
+        assert len(model.predict(np.zeros((2, 8, 8, 1), np.uint8)).labels) == 2
+        with refused("data.wrong-shape", DataError, value=[2, 9, 9, 1]) as caught:
+            model.predict(np.zeros((2, 9, 9, 1), np.uint8))
+        assert "Give images of 8x8" in str(caught.value)
+
+
 # graph formats
 
 
