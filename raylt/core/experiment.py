@@ -14,8 +14,9 @@ import torch
 
 from raylt import tree
 from raylt.core.checkpoint import checkpoint, client_states
-from raylt.core.checkpoint.checkpoint import Checkpoint, ClientStates, Seal, hash_tensors
+from raylt.core.checkpoint.checkpoint import Checkpoint, ClientStates, Seal
 from raylt.core.checkpoint.client_states import SavedStates
+from raylt.core.checkpoint.frozen import check_frozen, hash_frozen
 from raylt.core.device import describe, is_full
 from raylt.core.evaluation import counts
 from raylt.core.evaluation.counts import Matrices
@@ -28,8 +29,8 @@ from raylt.core.server import Server, Timings
 from raylt.core.setup import Setup
 from raylt.data.samples import Samples
 from raylt.data.task import Task
-from raylt.errors import CheckpointError, Diverged, RayltError, TooFewReplies, no_exit, one_line, spoken
-from raylt.models.trainable import frozen_entries, whole_model
+from raylt.errors import Diverged, RayltError, TooFewReplies, no_exit, one_line, spoken
+from raylt.models.trainable import whole_model
 from raylt.tree import Tree
 
 DIVERGED_LOSS = 10  # a mean training loss of this many times that of guessing is a sign of divergence
@@ -303,14 +304,7 @@ class Experiment:
             clients: whether to read the clients' private states. Looking at the global model needs none.
         """
         server_part = saved.read("server")
-        if server_part.get("frozen") != self._frozen_sha256:
-            raise CheckpointError(
-                f"weights: the frozen weights are not those that the run was made with ({self.config.weights}). Put "
-                "the original file back, or start a new run.",
-                code="model.weights-mismatch",
-                key="weights",
-                value=self.config.weights,
-            )
+        check_frozen(server_part, self.server.model, self.config)
         self.server.receive(server_part["model"])
         self.server.state = server_part["state"]
         self._step = self.server.round = saved.facts["step"]
@@ -335,13 +329,8 @@ class Experiment:
 
     @cached_property
     def _frozen_sha256(self) -> str | None:
-        """Return the hash of the model's frozen entries, which checkpoints leave out, or None if none is frozen."""
-        frozen = frozen_entries(self.server.model)
-        return (
-            hash_tensors({name: value.detach().cpu().contiguous() for name, value in frozen.items()})
-            if frozen
-            else None
-        )
+        """Return the hash of what checkpoints leave out of the model, see `hash_frozen`."""
+        return hash_frozen(self.server.model)
 
     def _checkpoint_is_due(self) -> bool:
         regular = self._step % self.config.output.checkpoint_every == 0

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 from raylt import store
 from raylt.data.samples import Samples
@@ -33,14 +34,32 @@ from raylt.models.clip_checks import (
     check_finite_weights,
     check_image_tower,
     check_number_of_parameters,
+    check_numbers,
+    check_preprocessing,
     checked_description,
 )
 from raylt.models.teacher import FeatureFile, Teacher, TrainedPart, Wording, describe, shorten, teacher_error
 from raylt.seeds import seeded
 from raylt.store import Folder
+from raylt.typed_json import closed
 
 BATCH = 64  # fixed, because it affects the last bits of a feature
 ENDINGS = (".safetensors", ".bin", ".pth")  # of weights that open_clip looks for in a folder
+
+
+@closed
+class TowerDescription(TypedDict):
+    """An image tower without its weights: what it is built from and how it prepares images.
+
+    `dim` is d. `vision` and `preprocessing` are open_clip's `vision_cfg` and `preprocess_cfg`. `length` is the length
+    of its features in a model of raylt.
+    """
+
+    dim: int
+    vision: dict[str, Any]
+    quick_gelu: bool
+    preprocessing: dict[str, Any]
+    length: float
 
 
 def open_teacher(name: str) -> Teacher:
@@ -264,6 +283,22 @@ class OpenClip(Teacher):
             ) from None
         return model
 
+    def describe_tower(self, network: Any) -> TowerDescription:
+        """Return the description of the image tower, from which `new_tower` builds it.
+
+        Args:
+            network: from `load`.
+        """
+        config = self._config()
+        source = {} if self.tag is None else self._source()
+        return TowerDescription(
+            dim=self.dim,
+            vision=dict(config["vision_cfg"]),
+            quick_gelu=bool(config.get("quick_gelu", False) or source.get("quick_gelu", False)),
+            preprocessing=dict(network.visual.preprocess_cfg),
+            length=network.logit_scale.detach().exp().sqrt().item(),
+        )
+
     def _fetch(self, source: dict[str, Any]) -> Path:
         """Return the path of the weight file, from the cache or after a download."""
         from huggingface_hub import constants, try_to_load_from_cache
@@ -299,6 +334,28 @@ class OpenClip(Teacher):
 
     def _error(self, problem: str, remedy: str, *, code: str) -> ConfigError:
         return teacher_error(self.name, problem, remedy, code=code, setting=self.setting)
+
+
+def new_tower(description: TowerDescription) -> nn.Module:
+    """Build an image tower of open_clip with random weights.
+
+    Raises:
+        ValueError: no tower has this description.
+    """
+    import timm
+    from open_clip import CLIP
+
+    check_numbers("vision", description["vision"])
+    check_preprocessing(description["preprocessing"])
+    library_name = description["vision"].get("timm_model_name")
+    if library_name is not None and not timm.is_model(library_name):  # timm would look for some names on the network
+        raise ValueError(f"timm has no model {library_name!r}")
+    text: Any = {"context_length": 2, "vocab_size": 2, "width": 2, "heads": 1, "layers": 1}  # open_clip builds both
+    vision: Any = description["vision"] | {"timm_model_pretrained": False}
+    try:
+        return CLIP(description["dim"], vision, text, quick_gelu=description["quick_gelu"]).visual
+    except Exception as error:  # open_clip raises many types for a wrong description
+        raise ValueError(shorten(error)) from None
 
 
 class _Tower(NamedTuple):

@@ -40,7 +40,7 @@ def checked_description(content: bytes) -> dict[str, Any]:
     for tower in ("vision_cfg", "text_cfg"):
         if not isinstance(described.get(tower), dict):
             raise ValueError(f"model_cfg has no object {tower}")
-    _check_numbers("model_cfg", described, DEEPEST)
+    check_numbers("model_cfg", described)
     dim = described.get("embed_dim")
     if type(dim) is not int or dim < 1:
         raise ValueError("model_cfg.embed_dim is not a positive integer")
@@ -50,13 +50,13 @@ def checked_description(content: bytes) -> dict[str, Any]:
     return described
 
 
-def _check_numbers(path: str, value: Any, depth: int) -> None:
+def check_numbers(path: str, value: Any, depth: int = DEEPEST) -> None:
     """Raise ValueError if a number is not finite or too large, or if the values are nested too deeply."""
     if isinstance(value, dict | list):
         if not depth:
             raise ValueError("it is nested too deeply")
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_numbers(f"{path}.{name}", inner, depth - 1)
+            check_numbers(f"{path}.{name}", inner, depth - 1)
     elif isinstance(value, int | float):
         most = MOST_LAYERS if ".layers" in path else LARGEST
         if not abs(value) <= most:  # nan
@@ -97,25 +97,40 @@ def check_image_tower(tower: Any, dim: int) -> None:
         ValueError: raylt has no such preprocessing, or the features are not d finite numbers.
     """
     settings = tower.preprocess_cfg
-    for name, choices in (
-        ("interpolation", ("bilinear", "bicubic")),
-        ("resize_mode", ("shortest", "longest", "squash")),
-    ):
-        if settings[name] not in choices:
-            raise ValueError(f"preprocess_cfg.{name} is not one of {_listed(choices)}")
+    check_preprocessing(settings)
     size = settings["size"]
     sides = (size, size) if type(size) is int else size
-    if not _is_list(sides, 2) or not all(type(side) is int and 1 <= side <= LONGEST_SIDE for side in sides):
-        raise ValueError(f"preprocess_cfg.size is not a number of pixels up to {LONGEST_SIDE}, nor two of them")
-    for name, least in (("mean", -math.inf), ("std", 0.0)):
-        if not _is_list(settings[name], 3) or not all(
-            type(value) in (int, float) and math.isfinite(value) and value > least for value in settings[name]
-        ):
-            raise ValueError(f"preprocess_cfg.{name} is not three finite numbers{' above 0' if least == 0 else ''}")
     mean, std = (torch.tensor(settings[name], dtype=torch.float32)[:, None, None] for name in ("mean", "std"))
     with torch.no_grad():
         features = tower((torch.zeros(1, 3, *sides) - mean) / std)
     check_features("an image", features[0] if isinstance(features, tuple) else features, (1, dim))
+
+
+def check_preprocessing(settings: dict[str, Any]) -> None:
+    """Raise ValueError if raylt does not prepare images in this way.
+
+    Args:
+        settings: open_clip's `preprocess_cfg`.
+    """
+    for name, choices in (
+        ("interpolation", ("bilinear", "bicubic")),
+        ("resize_mode", ("shortest", "longest", "squash")),
+    ):
+        if settings.get(name) not in choices:
+            raise ValueError(f"preprocess_cfg.{name} is not one of {_listed(choices)}")
+    size = settings.get("size")
+    sides = (size, size) if type(size) is int else size
+    if (
+        not isinstance(sides, list | tuple)
+        or len(sides) != 2
+        or not all(type(side) is int and 1 <= side <= LONGEST_SIDE for side in sides)
+    ):
+        raise ValueError(f"preprocess_cfg.size is not a number of pixels up to {LONGEST_SIDE}, nor two of them")
+    for name, least in (("mean", -math.inf), ("std", 0.0)):
+        if not _is_list(settings.get(name), 3) or not all(
+            type(value) in (int, float) and math.isfinite(value) and value > least for value in settings[name]
+        ):
+            raise ValueError(f"preprocess_cfg.{name} is not three finite numbers{' above 0' if least == 0 else ''}")
 
 
 def check_features(what: str, features: Tensor, shape: tuple[int, int]) -> None:

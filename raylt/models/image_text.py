@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylt.errors import ConfigError
-from raylt.models.clip import OpenClip, open_clip_named
+from raylt.models.clip import OpenClip, TowerDescription, new_tower, open_clip_named
 from raylt.models.prompts import Prompts, open_clip_prompts
 from raylt.models.split import SplitModel
 from raylt.models.teacher import describe
+from raylt.models.trainable import Frozen
 
 PREFIX = "clip:"
 
@@ -35,21 +36,22 @@ class ImageTower(nn.Module):
 
     Args:
         body: the tower of open_clip.
-        preprocessing: its `preprocess_cfg`.
-        length: of the features.
+        description: of the tower.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, body: nn.Module, preprocessing: dict[str, Any], length: float):
+    def __init__(self, body: nn.Module, description: TowerDescription):
         super().__init__()
+        preprocessing = description["preprocessing"]
         size = preprocessing["size"]
         self.body = body
+        self.description = description
         self.height, self.width = (size, size) if isinstance(size, int) else size
         self.interpolation = preprocessing["interpolation"]
         self.crops = preprocessing["resize_mode"] == "shortest"
-        self.length = length
+        self.length = description["length"]
         self.register_buffer("mean", torch.tensor(preprocessing["mean"])[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(preprocessing["std"])[:, None, None], persistent=False)
 
@@ -101,10 +103,9 @@ def image_text_model(
             value=name,
         )
     tower = open_tower(name)
-    dim = tower.dim
     network = _loaded(tower.name)
-    body = copy.deepcopy(network.visual).requires_grad_()
-    if body.preprocess_cfg["resize_mode"] == "longest" and shape[0] != shape[1]:
+    description = tower.describe_tower(network)
+    if description["preprocessing"]["resize_mode"] == "longest" and shape[0] != shape[1]:
         raise ConfigError(
             f"model: {name} pads images to a square, which raylt does not, and these are {shape[0]}x{shape[1]}. Give "
             "square images (of image files: set data.size), or take another model.",
@@ -112,10 +113,33 @@ def image_text_model(
             key="model",
             value=name,
         )
-    encoder = ImageTower(body, body.preprocess_cfg, _length(network))
-    model = SplitModel(encoder.train(), dim, classes)
+    encoder = ImageTower(copy.deepcopy(network.visual).requires_grad_(), description)
+    model = SplitModel(encoder.train(), description["dim"], classes)
     model.prompts = partial(open_prompts, PREFIX + tower.name)
     return model
+
+
+def described_model(classes: int, shape: tuple[int, int, int], *, description: TowerDescription) -> SplitModel:
+    """Build a model with random weights whose encoder is the described image tower.
+
+    Args:
+        classes: the number of classes, C.
+        shape: height, width and channels of an image; the tower takes images of any size.
+
+    Raises:
+        ValueError: no tower has this description.
+    """
+    encoder = ImageTower(new_tower(description), description)
+    return SplitModel(encoder.train(), description["dim"], classes)
+
+
+def tower_of(model: nn.Module) -> ImageTower | None:
+    """Return the image tower in a model, also a frozen one."""
+    for module in model.modules():
+        inner = module.body if isinstance(module, Frozen) else module
+        if isinstance(inner, ImageTower):
+            return inner
+    return None
 
 
 def start_from_texts(model: SplitModel, name: str, class_names: Sequence[str]) -> None:
@@ -186,8 +210,4 @@ def _loaded(name: str) -> Any:
 def _texts(name: str, class_names: tuple[str, ...]) -> Tensor:
     """Return the texts of class names, float32 [C, d], each as long as a feature."""
     texts = open_tower(name).text(class_names, "phrase", torch.device("cpu"))
-    return F.normalize(texts.float(), dim=1) * _length(_loaded(name))
-
-
-def _length(network: Any) -> float:
-    return network.logit_scale.detach().exp().sqrt().item()
+    return F.normalize(texts.float(), dim=1) * open_tower(name).describe_tower(_loaded(name))["length"]

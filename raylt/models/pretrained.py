@@ -1,16 +1,18 @@
 """Initial weights of a model: a state dict from a file, or torchvision's ImageNet weights."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from raylt import store
 from raylt.disk import exists
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, RayltError
 
 
 def fetch(weights: Any) -> dict[str, Tensor]:
@@ -52,7 +54,7 @@ def read(path: Path, model: str) -> dict[str, Tensor]:
         state = _load(store.plain(path))
     except Exception as error:  # torch's unpickler raises many types for a damaged file
         raise ConfigError(
-            f"weights: {path} is not a file of weights that can be read ({' '.join(str(error).split())[:200]}). "
+            f"weights: {path} is not a file of weights that can be read ({_reason(error)}). "
             f"Give a state dict of {model}.",
             code="model.weights-mismatch",
             key="weights",
@@ -69,6 +71,16 @@ def read(path: Path, model: str) -> dict[str, Tensor]:
                 entry=name,
             )
     return state
+
+
+def _reason(error: Exception) -> str:
+    """Return why a file of weights cannot be read, in one line without a full stop."""
+    text = " ".join(str(error).split())
+    if named := re.search(r"Unsupported global: GLOBAL (\S+)", text):
+        return f"it holds {named[1]}, and only tensors are loaded"
+    if isinstance(error, RayltError | ValueError | OSError | RuntimeError | SafetensorError):
+        return text[:200].rstrip(".")
+    return "neither torch.save nor safetensors wrote it"
 
 
 def _load(file: Path) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from raylt.config import Config, check, differences, followed, load, override, s
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.branch_points import Fork, fork
 from raylt.core.checkpoint.checkpoint import Checkpoint
+from raylt.core.checkpoint.frozen import check_frozen
 from raylt.core.device import one_thread
 from raylt.core.evaluation import counts
 from raylt.core.evaluation.counts import Matrices
@@ -308,11 +309,12 @@ class _Descent:
         """Take over the shared steps from the parent run and run the remaining steps.
 
         Raises:
-            CheckpointError: the folder exists.
+            CheckpointError: the folder exists, or the model's frozen weights have changed.
             ConfigError: the rest cannot be run as asked; the folder is removed.
         """
         parent = self.parent
         task = parent.task
+        check_frozen(self.saved.read("server"), self.setup.new_model(task.spec), self.config)
         step = self.saved.facts["step"]
         record = {"name": parent.name, "run": parent.sha256, "stage": self.stage, "step": step}
         journal = Journal.create(

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Seal
+from raylt.core.checkpoint.frozen import check_frozen
 from raylt.core.device import one_thread
 from raylt.core.encoding import encode, trains_on_features
 from raylt.core.experiment import ENDED_EARLY
@@ -142,6 +143,9 @@ def _take_steps(
         side = setup.config.input
         callback.on_message(f"images of {height}x{width} are resized to {side}x{side} for {setup.config.model}")
     setup.method.prepare(task, setup.config, model)  # what it refuses is not encoded first
+    saved, _ = checkpoint.latest(journal.folder / "checkpoints")
+    if saved is not None:
+        check_frozen(saved.read("server"), model, setup.config)
     setup, task = encode(setup, task, callback.on_message)
     if setup.has_random_frozen_parts and not trains_on_features(setup, task.spec):
         callback.on_message(f"the frozen parts of {setup.config.model} are random, since weights is not set")

@@ -1,6 +1,7 @@
 """`clip:` models: the image tower with its own preprocessing, and a classifier that starts from texts."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ import raylt
 from raylt.config.paths import located
 from raylt.core.encoding import encode
 from raylt.data.images.cache import load
-from raylt.errors import ConfigError
+from raylt.errors import CheckpointError, ConfigError
 from raylt.models import build_model, image_text
-from raylt.models.clip import open_teacher
+from raylt.models.clip import TowerDescription, open_teacher
 from raylt.models.image_text import ImageTower
 from raylt.models.trainable import FrozenEncoder, blocks_of
+from raylt.runs.export import artefact
 
 NAMES = ("up left", "up right", "low left", "low right")
 
@@ -45,7 +47,8 @@ def test_images_of_any_size_are_prepared_as_open_clip_prepares_them(size):
     transform = image_transform_v2(PreprocessCfg(**settings), is_train=False)
     pixels = torch.randint(0, 256, (*size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     smooth = F.avg_pool2d(pixels.permute(2, 0, 1).float(), 5, 1, 2).round().to(torch.uint8)
-    tower = ImageTower(torch.nn.Flatten(), settings, 1.0)
+    about = TowerDescription(dim=DIM, vision={}, quick_gelu=False, preprocessing=settings, length=1.0)
+    tower = ImageTower(torch.nn.Flatten(), about)
     given = (tower._resized(smooth[None] / 255) - tower.mean) / tower.std
     expected = transform(Image.fromarray(smooth.permute(1, 2, 0).numpy()))
     assert given.shape == (1, 3, 24, 24)
@@ -111,19 +114,72 @@ def test_a_run_from_texts_has_its_accuracy_before_training(tmp_path, clip_name):
     assert right == pytest.approx(zero_shot["accuracy"])
 
 
-@pytest.mark.parametrize("settings", [(), ("classifier=text",), ("method=promptfl", "classifier=text")], ids=str)
-def test_an_exported_model_is_loaded_where_the_towers_were_not_loaded_before(tmp_path, clip_name, settings):
-    """Sizes are checked on the device "meta", where open_clip cannot load weights."""
-    method = settings[0].removeprefix("method=") if settings and settings[0].startswith("method") else "fedavg"
-    run = make_tiny_run(
-        tmp_path, method, f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", *settings
-    )
-    path = raylt.export(run)
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fedavg", ["trainable=classifier"]),
+        ("fedavg", ["trainable=classifier", "classifier=text"]),
+        ("fedavg", ["trainable=all"]),
+        ("ditto", ["trainable=lora:2"]),
+        ("promptfl", ["trainable=classifier", "classifier=text"]),
+    ],
+    ids=str,
+)
+def test_an_exported_model_needs_no_file_of_the_image_text_model(tmp_path, method, settings):
+    origin = tmp_path / "clip"
+    origin.mkdir()
+    save_clip(origin, quick_gelu=True)
+    run = make_tiny_run(tmp_path, method, f"model=clip:local-dir:{origin}", f"data.root={tmp_path}", *settings)
+    client = None if method != "ditto" else 3
     images = load(run.task.test.x)
-    expected = raylt.load_model(path).predict(images).probabilities
+    expected = (run.model() if client is None else run.client_model(client)).predict(images).probabilities
+    path = raylt.export(run)
+    shutil.rmtree(origin)
     for cache in (image_text._loaded, image_text._texts):
         cache.cache_clear()
-    assert torch.equal(raylt.load_model(path).predict(images).probabilities, expected)
+    assert torch.equal(raylt.load_model(path, client).predict(images).probabilities, expected)
+
+
+@pytest.mark.parametrize("trainable", ["classifier", "all"])
+@pytest.mark.parametrize(("setting", "value"), [("mean", [0.3, 0.3, 0.3]), ("resize_mode", "shortest")])
+def test_a_run_does_not_continue_with_other_preprocessing(tmp_path, trainable, setting, value):
+    origin = tmp_path / "clip"
+    origin.mkdir()
+    save_clip(origin)
+    name = f"clip:local-dir:{origin}"
+    settings = (f"model={name}", f"trainable={trainable}", f"data.root={tmp_path}")
+    run = make_tiny_run(tmp_path, "fedavg", *settings)
+    file = origin / "open_clip_config.json"
+    config = json.loads(file.read_text())
+    config["preprocess_cfg"][setting] = value
+    file.write_text(json.dumps(config))
+    image_text._loaded.cache_clear()
+    with refused("model.weights-mismatch", CheckpointError, key="model", value=name):
+        raylt.export(run)
+    folders = sorted(path.name for path in run.folder.parent.iterdir())
+    with refused("model.weights-mismatch", CheckpointError, key="model", value=name):
+        raylt.resume(run, ["federation.rounds=9"], fleet="local")
+    assert sorted(path.name for path in run.folder.parent.iterdir()) == folders  # no new run was begun
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("width", 33, "cannot build its image tower"),
+        ("layers", 10**9, "layers is not a number"),
+        ("timm_model_name", "hf-hub:somebody/something", "timm has no model"),
+        ("anything", 1, "anything"),
+    ],
+)
+def test_an_exported_file_with_an_impossible_tower_is_refused(tmp_path, clip_name, field, value, reason):
+    run = make_tiny_run(tmp_path, "fedavg", f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}")
+    content = artefact.read(raylt.export(run))
+    tower = content.description["tower"]
+    changed = {**content.description, "tower": {**tower, "vision": tower["vision"] | {field: value}}}
+    path = tmp_path / "changed.safetensors"
+    artefact.write(path, content.tensors, changed)
+    with pytest.raises((CheckpointError, ConfigError), match=reason):
+        raylt.load_model(path)
 
 
 def test_a_run_that_goes_on_says_it_once(tmp_path, clip_name):

@@ -10,7 +10,8 @@ distinct value of any other entry is stored once as NAME@ID, where ID is the fir
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -28,6 +29,9 @@ from raylt.core.setup import Setup
 from raylt.data.images.decoding import PIXELS
 from raylt.data.task import JudgedImages, TaskSpec
 from raylt.errors import CheckpointError, ConfigError, RayltError, did_you_mean, spoken
+from raylt.methods.fedavg import FedAvg
+from raylt.models.clip import TowerDescription, new_tower
+from raylt.models.image_text import described_model
 from raylt.models.split import Params, with_classifier
 from raylt.registry import check_origins, resolve, seek
 from raylt.runs.export.trained_model import TrainedModel
@@ -84,9 +88,10 @@ class ModelDescription(TypedDict):
     `model` and `method` are the architecture, as a configuration names it; `side` is its `input`. `batch` is the batch
     size of evaluations. `run` and `split_sha256` identify the origin, and `figures` are those of the run. `guests` are
     the plugins that the architecture needs. `clients` is None in the file of a global model. `tests` has the numbers of
-    test images behind the figures; a file of a run that has not ended lacks it. `sha256` is the hash of the entries and
-    of all other fields; in a .pt2 or .onnx file, which has a hash over all its bytes, of the other fields alone. Files
-    of early versions lack it.
+    test images behind the figures; a file of a run that has not ended lacks it. `tower` describes the image tower of an
+    image-text model, so that the model is built without the files that `model` names. `sha256` is the hash of the
+    entries and of all other fields; in a .pt2 or .onnx file, which has a hash over all its bytes, of the other fields
+    alone. Files of early versions lack it.
     """
 
     format: int
@@ -106,6 +111,7 @@ class ModelDescription(TypedDict):
     guests: list[PluginRecord]
     clients: Annotated[list[ClientEntry], Field(min_length=1)] | None
     tests: NotRequired[JudgedImages | None]
+    tower: NotRequired[TowerDescription | None]
     sha256: NotRequired[Sha256]
 
 
@@ -346,7 +352,22 @@ def setup_of(description: ModelDescription, path: Path) -> Setup:
     config = check(Config, sections)
     seek(config)
     check_origins([{**plugin} for plugin in description["guests"]], path)
-    return resolve(config)
+    setup = resolve(config)
+    tower = description.get("tower")
+    if tower is None:
+        return setup
+    try:
+        with torch.device("meta"):
+            new_tower(tower)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: raylt cannot build its image tower ({error}). Give a file that raylt export wrote.",
+            code="export.malformed",
+            path=str(path),
+        ) from None
+    # a method that learns prompts deploys their texts as a linear classifier, which is a model of FedAvg
+    method = FedAvg() if setup.method.learns_prompts else setup.method
+    return replace(setup, method=method, model=partial(described_model, description=tower))
 
 
 def rebuild(setup: Setup, spec: TaskSpec, entries: Params) -> nn.Module:
@@ -382,7 +403,11 @@ def _check_sizes(setup: Setup, spec: TaskSpec, entries: Params) -> None:
     except Exception:  # a plugin's network that computes while it is built
         return
     for name, value in expected.items():
-        if not name.startswith("classifier.") and name in entries and value.shape != entries[name].shape:
+        if name.startswith("classifier."):
+            continue
+        if name not in entries and name.startswith("encoder."):
+            raise _not_rebuildable(setup, f"{name} is missing")
+        if name in entries and value.shape != entries[name].shape:
             raise _not_rebuildable(setup, f"{name} is {list(entries[name].shape)}, not {list(value.shape)}")
 
 

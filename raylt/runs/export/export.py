@@ -10,6 +10,8 @@ from raylt import store
 from raylt.data.task import JudgedImages
 from raylt.disk import check_name
 from raylt.errors import ConfigError, spoken
+from raylt.models.clip import TowerDescription
+from raylt.models.image_text import tower_of
 from raylt.runs.export import artefact, graph_formats
 from raylt.runs.export.artefact import (
     FORMAT,
@@ -92,7 +94,8 @@ def export(
         for each in ids
         if each != GLOBAL
     ]
-    description = _describe(run, reports, clients or None, tests)
+    tower = tower_of(first.network)
+    description = _describe(run, reports, clients or None, tests, None if tower is None else tower.description)
     if format == "safetensors":
         _check_rebuilt(first, description, path)
         artefact.write(path, entries.tensors(), description)
@@ -164,7 +167,11 @@ def _model_to_export(run: Run, client: str | int | None, format: Format) -> int 
 
 
 def _describe(
-    run: Run, reports: list[dict[str, Any]], clients: list[ClientEntry] | None, tests: JudgedImages | None
+    run: Run,
+    reports: list[dict[str, Any]],
+    clients: list[ClientEntry] | None,
+    tests: JudgedImages | None,
+    tower: TowerDescription | None,
 ) -> ModelDescription:
     spec = run.outline.spec
     config = run.config
@@ -196,6 +203,7 @@ def _describe(
         guests=[plugin for plugin in run.origins if plugin["kind"] in ("method", "model")],
         clients=clients,
         tests=tests,
+        tower=tower,
     )
 
 

@@ -1,0 +1,45 @@
+"""The frozen part of a model, which no checkpoint holds: its hash, and the check that a run continues with the same."""
+
+from torch import nn
+
+from raylt.config import Config
+from raylt.core.checkpoint.checkpoint import hash_tensors
+from raylt.errors import CheckpointError
+from raylt.models.image_text import tower_of
+from raylt.models.trainable import frozen_entries
+from raylt.tree import Tree
+from raylt.typed_json import hash_json
+
+
+def hash_frozen(model: nn.Module) -> str | None:
+    """Return the hash of what a model has and its state dict does not; None if there is nothing.
+
+    This is a model's frozen entries, and how an image tower prepares images.
+    """
+    entries = frozen_entries(model)
+    tower = tower_of(model)
+    if not entries and tower is None:
+        return None
+    entries_sha256 = hash_tensors({name: value.detach().cpu().contiguous() for name, value in entries.items()})
+    return entries_sha256 if tower is None else hash_json([entries_sha256, tower.description])
+
+
+def check_frozen(server_part: Tree, model: nn.Module, config: Config) -> None:
+    """Check that a model has the frozen part with which a checkpoint was written.
+
+    Args:
+        server_part: the part "server" of the checkpoint.
+
+    Raises:
+        CheckpointError: the weights in the model's files have changed, or what its folder says of them.
+    """
+    if server_part.get("frozen") == hash_frozen(model):
+        return
+    key, file = ("model", config.model) if config.weights is None else ("weights", config.weights)
+    raise CheckpointError(
+        f"{key}: the frozen weights, or the way to prepare images, are not those that the run was made with ({file}). "
+        "Put the original file back, or start a new run.",
+        code="model.weights-mismatch",
+        key=key,
+        value=file,
+    )
