@@ -16,7 +16,7 @@ from raylt.data.augment import moves_pixels, needs_grey_or_colour
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
 from raylt.errors import ConfigError
-from raylt.models.image_text import PREFIX
+from raylt.models.image_text import PREFIX, open_tower
 from raylt.models.split import SplitModel
 from raylt.models.trainable import whole_model
 
@@ -55,6 +55,12 @@ class PlannedRun:
         method = self.method
         shares = bool(method.shared(self.model)) or method.uploads_more
         return not shares and bool(method.shared(whole_model(self.model)))
+
+    @property
+    def has_tower_of_teacher(self) -> bool:
+        """Return whether the model's encoder is the image tower of the method's teacher, so that features are equal."""
+        model, teacher = self.config.model, self.method.image_teacher
+        return model.startswith(PREFIX) and open_tower(model).name == teacher
 
     @property
     def encoder_learns(self) -> bool:
@@ -228,11 +234,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "trainable",
         "method.teacher",
-        lambda run: run.on_features and run.method.sees_images,
+        lambda run: run.on_features and run.method.sees_images and not run.has_tower_of_teacher,
         lambda run: (
             f"the teacher of {run.method.name} looks at images, and with a frozen encoder clients hold features"
         ),
-        "Compute its features before: method.teacher=npz:FILE, or set trainable to norm, last:N or lora:R",
+        "Set model=clip:NAME with the name of the teacher, compute its features before (method.teacher=npz:FILE), or "
+        "set trainable to norm, last:N or lora:R",
     ),
     Exclusion(
         "trainable",

@@ -120,6 +120,14 @@ class Method(BaseModel):
         return False
 
     @property
+    def image_teacher(self) -> str | None:
+        """Return the name of the image-text teacher of which the method needs no more than features of the images.
+
+        Where the trained model has the teacher's own image tower, frozen, clients have these features.
+        """
+        return None
+
+    @property
     def acts_on_encoder(self) -> bool:
         """Return whether the method differs from FedAvg only in how the encoder is trained.
 

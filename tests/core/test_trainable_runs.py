@@ -75,6 +75,14 @@ def test_exported_models_give_what_was_judged(runs, part):
     assert torch.equal(run.model().predict(load(run.task.test.x)).labels, labels)
 
 
+def test_a_model_that_was_trained_with_noise_is_exported_as_it_was_judged(folder):
+    noise = ("privacy.update_epsilon=100", "privacy.noise_multiplier=0.5", "federation.rounds=2")
+    run = make_tiny_run(folder, "fedavg", f"model={TINY}", "trainable=lora:2", *noise, name="lora-noise")
+    assert run.reports[-1]["figures"]["privacy"]
+    labels = raylt.load_model(raylt.export(run)).predict(load(run.task.test.x)).labels
+    assert torch.equal(counts_of(run, labels), run.matrices().shared)
+
+
 def counts_of(run, labels: torch.Tensor) -> torch.Tensor:
     return metrics.confusion(labels, torch.from_numpy(np.asarray(run.task.test.y)), run.task.classes, None)
 

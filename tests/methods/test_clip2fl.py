@@ -14,6 +14,7 @@ from raylt.methods.creff.clip2fl import CLIP2FL
 from raylt.methods.creff.method import CReFF, new_classifier
 from raylt.models import build_model
 from raylt.models.split import linear
+from raylt.models.trainable import limit
 
 QUICK = {"per_class": 4, "matching_steps": 3, "retrain_epochs": 2, "retrain_batch": 3}
 
@@ -45,6 +46,13 @@ def test_contrast_alone_leaves_the_federated_model_as_it_is(tiny_task, tmp_path,
     assert fingerprint(plain.server.model.state_dict()) == fingerprint(drawn.server.model.state_dict())
     assert not torch.equal(plain.server.state["features"], drawn.server.state["features"])
     assert "text" not in drawn.method.message(drawn.server)  # clients have no use for the texts
+
+
+def test_without_its_contrast_it_is_refused_where_the_encoder_learns_nothing(tiny_task, npz):
+    frozen = limit(build_model("small", 4, (8, 8, 1)), "classifier")
+    with refused("config.conflict", ConfigError, key="method.kd", value=1.0):
+        CLIP2FL(teacher=npz, contrast=0).prepare(tiny_task, configure(), frozen)
+    CLIP2FL(teacher=npz).prepare(tiny_task, configure(), frozen)
 
 
 def test_objective_written_out(tiny_task, tmp_path, npz):

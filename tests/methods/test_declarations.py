@@ -25,6 +25,7 @@ def declarations(name: str) -> dict[str, Any]:
         "says": [word for word in (*WORDS, "sums_samples", "learns_prompts") if getattr(method, word)],
         "problems": list(method.problems) if method.problems != ("classification",) else [],
         "group": method.group,
+        "image_teacher": method.image_teacher,
         "trains_as": method.trains_as,
         "sees_each": list(method.sees_each),
         "terms": list(method.terms),

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from refusals import refused
 from small_runs import make_tiny_run
 from teachers import DIM, PREPROCESS, save_clip
-from tiny import configure, make_setup
+from tiny import configure, make_setup, open_client
 
 import raylt
 from raylt.config.paths import located
 from raylt.core.encoding import encode
+from raylt.core.training.features import encoded
 from raylt.data.images.cache import load
 from raylt.errors import CheckpointError, ConfigError
 from raylt.models import build_model, image_text
@@ -180,6 +181,40 @@ def test_an_exported_file_with_an_impossible_tower_is_refused(tmp_path, clip_nam
     artefact.write(path, content.tensors, changed)
     with pytest.raises((CheckpointError, ConfigError), match=reason):
         raylt.load_model(path)
+
+
+def test_features_of_a_teachers_own_tower_are_the_teachers_features(tmp_path, clip_name):
+    teacher = clip_name.removeprefix("clip:")
+    settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", f"method.teacher={teacher}")
+    run = make_tiny_run(tmp_path, "fedsm", *settings)
+    of_images = encoded(open_client(run.task, run.method, 1, run.config), teacher)
+    setup, task = encode(run.setup, run.task)
+    of_features = encoded(open_client(task, run.method, 1, setup.config), teacher)
+    assert of_features.shape == of_images.shape == (len(task.shards[1]), DIM)
+    assert of_features.dtype == torch.float16
+    # open_clip rounds pixels to 8 bits after resizing
+    assert F.cosine_similarity(of_features.float(), of_images.float()).min() > 0.999
+    assert torch.allclose(of_features.float().norm(dim=1), torch.ones(len(of_features)), atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["fedsm", "clip2fl"])
+def test_a_frozen_encoder_can_have_its_own_model_as_the_teacher(tmp_path, clip_name, method):
+    settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}")
+    teacher = f"method.teacher={clip_name.removeprefix('clip:')}"
+    taught = make_tiny_run(tmp_path, method, *settings, teacher, name="taught")
+    untaught = make_tiny_run(tmp_path, method, *settings, teacher, "method.kd=0", name="untaught")
+    assert taught.summary["model_sha256"] != untaught.summary["model_sha256"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    save_clip(elsewhere)
+    with refused("config.conflict", ConfigError, key="trainable", excludes="method.teacher"):
+        make_tiny_run(tmp_path, method, *settings, f"method.teacher=local-dir:{elsewhere}", name="other")
+
+
+def test_a_teacher_that_is_fine_tuned_looks_at_images(tmp_path, clip_name):
+    settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", "method.finetune=true")
+    with refused("config.conflict", ConfigError, key="trainable", excludes="method.teacher"):
+        make_tiny_run(tmp_path, "fedsm", *settings, f"method.teacher={clip_name.removeprefix('clip:')}")
 
 
 def test_a_run_that_goes_on_says_it_once(tmp_path, clip_name):

@@ -48,7 +48,8 @@ def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
     """Return the teacher's features of a client's images, float16 [n, w], in sample order.
 
     The first call in a process encodes the images in batches, without augmentation, and keeps the features in the
-    client's cache. They are never in a checkpoint: every process computes the same values again.
+    client's cache. They are never in a checkpoint: every process computes the same values again. Where clients hold the
+    features of a frozen encoder that is the teacher's image tower, these are the teacher's features.
 
     Args:
         teacher: the teacher's name.
@@ -56,9 +57,11 @@ def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
     """
     if "teacher" not in client.cache:
         source = open_teacher(teacher)
-        h = source.images(client.samples)
-        if projected:
-            projection = source.projection(client.device)
-            h = F.normalize(h if projection is None else h @ projection, dim=1)
-        client.cache["teacher"] = h.half()
+        if client.samples.encoded and not teacher.startswith("npz:"):  # features of the teacher's own tower
+            h = client.samples.x[:, 0]
+        else:
+            h = source.images(client.samples)
+            projection = source.projection(client.device) if projected else None
+            h = h if projection is None else h @ projection
+        client.cache["teacher"] = (F.normalize(h, dim=1) if projected else h).half()
     return client.cache["teacher"]

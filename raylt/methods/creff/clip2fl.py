@@ -9,6 +9,8 @@ addition to CReFF's:
     share of 1 / 100.
 [3] Only matched features are attracted by their texts: those of classes that some client of the round owns. The
     contrast is the mean over these; the code divides by the number of all classes.
+The judged classifier is made from federated features, so the distillation acts through the encoder alone. With a
+frozen encoder only the contrast tells CLIP2FL from CReFF.
 """
 
 from collections.abc import Callable
@@ -74,9 +76,21 @@ class CLIP2FL(CReFF):
     def sees_images(self) -> bool:
         return self.taught and not self.teacher.startswith("npz:")
 
+    @property
+    def image_teacher(self) -> str | None:
+        return self.teacher
+
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         if not self.taught:
             return
+        if not self.contrast and not any(parameter.requires_grad for parameter in model.encoder.parameters()):
+            raise ConfigError(
+                "method.kd: the distillation acts on the training of the encoder, which has no trained parameters "
+                f"({self.kd:g}). Set trainable to norm, last:N or lora:R, or choose method=creff.",
+                code="config.conflict",
+                key="method.kd",
+                value=self.kd,
+            )
         teacher = open_teacher(self.teacher)
         teacher.check(task, {"phrase"})
         if self.contrast and model.dim != teacher.dim:

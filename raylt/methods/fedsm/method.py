@@ -206,6 +206,10 @@ class FedSM(Method):
         return self.distils and not self.teacher.startswith("npz:")
 
     @property
+    def image_teacher(self) -> str | None:
+        return None if self.finetune else self.teacher
+
+    @property
     def wordings(self) -> set[Wording]:
         """Return the prompt wordings in which the teacher encodes the class names."""
         return (
