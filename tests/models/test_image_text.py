@@ -186,7 +186,7 @@ def test_an_exported_file_with_an_impossible_tower_is_refused(tmp_path, clip_nam
 def test_features_of_a_teachers_own_tower_are_the_teachers_features(tmp_path, clip_name):
     teacher = clip_name.removeprefix("clip:")
     settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", f"method.teacher={teacher}")
-    run = make_tiny_run(tmp_path, "fedsm", *settings)
+    run = make_tiny_run(tmp_path, "fedsm", *settings, "augment=crop_flip")
     of_images = encoded(open_client(run.task, run.method, 1, run.config), teacher)
     setup, task = encode(run.setup, run.task)
     of_features = encoded(open_client(task, run.method, 1, setup.config), teacher)
