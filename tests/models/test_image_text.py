@@ -197,18 +197,23 @@ def test_features_of_a_teachers_own_tower_are_the_teachers_features(tmp_path, cl
     assert torch.allclose(of_features.float().norm(dim=1), torch.ones(len(of_features)), atol=1e-3)
 
 
-@pytest.mark.parametrize("method", ["fedsm", "clip2fl"])
-def test_a_frozen_encoder_can_have_its_own_model_as_the_teacher(tmp_path, clip_name, method):
+@pytest.mark.parametrize(
+    ("method", "weights"),
+    [("fedsm", ("method.kd={}",)), ("clip2fl", ("method.kd={}", "method.contrast={}"))],
+    ids=["fedsm", "clip2fl"],
+)
+def test_a_frozen_encoder_can_have_its_own_model_as_the_teacher(tmp_path, clip_name, method, weights):
     settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}")
     teacher = f"method.teacher={clip_name.removeprefix('clip:')}"
-    taught = make_tiny_run(tmp_path, method, *settings, teacher, name="taught")
-    untaught = make_tiny_run(tmp_path, method, *settings, teacher, "method.kd=0", name="untaught")
+    full, none = ([weight.format(value) for weight in weights] for value in (1, 0))
+    taught = make_tiny_run(tmp_path, method, *settings, teacher, *full, name="taught")
+    untaught = make_tiny_run(tmp_path, method, *settings, teacher, *none, name="untaught")
     assert taught.summary["model_sha256"] != untaught.summary["model_sha256"]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     save_clip(elsewhere)
     with refused("config.conflict", ConfigError, key="trainable", excludes="method.teacher"):
-        make_tiny_run(tmp_path, method, *settings, f"method.teacher=local-dir:{elsewhere}", name="other")
+        make_tiny_run(tmp_path, method, *settings, f"method.teacher=local-dir:{elsewhere}", *full, name="other")
 
 
 def test_a_teacher_that_is_fine_tuned_looks_at_images(tmp_path, clip_name):
