@@ -249,11 +249,26 @@ def judged_on(done: Sequence[RunRecord]) -> str:
         f"few-shot classes fewer than {low}"
     )
     if tests["own"] is not None:
-        sizes = [n for n in tests["own"] if n]
-        text += f"; {len(sizes)} clients have {min(sizes)} to {max(sizes)} test images each"
-    if tests["one_class"]:
-        text += f"; clients evaluated on one class, whose figures say nothing: {', '.join(tests['one_class'][:10])}"
+        sizes = [n for summary in summaries for n in summary["tests"]["own"] or [] if n]
+        counts = sorted({sum(n > 0 for n in summary["tests"]["own"] or []) for summary in summaries})
+        clients = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+        text += f"; {clients} clients have {min(sizes)} to {max(sizes)} test images each"
+    by_seed: dict[int, set[str]] = {}
+    for run in done:
+        if run.summary and run.summary.get("tests"):  # an arm of one client has none
+            by_seed.setdefault(run.seed, set()).update(run.summary["tests"]["one_class"])
+    if any(by_seed.values()):
+        text += f"; clients evaluated on one class, whose figures say nothing: {_of_one_class(by_seed)}"
     return text
+
+
+def _of_one_class(by_seed: Mapping[int, Collection[str]]) -> str:
+    """Return the names of clients by seed as text: the names where all seeds have the same, otherwise their numbers."""
+    first, *others = by_seed.values()
+    if all(names == first for names in others):
+        return ", ".join(sorted(first, key=lambda name: (len(name), name))[:10])
+    numbers = [len(by_seed[seed]) for seed in sorted(by_seed)]
+    return f"{min(numbers)} to {max(numbers)} by seed ({', '.join(map(str, numbers))})"
 
 
 def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str]], mix_versions: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from raylt.errors import count_of
@@ -76,9 +76,31 @@ def verdicts(
     for record in records:
         if record.state == "done":
             runs[identity(record.config)].append(record)
+            if (plain := _as_fedavg(record)) is not None:
+                runs[identity(plain.config)].append(plain)
         elif record.state == "failed" and record.config:
             failed[identity(record.config)] += 1
     return [judge(cell, runs, failed, mix_versions) for cell in cells or expectations()]
+
+
+def _as_fedavg(record: RunRecord) -> RunRecord | None:
+    """Return a finished run of MuPFL without any module as a run of FedAvg, judged by its global model.
+
+    The two are the same training, and a study of MuPFL's modules need not repeat it. Return None for other runs.
+    """
+    method = record.config["method"]
+    if method["name"] != "mupfl" or method.get("dropout"):
+        return None
+    assert record.summary is not None
+    shared = record.summary.get("others", {}).get("global")
+    if shared is None or any(method.get(module, True) for module in ("bavd", "acmu", "pkcf")):
+        return None
+    summary = record.summary | {
+        "accuracy": {"last": shared["accuracy"]},
+        "groups": shared["groups"],
+        "clients": {"by": shared["clients"]},
+    }
+    return replace(record, config=record.config | {"method": {"name": "fedavg"}}, summary=summary, curve={})
 
 
 def judge(

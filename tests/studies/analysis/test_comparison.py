@@ -390,6 +390,28 @@ def test_one_image_is_a_number_of_points_in_classification_alone():
     assert "points" not in judged_on([each])
 
 
+def test_test_images_are_those_of_all_seeds_and_arms():
+    """Splits differ by seed, and an arm may have other clients than the others."""
+    made = [each for each in records() if each.cell == CELLS[0]]
+    seeds = sorted({each.seed for each in made})
+    assert len(seeds) > 1
+    for each in made:
+        each.summary["tests"] = {
+            "images": 300,
+            "groups": {"many": 90, "medium": 120, "few": 90},
+            "thresholds": [20, 60],
+            "own": [0, 5 + each.seed, 9],
+            "one_class": ["3", "12"] if each.arm == made[0].arm else [],
+        }
+    own = f"2 clients have {5 + seeds[0]} to {max(9, 5 + seeds[-1])} test images each"
+    assert own in judged_on(made)
+    assert judged_on(made).endswith("whose figures say nothing: 3, 12")
+    for each in made:
+        each.summary["tests"]["one_class"] *= each.seed == seeds[0]
+    numbers = ", ".join(["2", *["0"] * (len(seeds) - 1)])
+    assert judged_on(made).endswith(f"whose figures say nothing: 0 to 2 by seed ({numbers})")
+
+
 def test_negative_differences_and_absent_figures_are_set_as_such_in_latex():
     text = comparison_tables.comparison_table(compare(records(), "b")).latex()
     assert "$-$10.00" in text

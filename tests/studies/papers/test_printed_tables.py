@@ -6,7 +6,7 @@ import pytest
 from raylt.config import load, recipes
 from raylt.config.reading import FOLDER as RECIPES
 from raylt.methods import METHODS
-from raylt.studies.papers.printed_tables import expectations, identity
+from raylt.studies.papers.printed_tables import base_of, expectations, identity
 from raylt.studies.settings import resolved
 
 
@@ -75,6 +75,23 @@ def test_headings_of_mupfls_table_2_are_swapped_back_and_say_so():
     assert (full.setting["IF"], headline.value) == ("10", full.value)
     five = [e for e in expectations() if (e.paper, e.table) == ("MuPFL", "5")]
     assert {e.setting["IF"] for e in five} == {"100"}
+
+
+def test_generic_classifiers_are_compared_with_fedavg():
+    """Their accuracy has another name than FedAvg's, which has one classifier."""
+    generic = [e for e in expectations() if e.method in ("FedRoD", "FedLoGe") and e.paper == "SFD" and not e.problem]
+    assert len(generic) == 28
+    assert all((base := base_of(e)) is not None and base.method == "FedAvg" for e in generic)
+    assert {base_of(e).setting["alpha"] == e.setting["alpha"] for e in generic} == {True}
+
+
+def test_fedavg_is_no_ablation():
+    assert not any(e.ablation for e in expectations() if e.method.startswith("FedAvg"))
+
+
+def test_cityscapes_has_the_papers_rounds():
+    cells = [e for e in expectations() if e.setting["dataset"] == "cityscapes" and e.problem is None]
+    assert {e.config().federation.rounds for e in cells} == {10_000}
 
 
 def test_cityscapes_is_judged_by_the_global_model():

@@ -128,6 +128,24 @@ def test_the_base_of_an_ablation_is_fedavg_of_its_setting_in_another_table():
     assert judged.printed_difference == pytest.approx(bavd.value - FEDAVG.value)
 
 
+def test_mupfl_without_its_modules_is_fedavg_judged_by_its_global_model():
+    off = {"bavd": False, "acmu": False, "pkcf": False}
+    records = []
+    for seed in range(3):
+        record = run(MUPFL, seed, 0.9)
+        record.config["method"] |= off
+        shared = {"accuracy": 0.5, "groups": {}, "clients": {"matched": {"mean": FEDAVG.value + (seed - 1) / 100}}}
+        record.summary["others"] = {"global": shared}
+        records.append(record)
+    judged = verdicts(records, [FEDAVG])[0]
+    assert (judged.kind, judged.seeds) == ("reproduced", 3)
+    assert judged.ours.estimate == pytest.approx(FEDAVG.value)
+    for field, value in (("pkcf", True), ("dropout", 0.3)):
+        for record in records:
+            record.config["method"] |= off | {"dropout": 0.0} | {field: value}
+        assert verdicts(records, [FEDAVG])[0].kind == "not run"
+
+
 def test_seeds_without_any_spread_reproduce_nothing():
     equal = verdict(*(run(MUPFL, seed, MUPFL.value) for seed in range(3)))
     assert equal.kind == "cannot be told"
