@@ -19,9 +19,9 @@ USABLE = 0.9  # share of the memory; the rest is for Ray, fragmentation and othe
 
 # rounds of FedAvg with ResNet-8 and of SFD with ResNet-18 on one H200: benchmarks/results/gpu_h200.json
 PRECISION_COSTS = {
-    "float32": "a round takes 2.0 to 2.3 times as long as with local.precision=tf32",
-    "tf32": "a round with float32 takes 2.0 to 2.3 times as long",
-    "bfloat16": "a round with float32 takes 2.3 to 2.7 times as long",
+    "float32": "rounds took 2.0 to 2.3 times as long as with local.precision=tf32",
+    "tf32": "rounds with float32 took 2.0 to 2.3 times as long",
+    "bfloat16": "rounds with float32 took 2.3 to 2.7 times as long",
 }
 
 
@@ -148,7 +148,8 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
         reasons["MPS"] = "start it: without MPS, kernels of processes that share a GPU take turns (docs/gpus.md)"
     if share > 0:
         precision = config.local.precision
-        reasons["precision"] = f"{precision}: {PRECISION_COSTS[precision]} on an H200 (docs/gpus.md)"
+        measured = "with ResNet-8 and ResNet-18 on images of 32x32 on an H200 (docs/gpus.md)"
+        reasons["precision"] = f"{precision}: {PRECISION_COSTS[precision]}, {measured}"
     return PlacementPlan(
         Placement(actors, wanted.cpus_per_client, share, client_labels), server_gpus, server_labels, reasons
     )

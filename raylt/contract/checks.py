@@ -29,6 +29,7 @@ from raylt.core.evaluation.counts import confusion_of
 from raylt.core.fleet.schema import Schema
 from raylt.core.method import Method
 from raylt.core.setup import private_entries
+from raylt.core.training.stacked_sgd import has_avx512
 from raylt.data.samples import Samples
 from raylt.errors import user_fault
 from raylt.models.split import load_entries
@@ -102,7 +103,8 @@ def trains_in_stacks_as_alone(case: Case) -> None:
     trace = finish(experiment)
     expect(host.compared > 0, "no client trains in a stack")
     expect(host.difference <= STACKED_DIFFERENCE, f"in a stack, a number differs from alone by {host.difference:.1e}")
-    _same(trace, case.run(config, host=OwnHosts))
+    if has_avx512():  # elsewhere runs stack no clients, because the bits depend on the others
+        _same(trace, case.run(config, host=OwnHosts))
 
 
 def travels_to_another_process(case: Case) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -101,6 +101,8 @@ class InStacks(ClientHost):
         difference: of two numbers, relative to the larger of the one from alone and 1.
         compared: number of calls that were compared.
     """
+
+    on_any_processor: ClassVar[bool] = True
 
     def __init__(self, setup: Setup, *args: Any):
         super().__init__(setup, *args)

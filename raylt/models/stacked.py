@@ -24,6 +24,7 @@ from raylt.models.split import Params, SplitModel, trained_names, with_encoder
 from raylt.models.trainable import FrozenEncoder
 
 WIDTH = 16  # numbers in a vector register
+TRIAL = 3  # images on which a stack and a model are compared
 # types must be equal, because a subclass may compute something else
 _CONTAINERS = (SplitModel, nn.Sequential, BasicBlock)
 _CHANNEL_BY_CHANNEL = (nn.ReLU, nn.ReLU6, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Identity)
@@ -231,6 +232,34 @@ def unstackable_layer(model: nn.Module) -> str | None:
     return None
 
 
+def computes_as_alone(model: SplitModel, shape: tuple[int, int, int]) -> bool:
+    """Return whether a stack of two clients gives the logits that the model gives each client.
+
+    A layer that `unstackable_layer` accepts may stand where it gets other inputs than in a stack, as GroupNorm after a
+    linear layer, or a linear layer before the flattening.
+
+    Args:
+        model: without an `unstackable_layer`.
+        shape: height, width and channels of an image.
+    """
+    generator = torch.Generator().manual_seed(0)
+    alone = copy.deepcopy(without_frozen_encoder(model)).float().train()
+    height, width, channels = shape
+    frozen = isinstance(model.encoder, FrozenEncoder)
+    size = (TRIAL, model.dim) if frozen else (TRIAL, channels, height, width)
+    x = torch.randn(size, generator=generator)
+    stack = StackedModel(alone, 2)
+    try:
+        with torch.no_grad():
+            _, logits = stack(0, 2, side_by_side([x, x]))
+            expected = alone(x)
+    except Exception:  # torch raises many types for a wrong shape
+        return False
+    return logits.shape == (2, *expected.shape) and all(
+        torch.allclose(of_client, expected, rtol=1e-3, atol=1e-3) for of_client in logits
+    )
+
+
 def _is_tied(model: nn.Module) -> bool:
     """Return whether two entries of a model are one parameter."""
     return len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
@@ -283,3 +312,13 @@ def _copies(value: Tensor, slots: int) -> Tensor:
     strides = value.numel(), *value.stride()
     copies = torch.empty_strided((slots, *value.shape), strides, dtype=value.dtype, device=value.device)
     return copies.copy_(value.detach())
+
+
+def side_by_side(images: list[Tensor]) -> Tensor:
+    """Return the batches of n clients as one batch.
+
+    Images [B, C, H, W] become [B, n * C, H, W], channels-last, and features [B, d] become [n, B, d].
+    """
+    if images[0].ndim == 2:
+        return torch.stack(images)
+    return torch.stack([x.permute(0, 2, 3, 1) for x in images], dim=3).flatten(3).permute(0, 3, 1, 2)

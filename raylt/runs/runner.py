@@ -15,6 +15,7 @@ from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.report import RoundReport
 from raylt.core.setup import Setup
+from raylt.core.training.stacked_sgd import SAMPLES
 from raylt.data.task import Task, judged_images_of
 from raylt.errors import ConfigError, ServerLost, describe_error
 from raylt.own_code.top_level_names import claim
@@ -160,6 +161,8 @@ def _take_steps(
         provenance.note(journal.folder, fleet, len(journal.reports()), setup.config, facts)
         if facts["stacked"] not in (None, IN_STACKS):
             callback.on_message(f"local.stacked=auto stacks {facts['stacked']}")
+        if facts["stacked"] == IN_STACKS and min(len(shard) for shard in task.shards if len(shard)) > SAMPLES:
+            callback.on_message(f"local.stacked=auto stacks no client, because each has more than {SAMPLES} samples")
         while not experiment.done:
             report = experiment.advance(journal.seal)
             journal.append(report)

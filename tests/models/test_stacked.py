@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tiny import tiny_odd
+from tiny import fingerprint, tiny_odd
 from torch import nn
 from torch.nn import functional as F
 
 from raylt.core.training.stacked_sgd import has_avx512
 from raylt.models import MODELS, SplitModel
-from raylt.models.stacked import StackedModel, unstackable_layer
+from raylt.models.stacked import StackedModel, computes_as_alone, unstackable_layer
 from raylt.models.trainable import limit
 
 NETWORKS = {
@@ -102,6 +102,20 @@ def test_the_bits_of_a_client_depend_neither_on_the_others_nor_on_their_number_n
         some = stacked_step(model, [entries[k] for k in chosen], [batches[k] for k in chosen], start=1, slots=8)
         for k, found in zip(chosen, some, strict=True):
             assert all(torch.equal(value, together[k][name]) for name, value in found.items())
+
+
+def test_layers_at_unusual_places_are_noticed(network):
+    model, shape = network
+    assert computes_as_alone(model, (*shape[2:], shape[1]))
+    before = fingerprint(dict(model.state_dict()))
+    features = [nn.Flatten(), nn.Linear(256, 32)]
+    for layers in ([*features, nn.GroupNorm(4, 32)], [nn.Linear(16, 16), *features]):
+        unusual = SplitModel(nn.Sequential(*layers), 32, 3)
+        assert unusual(torch.zeros(2, 1, 16, 16)).shape == (2, 3)
+        assert unstackable_layer(unusual) is None
+        assert not computes_as_alone(unusual, (16, 16, 1))
+    assert computes_as_alone(SplitModel(nn.Sequential(*features), 32, 3), (16, 16, 1))
+    assert fingerprint(dict(model.state_dict())) == before
 
 
 def test_a_client_that_diverged_harms_no_other(network):

@@ -71,6 +71,22 @@ def test_a_run_says_once_that_stacks_do_not_suit_it(tmp_path, method, reason):
     assert [line["stacked"] for line in provenance.read(run.folder)] == [expected]
 
 
+@pytest.mark.usefixtures("stacks_on_any_processor")
+@pytest.mark.parametrize("most", [1, 128])
+def test_a_run_says_that_none_of_its_clients_is_small(tmp_path, monkeypatch, most):
+    lines = []
+
+    class Listener(raylt.Callback):
+        def on_message(self, text, minor=False):
+            lines.append(text)
+
+    monkeypatch.setattr("raylt.runs.runner.SAMPLES", most)
+    settings = [*SETTINGS, "local.stacked=auto", "local.batch=8"]
+    raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=settings, callbacks=[Listener()])
+    said = "local.stacked=auto stacks no client, because each has more than 1 samples" in lines
+    assert said == (most == 1)
+
+
 def test_more_threads_than_the_cores_bear_are_refused_in_one_process(tmp_path, monkeypatch):
     monkeypatch.setattr("raylt.runs.in_process.cores", lambda: [0, 3])
     settings = [*SETTINGS, "resources.cpus_per_client=32.5"]

@@ -1,11 +1,12 @@
 """`ClientHost`: the clients that one process runs."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -56,7 +57,10 @@ class ClientHost:
 
     Attributes:
         why_alone: the reason why no clients train in stacks, in words; None if small ones do.
+        on_any_processor: whether stacks are also for processors on which their bits depend on each other.
     """
+
+    on_any_processor: ClassVar[bool] = False
 
     def __init__(self, setup: Setup, spec: TaskSpec, test: Shard, device: torch.device, room: float = math.inf):
         self.setup = setup
@@ -69,7 +73,9 @@ class ClientHost:
         self._initial = tree.snapshot(private_entries(setup.method, self.model))
         self._test = EvaluationSet(test, spec, device)
         self._threads = max(1, int(setup.config.resources.cpus_per_client))
-        self.why_alone = why_alone(setup.config, setup.method, self.model, spec, setup.augment, device)
+        self.why_alone = why_alone(
+            setup.config, setup.method, self.model, spec, setup.augment, device, self.on_any_processor
+        )
         self._room = room_for(tree.nbytes(dict(self.model.state_dict()) | frozen_entries(self.model)))
 
     def describe(self) -> dict[str, str | None]:
@@ -101,8 +107,11 @@ class ClientHost:
         outcomes: dict[int, Outcome] = {}
         while small:
             stack, small = small[: self._stack.slots], small[self._stack.slots :]
-            with suppress(Exception, SystemExit):
+            try:
                 outcomes |= self._run_stack(fn, message, round, stack)
+            except (Exception, SystemExit) as error:
+                # if the clients have no error of their own, nobody would know that they do not train in stacks
+                warnings.warn(f"a stack of clients failed, and each trains alone: {one_line(error)}", stacklevel=2)
         return outcomes
 
     def run(

@@ -8,7 +8,7 @@ spent on autograd's bookkeeping. The same kernels run on the same values as in a
 import math
 import time
 from collections.abc import Callable
-from typing import Literal, TypeGuard
+from typing import Literal, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +59,19 @@ def fit_classifier(
 
     Returns:
         The mean loss of the last epoch.
+
+    Raises:
+        ValueError: there is no such schedule.
     """
+    if schedule not in get_args(Schedule):
+        raise ValueError(f"schedule: no such schedule ({schedule}). Give one of {', '.join(get_args(Schedule))}.")
     optimiser = SGD(classifier.parameters(), lr, momentum, weight_decay)
     generator = torch.Generator().manual_seed(seed)
     classifier.train()
     steps, total = 0, torch.zeros((), device=z.device)
 
-    if loss is cross_entropy and not y.is_floating_point() and is_plain_linear(classifier):
+    has_all_labels = not y.is_floating_point() and bool((y >= 0).all())  # torch ignores a label of -100
+    if loss is cross_entropy and has_all_labels and is_plain_linear(classifier):
         gradients = SoftmaxGradients(classifier)
 
         def step(rows: Tensor) -> None:
@@ -137,7 +143,8 @@ class SoftmaxGradients:
 
     def __init__(self, classifier: nn.Linear):
         self._weight, self._bias = classifier.weight, classifier.bias
-        self._one_hot = torch.eye(len(classifier.weight), device=classifier.weight.device)
+        weight = classifier.weight
+        self._one_hot = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
 
     @torch.no_grad()
     def __call__(self, z: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:

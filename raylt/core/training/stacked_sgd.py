@@ -31,13 +31,21 @@ from raylt.data.augment import is_own
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
 from raylt.models.split import Params, SplitModel
-from raylt.models.stacked import StackedModel, as_rows, unstackable_layer, without_frozen_encoder
+from raylt.models.stacked import (
+    StackedModel,
+    as_rows,
+    computes_as_alone,
+    side_by_side,
+    unstackable_layer,
+    without_frozen_encoder,
+)
 from raylt.models.trainable import FrozenEncoder
 from raylt.tree import nbytes
 
 FEW = 8  # clients of one task that are worth fewer tasks for each process, where they train in stacks
 SAMPLES = 128  # of the largest client that trains in a stack
 MOST_WORK = 40e6  # multiplications of a client's forward step, beyond which a stack is not faster than single clients
+MOST_WEIGHTS = 100_000  # trained numbers of a client, beyond which memory bounds a step, and not the number of calls
 MOST_CLIENTS = 32  # that are computed together
 MOST_SLOTS = 64  # clients that wait for each other
 CACHE = 8 * 2**20  # bytes that the outputs of a stack's layers may take, so that they stay in the processor's cache
@@ -85,10 +93,14 @@ def why_alone(
     spec: TaskSpec,
     augment: Augmentation | None,
     device: torch.device,
+    any_processor: bool = False,
 ) -> str | None:
     """Return the reason why each client of a run trains alone, in words; None if small clients train in stacks.
 
     The reason depends on nothing but the run and the kind of processor, so that all processes agree.
+
+    Args:
+        any_processor: whether clients train in stacks where their bits then depend on each other.
     """
     local, federation = config.local, config.federation
     if local.stacked == "off":
@@ -101,13 +113,20 @@ def why_alone(
         return f"augment = {config.augment} is not raylt's own"
     if device.type != "cpu":
         return f"the clients' device is {device.type}"
-    if not has_avx512():
+    if not (any_processor or has_avx512()):
         return "the processor has no AVX-512, and a client's bits would depend on the number of clients in its stack"
     if (layer := unstackable_layer(model)) is not None:
         return f"the model has a layer that cannot be stacked, {layer}"
     work = Workload.of(model, spec, local.batch).multiplications
     if work > MOST_WORK:
         return f"a step takes {work / 1e6:.0f} million multiplications, and stacks pay up to {MOST_WORK / 1e6:.0f}"
+    # an optimiser with two moments reads and writes twice as much as SGD
+    weights = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    most = MOST_WEIGHTS if local.optimiser == "sgd" else MOST_WEIGHTS // 2
+    if weights > most:
+        return f"the model has {weights:,} weights that learn, and stacks pay up to {most:,} with {local.optimiser}"
+    if not computes_as_alone(model, spec.shape):
+        return "a stack computes something else than the model, which has a layer at an unusual place"
     return None
 
 
@@ -218,21 +237,21 @@ class SlotModel:
         self._x, self._z, self._logits = x, z, logits
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert x is self._x, "a stackable objective applies the model to its batch alone"
-        assert self._logits is not None
-        return self._logits
+        return self._own(x is self._x, self._logits, "the model to its batch")
 
     def encoder(self, x: Tensor) -> Tensor:
         """Return the features of the batch under way."""
-        assert x is self._x, "a stackable objective applies the encoder to its batch alone"
-        assert self._z is not None
-        return self._z
+        return self._own(x is self._x, self._z, "the encoder to its batch")
 
     def classifier(self, z: Tensor) -> Tensor:
         """Return the logits of the batch under way."""
-        assert z is self._z, "a stackable objective applies the classifier to the features of its batch alone"
-        assert self._logits is not None
-        return self._logits
+        return self._own(z is self._z, self._logits, "the classifier to the features of its batch")
+
+    @staticmethod
+    def _own(same: bool, values: Tensor | None, what: str) -> Tensor:
+        if not same or values is None:
+            raise RuntimeError(f"a stackable objective applies {what} alone")
+        return values
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the trained parameters, which share the stack's memory and have gradients of their own."""
@@ -408,13 +427,3 @@ class _Training:
             # client by client: norms of all rows at once round in another way for the last ones
             for slot in last:
                 self.objectives[slot].norms[name] = length([part[slots.index(slot)] for part in parts])
-
-
-def side_by_side(images: list[Tensor]) -> Tensor:
-    """Return the batches of n clients as one batch.
-
-    Images [B, C, H, W] become [B, n * C, H, W], channels-last, and features [B, d] become [n, B, d].
-    """
-    if images[0].ndim == 2:
-        return torch.stack(images)
-    return torch.stack([x.permute(0, 2, 3, 1) for x in images], dim=3).flatten(3).permute(0, 3, 1, 2)

@@ -26,6 +26,28 @@ def new_classifier():
     return nn.Linear(6, 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_closed_gradient_has_the_classifiers_type(dtype):
+    ours, reference = new_classifier().to(dtype), new_classifier().to(dtype)
+    loss = fit_classifier(ours, Z.to(dtype), Y, **HOW)
+    expected = fit_classifier(reference, Z.to(dtype), Y, loss=lambda logits, y: F.cross_entropy(logits, y), **HOW)
+    assert torch.equal(ours.weight, reference.weight)
+    assert loss == pytest.approx(expected)
+
+
+def test_labels_that_cross_entropy_ignores_have_no_gradient():
+    ours, reference = new_classifier(), new_classifier()
+    y = torch.where(torch.arange(50) % 5 == 0, -100, Y)
+    fit_classifier(ours, Z, y, **HOW)
+    fit_classifier(reference, Z, y, loss=lambda logits, y: F.cross_entropy(logits, y), **HOW)
+    assert torch.equal(ours.weight, reference.weight)
+
+
+def test_a_schedule_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"no such schedule \(cosine\)\. Give one of epoch, iteration, constant"):
+        fit_classifier(new_classifier(), Z, Y, schedule="cosine", **HOW)
+
+
 @pytest.mark.parametrize("schedule", ["epoch", "iteration", "constant"])
 def test_fit_is_that_of_torchs_optimiser_and_schedule(schedule):
     ours, reference = new_classifier(), new_classifier()

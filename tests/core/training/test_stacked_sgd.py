@@ -1,6 +1,6 @@
 """Clients that train in stacks: numbers as alone up to rounding, and bits that depend on no other client."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -8,6 +8,7 @@ import pytest
 import torch
 from refusals import refused
 from tiny import CPU, configure, fingerprint, make_experiment, make_setup, make_task, tiny_odd
+from torch import nn
 from torch.nn import functional as F
 
 from raylt import tree
@@ -25,6 +26,7 @@ from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedbn import FedBN
 from raylt.methods.fedprox import FedProx
+from raylt.models.split import SplitModel
 
 pytestmark = pytest.mark.usefixtures("stacks_on_any_processor")
 SIZES = (1, 2, 3, 7, 8, 9, 13, 13, 16, 31, 128, 129)  # samples of a client; the last one is no small client
@@ -261,6 +263,18 @@ def test_the_size_of_a_stack_follows_from_the_outputs_of_a_step_and_from_the_wei
 # what cannot be stacked
 
 
+@dataclass(frozen=True)
+class Wide:
+    """A network of two linear layers on an image of 8x8 pixels, with `width` features and a layer before the last."""
+
+    width: int
+    last: nn.Module | None = None
+
+    def __call__(self, classes, shape):
+        layers = [nn.Flatten(), nn.Linear(64, self.width), nn.ReLU(), nn.Linear(self.width, 64), self.last]
+        return SplitModel(nn.Sequential(*(layer for layer in layers if layer is not None)), 64, classes)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -274,6 +288,16 @@ def test_the_size_of_a_stack_follows_from_the_outputs_of_a_step_and_from_the_wei
         ({"federation": {"deadline_s": 60}}, "a round does not wait for every client"),
         ({"federation": {"over_select": 0.5}}, "a round does not wait for every client"),
         ({"trainable": "last:1"}, "the model has a layer that cannot be stacked, Sequential"),
+        ({"model": Wide(96)}, None),
+        ({"model": Wide(1024)}, "the model has 132,420 weights that learn, and stacks pay up to 100,000 with sgd"),
+        (
+            {"model": Wide(512), "local": {"optimiser": "adam"}},
+            "the model has 66,372 weights that learn, and stacks pay up to 50,000 with adam",
+        ),
+        (
+            {"model": Wide(16, nn.GroupNorm(4, 64))},
+            "a stack computes something else than the model, which has a layer at an unusual place",
+        ),
         ({"model": "resnet8"}, "a step takes 97 million multiplications, and stacks pay up to 40"),
     ],
     ids=str,
@@ -281,8 +305,12 @@ def test_the_size_of_a_stack_follows_from_the_outputs_of_a_step_and_from_the_wei
 def test_a_run_knows_why_its_clients_train_alone(tiny_task, settings, reason):
     settings = dict(settings)
     method = settings.pop("method", None)
-    config = configure(local={"stacked": "auto"} | settings.pop("local", {}), **settings)
-    host = ClientHost(make_setup(config, method), tiny_task.spec, tiny_task.test, CPU)
+    model = settings.pop("model", "small")
+    named = {"model": model} if isinstance(model, str) else {}
+    config = configure(local={"stacked": "auto"} | settings.pop("local", {}), **named, **settings)
+    setup = make_setup(config, method)
+    setup = setup if named else replace(setup, model=model)
+    host = ClientHost(setup, tiny_task.spec, tiny_task.test, CPU)
     assert host.why_alone == reason
     expected = "small clients" if reason is None else f"no client, because {reason}"
     assert host.describe()["stacked"] == (None if config.local.stacked == "off" else expected)
@@ -395,6 +423,21 @@ class TwiceApplied(Method):
 
     def objective(self, client, message):
         return lambda batch: F.cross_entropy(client.model(batch.x.flip(3)), batch.y)
+
+
+def test_a_stack_that_fails_is_noticed_even_if_its_clients_have_no_error():
+    class Odd(FedAvg):
+        stackable: ClassVar[bool] = True
+
+        def objective(self, client, message):
+            weights = list(client.model.parameters()) if client.id % 2 else []
+            return lambda batch: F.cross_entropy(client.model(batch.x), batch.y) + sum(w.sum() for w in weights)
+
+    host = make_host(Odd())
+    message = {"model": tree.snapshot(Odd().shared(host.model))}
+    calls = [ClientCall(id, shard(id), None) for id in (3, 4)]
+    with pytest.warns(UserWarning, match="a stack of clients failed, and each trains alone"):
+        assert host.run_stacks(host.setup.method.train, message, 1, calls) == {}
 
 
 def test_an_objective_that_was_wrongly_declared_is_an_error_and_no_wrong_number(tmp_path):
