@@ -15,7 +15,14 @@ from refusals import refused
 from small_runs import QUICK
 
 from raylt.contract.case import SOME, Case
-from raylt.contract.checks import CHECKS, fault_of, predicts_what_was_judged, resumed_after_every_step, run_checks
+from raylt.contract.checks import (
+    CHECKS,
+    fault_of,
+    predicts_what_was_judged,
+    resumed_after_every_step,
+    run_checks,
+    trains_in_stacks_as_alone,
+)
 from raylt.contract.fields import acts_from_its_stage_on
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.method import Method
@@ -195,6 +202,24 @@ def test_a_method_that_breaks_the_contract_fails_the_check(tmp_path, method, che
     fault = fault_of(next(c for c in CHECKS if c.__name__ == check), Case(method(), "classification", tmp_path))
     assert fault is not None
     assert re.search(violation, fault), fault
+
+
+class Unstackable(Base):
+    """Method that declares itself stackable, although it draws from torch's generator."""
+
+    stackable = True
+
+    def objective(self, client, message):
+        plain = super().objective(client, message)
+        return lambda batch: plain(batch) + (client.model(batch.x) * torch.randn(4)).mean()
+
+
+@pytest.mark.parametrize("has_avx512", [True, False])
+def test_a_wrong_declaration_fails_the_check_on_every_processor(tmp_path, monkeypatch, has_avx512):
+    monkeypatch.setattr("raylt.core.training.stacked_sgd.has_avx512", lambda: has_avx512)
+    fault = fault_of(trains_in_stacks_as_alone, Case(Unstackable(), "classification", tmp_path))
+    assert fault is not None
+    assert "in a stack, a number differs from alone by" in fault
 
 
 @pytest.mark.slow
