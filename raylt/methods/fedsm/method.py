@@ -134,7 +134,7 @@ class FedSM(Method):
         None, Choice(None, 0.02, 0.05, 0.1, 1.0), "temperature of Nonlinear, Eq. 5; None: none", gt=0
     )
     wording: Wording = hp("phrase", Choice("phrase", "label"), "wording of the texts of Eq. 5")
-    partner: Partner = hp(
+    partner: Partner = hp(  # [8]
         "probabilistic",
         Choice("probabilistic", "ranked", "deterministic", "random", "inverted"),
         "draw of v in Eq. 4, Table III; ranked: by the rank of its relevance; inverted: least similar drawn most, "
@@ -143,6 +143,7 @@ class FedSM(Method):
     unit: Unit = hp(
         "class", Choice("class", "sample"), "units that alpha weights: classes, or samples by their class (code)"
     )
+    # [9]
     lam_low: float = hp(0.65, Uniform(0.2, 0.8), "smallest lambda, Eq. 4, Table V", ge=0, le=1)
     lam_high: float = hp(0.9, Uniform(0.8, 1.0), "largest lambda, Eq. 4, Table V", ge=0, le=1)
     size: int = hp(100, Choice(50, 100, 150, 200), "S, pseudo-features per class, Eq. 6, Fig. 5", ge=1)

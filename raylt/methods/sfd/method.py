@@ -169,6 +169,7 @@ class SFD(Method):
     gamma_rbf: float = hp(0.01, LogUniform(1e-3, 0.1), "gamma of the RBF kernel, appendix C.2", gt=0)
     m_min: int | None = hp(None, Choice(None, 600), "M_c of the largest class, appendix B; None: 600, at least d + 88")
     m_max: int | None = hp(None, Choice(None, 2000), "M_c of the smallest class, appendix B; None: 2000, or 10/3 m_min")
+    # [5] [9]
     synthesis_steps: int = hp(100, Choice(50, 100, 200), "T, Algorithm 1; from the code", ge=0)
     synthesis_lr: float = hp(1.0, LogUniform(0.1, 10), "learning rate of the bank; from the code", gt=0)
     synthesis_per: Literal["bank", "sample"] = hp(
