@@ -15,8 +15,9 @@ from raylt.studies.report.text_table import markdown_text
 
 MEANING = {
     "reproduced": "the 95 % t interval over our seeds contains the printed value; for a row of an ablation, the "
-    "interval of our differences to FedAvg contains the printed difference, too",
-    "difference reproduced": "it does not, but the interval of our differences to FedAvg contains the printed one",
+    "interval of our differences to the base contains the printed difference, too; the base is FedAvg of the setting, and "
+    "FedSM for FedSM with a fine-tuned teacher",
+    "difference reproduced": "it does not, but the interval of our differences to the base contains the printed one",
     "outside": "neither interval contains the printed figure; of an ablation, that of the differences does not",
     "cannot be told": f"an interval contains the printed figure, but is wider than ± {100 * WIDEST:g} points, or there "
     "is none: seeds that agree to the bit, an ablation without runs of what it is compared with",
@@ -54,7 +55,7 @@ def page(judged: Sequence[Verdict]) -> str:
 
 
 def verdict_tables(judged: Sequence[Verdict]) -> Group:
-    """Return a terminal table of verdicts for each setting; differences to FedAvg are in brackets."""
+    """Return a terminal table of verdicts for each setting; differences to the base are in brackets."""
     parts: list[Table | str] = []
     for (paper, table, cell), group in groupby(judged, key=lambda v: (v.cell.paper, v.cell.table, v.cell.cell)):
         parts += [_setting_table(f"{paper}, table {table}: {cell}", list(group)), ""]
@@ -129,7 +130,7 @@ def _with_runs(judged: Sequence[Verdict]) -> list[str]:
         return []
     lines = [
         "",
-        "| table | cell | row | figure | printed, % | here, % | difference to FedAvg, printed | here | "
+        "| table | cell | row | figure | printed, % | here, % | difference to the base, printed | here | "
         "verdict | splits | models | made with |",
         "|" + "---|" * 12,
     ]
