@@ -15,8 +15,8 @@ from raylt.studies.report.text_table import markdown_text
 
 MEANING = {
     "reproduced": "the 95 % t interval over our seeds contains the printed value; for a row of an ablation, the "
-    "interval of our differences to the base contains the printed difference, too; the base is FedAvg of the setting, and "
-    "FedSM for FedSM with a fine-tuned teacher",
+    "interval of our differences to the base contains the printed difference, too; the base is FedAvg of the setting, "
+    "and FedSM for FedSM with a fine-tuned teacher",
     "difference reproduced": "it does not, but the interval of our differences to the base contains the printed one",
     "outside": "neither interval contains the printed figure; of an ablation, that of the differences does not",
     "cannot be told": f"an interval contains the printed figure, but is wider than ± {100 * WIDEST:g} points, or there "
@@ -77,6 +77,8 @@ def _setting_table(title: str, judged: Sequence[Verdict]) -> Table:
     )
     for column in table.columns[2:4]:
         column.no_wrap = True
+    words = [word for verdict in judged for word in verdict.cell.arm.split()]
+    table.columns[0].min_width = max(map(len, words))  # no word of a row's name is cut
     for verdict in judged:
         _, _, row, figure, printed, measured, printed_difference, difference, kind = _columns(verdict)
         table.add_row(
