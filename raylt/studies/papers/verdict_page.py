@@ -92,7 +92,8 @@ def _setting_table(title: str, judged: Sequence[Verdict]) -> Table:
 
 
 def _with_difference(value: str, difference: str) -> str:
-    return f"{value} ({difference})" if difference else value
+    """Return a value and, in a line of its own, a difference in brackets."""
+    return f"{value}\n({difference})" if difference else value
 
 
 def _columns(verdict: Verdict) -> list[str]:
