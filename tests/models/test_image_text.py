@@ -119,9 +119,9 @@ def test_a_run_from_texts_has_its_accuracy_before_training(tmp_path, clip_name):
     ("method", "settings"),
     [
         ("fedavg", ["trainable=classifier"]),
-        ("fedavg", ["trainable=classifier", "classifier=text"]),
-        ("fedavg", ["trainable=all"]),
-        ("ditto", ["trainable=lora:2"]),
+        pytest.param("fedavg", ["trainable=classifier", "classifier=text"], marks=pytest.mark.slow),
+        pytest.param("fedavg", ["trainable=all"], marks=pytest.mark.slow),
+        pytest.param("ditto", ["trainable=lora:2"], marks=pytest.mark.slow),
         ("promptfl", ["trainable=classifier", "classifier=text"]),
     ],
     ids=str,
@@ -141,8 +141,13 @@ def test_an_exported_model_needs_no_file_of_the_image_text_model(tmp_path, metho
     assert torch.equal(raylt.load_model(path, client).predict(images).probabilities, expected)
 
 
-@pytest.mark.parametrize("trainable", ["classifier", "all"])
-@pytest.mark.parametrize(("setting", "value"), [("mean", [0.3, 0.3, 0.3]), ("resize_mode", "shortest")])
+@pytest.mark.parametrize(
+    ("trainable", "setting", "value"),
+    [
+        ("classifier", "mean", [0.3, 0.3, 0.3]),
+        pytest.param("all", "resize_mode", "shortest", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_does_not_continue_with_other_preprocessing(tmp_path, trainable, setting, value):
     origin = tmp_path / "clip"
     origin.mkdir()
@@ -163,24 +168,21 @@ def test_a_run_does_not_continue_with_other_preprocessing(tmp_path, trainable, s
     assert sorted(path.name for path in run.folder.parent.iterdir()) == folders  # no new run was begun
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "reason"),
-    [
+def test_an_exported_file_with_an_impossible_tower_is_refused(tmp_path, clip_name):
+    run = make_tiny_run(tmp_path, "fedavg", f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}")
+    content = artefact.read(raylt.export(run))
+    tower = content.description["tower"]
+    path = tmp_path / "changed.safetensors"
+    for field, value, reason in (
         ("width", 33, "cannot build its image tower"),
         ("layers", 10**9, "layers is not a number"),
         ("timm_model_name", "hf-hub:somebody/something", "timm has no model"),
         ("anything", 1, "anything"),
-    ],
-)
-def test_an_exported_file_with_an_impossible_tower_is_refused(tmp_path, clip_name, field, value, reason):
-    run = make_tiny_run(tmp_path, "fedavg", f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}")
-    content = artefact.read(raylt.export(run))
-    tower = content.description["tower"]
-    changed = {**content.description, "tower": {**tower, "vision": tower["vision"] | {field: value}}}
-    path = tmp_path / "changed.safetensors"
-    artefact.write(path, content.tensors, changed)
-    with pytest.raises((CheckpointError, ConfigError), match=reason):
-        raylt.load_model(path)
+    ):
+        changed = {**content.description, "tower": {**tower, "vision": tower["vision"] | {field: value}}}
+        artefact.write(path, content.tensors, changed)
+        with pytest.raises((CheckpointError, ConfigError), match=reason):
+            raylt.load_model(path)
 
 
 def test_features_of_a_teachers_own_tower_are_the_teachers_features(tmp_path, clip_name):
@@ -199,8 +201,10 @@ def test_features_of_a_teachers_own_tower_are_the_teachers_features(tmp_path, cl
 
 @pytest.mark.parametrize(
     ("method", "weights"),
-    [("fedsm", ("method.kd={}",)), ("clip2fl", ("method.kd={}", "method.contrast={}"))],
-    ids=["fedsm", "clip2fl"],
+    [
+        ("fedsm", ("method.kd={}",)),
+        pytest.param("clip2fl", ("method.kd={}", "method.contrast={}"), marks=pytest.mark.slow),
+    ],
 )
 def test_a_frozen_encoder_can_have_its_own_model_as_the_teacher(tmp_path, clip_name, method, weights):
     settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}")
