@@ -197,7 +197,7 @@ class MuPFL(Method):
         parts: Tree = {}
         if self.pkcf and self.gradients == "global":
             client.receive(message["model"])
-            parts["gradients"] = class_gradients(*features(client), client.model.classifier)
+            parts["gradients"] = class_gradients(*features(client), client.model.classifier)  # [8]
         client.receive(start)
         if self.pkcf and message["known"].any():
             tune(client, message["features"], message["known"], self.tau)
@@ -212,7 +212,7 @@ class MuPFL(Method):
         if self.bavd_reset == "never":
             client.state["bavd"] = memory(layers)
         if self.pkcf and self.gradients == "local":
-            parts["gradients"] = class_gradients(*features(client), client.model.classifier)
+            parts["gradients"] = class_gradients(*features(client), client.model.classifier)  # [8]
         client.state["own"] = tree.snapshot(end)  # w_i
         if self.acmu:
             parts["update"] = {name: end[name] - start[name] for name in end}  # Eq. 7
