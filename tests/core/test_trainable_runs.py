@@ -1,5 +1,8 @@
 """Runs that train a part of the model: what they send, keep, export and judge."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -122,6 +125,27 @@ def test_weights_of_another_model_are_refused_by_their_first_entry(tmp_path, fau
     save_file(state, file)
     with refused("model.weights-mismatch", key="weights", value=str(file), entry=name):
         build_model(LIBRARY, 4, (8, 8, 1), str(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"hello world", "neither torch.save nor safetensors wrote it"),
+        (b"", "neither torch.save nor safetensors wrote it"),
+        ([1, 2], "it holds no state dict"),
+        ({"layer": Path("x")}, r"it holds pathlib\.\w+, and only tensors are loaded"),
+    ],
+    ids=["text", "empty", "list", "object"],
+)
+def test_files_without_weights_say_what_they_are(tmp_path, content, reason):
+    file = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    with refused("model.weights-mismatch", key="weights", value=str(file)) as caught:
+        build_model(LIBRARY, 4, (8, 8, 1), str(file))
+    assert re.search(reason, str(caught.value))
 
 
 @pytest.mark.parametrize("name", [LIBRARY, "torchvision:resnet18"])
