@@ -69,28 +69,32 @@ def fit_classifier(
     generator = torch.Generator().manual_seed(seed)
     classifier.train()
     steps, total = 0, torch.zeros((), device=z.device)
+    is_last = False  # only the last epoch's loss is summed
 
     has_all_labels = not y.is_floating_point() and bool((y >= 0).all())  # torch ignores a label of -100
     if loss is cross_entropy and has_all_labels and is_plain_linear(classifier):
         gradients = SoftmaxGradients(classifier)
 
         def step(rows: Tensor) -> None:
-            value, of_params = gradients(z.index_select(0, rows), y.index_select(0, rows))
+            labels = y.index_select(0, rows)
+            log_p, of_params = gradients(z.index_select(0, rows), labels)
             optimiser.descend(of_params)
-            total.add_(value * len(rows))
+            if is_last:
+                total.add_(F.nll_loss(log_p, labels) * len(rows))
     else:
 
         def step(rows: Tensor) -> None:
             value = loss(classifier(z[rows]), y[rows])
             optimiser.step(value)
-            total.add_(value.detach() * len(rows))
+            if is_last:
+                total.add_(value.detach() * len(rows))
 
     # a recording has one learning rate, so it pays only if several steps share the rate
     lasts = schedule == "constant" or (schedule == "epoch" and len(z) // batch >= WORTH)
     repeated = Repeated(step, z.device, [loss, optimiser], [classifier])
     for epoch in range(epochs):
-        total.zero_()
-        if schedule == "epoch":
+        is_last = epoch == epochs - 1
+        if schedule == "epoch" or is_last:
             repeated.renew()
         for rows in torch.randperm(len(z), generator=generator).to(z.device, non_blocking=True).split(batch):
             if schedule != "constant":
@@ -148,7 +152,7 @@ class SoftmaxGradients:
 
     @torch.no_grad()
     def __call__(self, z: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, a scalar, and the gradients of the weight [C, d] and of the bias [C], if any.
+        """Return the log-probabilities [B, C], and the gradients of the weight [C, d] and of the bias [C], if any.
 
         Args:
             z: features [B, d].
@@ -159,4 +163,4 @@ class SoftmaxGradients:
         of_logits = torch._log_softmax_backward_data(of_loss, log_p, 1, log_p.dtype)
         of_weight = of_logits.t() @ z
         gradients = [of_weight] if self._bias is None else [of_weight, of_logits.sum(0)]
-        return F.nll_loss(log_p, y), gradients
+        return log_p, gradients
