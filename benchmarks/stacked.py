@@ -67,6 +67,11 @@ class Training:
         sizes = "" if self.fewest is None else f", {self.clients} clients of {self.fewest} to {self.samples}"
         return f"{self.model} {height}x{width}x{channels}, batches of {self.batch}{precision}{sizes}{optimiser}"
 
+    @property
+    def kinds(self) -> set[str]:
+        """The names that select this case on the command line."""
+        return {self.model if self.width is None else "frozen", self.optimiser}
+
     def host(self, stacked: str) -> ClientHost:
         """Return a host whose clients train in stacks or alone, whatever `auto` would decide."""
         local = {"batch": self.batch, "epochs": 1, "precision": self.precision, "optimiser": self.optimiser}
@@ -103,8 +108,15 @@ ADAM = tuple(
         (*FROZEN, 5, 10, 1280),
     )
 )
+# a linear layer on more and more numbers: 49,930 to a million weights that learn
+WEIGHTS = tuple(
+    Training(*FROZEN, 5, 10, width=width, optimiser=optimiser)
+    for optimiser in ("sgd", "adam")
+    for width in (4_992, 9_984, 30_000, 100_000)
+)
 TRAININGS = (
     *ADAM,
+    *WEIGHTS,
     Training(*FROZEN, 5, 10, width=1280),
     Training(*FROZEN, 32, 32, width=1280),
     Training(*FROZEN, 32, 128, width=1280),
@@ -138,13 +150,14 @@ TRAININGS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="models, frozen, adam, or thousand; all by default")
+    parser.add_argument("cases", nargs="*", help="models, frozen, adam, weights, or thousand; all by default")
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     stacked_sgd.MOST_WORK = float("inf")
+    stacked_sgd.MOST_WEIGHTS = 10**9
     for training in TRAININGS:
-        kinds = {training.model if training.width is None else "frozen", training.optimiser}
+        kinds = {"weights"} if training in WEIGHTS else training.kinds
         if not arguments.cases or kinds & set(arguments.cases):
             keep(str(training), compare(training, arguments.turns))
     if not arguments.cases or "thousand" in arguments.cases:

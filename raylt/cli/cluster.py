@@ -1,7 +1,7 @@
 """The commands `raylt plan` and `raylt doctor`."""
 
 from dataclasses import asdict, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -10,6 +10,12 @@ from raylt.cli.options import Address, Format, FormatOption, Settings, config_of
 from raylt.config import Config
 from raylt.errors import RayltError
 from raylt.own_code.top_level_names import claim
+
+if TYPE_CHECKING:
+    from actors.capacity import PlacementPlan
+    from raylt.core.setup import Setup
+    from raylt.data.task import Task
+    from raylt.models.split import SplitModel
 
 
 def plan(
@@ -26,10 +32,11 @@ def plan(
     claim()
     from actors.launch import plan_placement
 
-    last_phase = _check_as_run_does(config)
+    previewed = _check_as_run_does(config)
     placement = plan_placement(config, address, nodes)
-    if last_phase:
-        placement = replace(placement, reasons=placement.reasons | {"last phase": last_phase})
+    if previewed is not None:
+        here = nodes is None and address is None
+        placement = replace(placement, reasons=placement.reasons | _of_training(*previewed, placement, here))
     if format is Format.json:
         print_json(asdict(placement))
         return
@@ -39,27 +46,62 @@ def plan(
     out.print(table)
 
 
-def _check_as_run_does(config: Config) -> str:
+def _check_as_run_does(config: Config) -> "tuple[Setup, Task, SplitModel] | None":
     """Check the settings as `raylt run` does before it starts.
 
     Plans are also made where the data or weights are not, on a laptop for a cluster. Checks that need them are then
     left out.
 
     Returns:
-        A description of the phase after the last round; "" if it takes no longer than a round or was not checked.
+        What `preview_run` returns; None if data or weights are missing.
     """
-    from raylt.core.device import one_thread
     from raylt.runs.start import lacks_files, preview_run
 
     try:
-        setup, task, model = preview_run(config)
+        return preview_run(config)
     except RayltError as error:
         if config.data.clients is None or not lacks_files(error):
             raise
         err.print(f"checked without these files: {error}", markup=False, soft_wrap=True)
-        return ""
+        return None
+
+
+def _of_training(
+    setup: "Setup", task: "Task", model: "SplitModel", placement: "PlacementPlan", here: bool
+) -> dict[str, str]:
+    """Return what a plan says of training: the clients that train in stacks, and the phase after the last round.
+
+    Args:
+        here: whether the run would be on this machine.
+
+    Returns:
+        By name, a description. Stacks are left out if the configuration asks for none, the last phase if it takes no
+        longer than a round.
+    """
+    from raylt.core.device import one_thread
+
+    described = {}
+    if setup.config.local.stacked == "auto":
+        described["stacks"] = _stacks(setup, task, model, bool(placement.placement.gpus), here)
     with one_thread():  # the text has seconds on one core
-        return setup.method.last_phase(task.spec, model)
+        if last_phase := setup.method.last_phase(task.spec, model):
+            described["last phase"] = last_phase
+    return described
+
+
+def _stacks(setup: "Setup", task: "Task", model: "SplitModel", on_gpus: bool, here: bool) -> str:
+    """Describe which clients train in stacks (`local.stacked=auto`)."""
+    import torch
+
+    from raylt.core.training.stacked_sgd import SAMPLES, why_alone
+
+    device = torch.device("cuda" if on_gpus else "cpu")
+    why = why_alone(setup.config, setup.method, model, task.spec, setup.augment, device, any_processor=not here)
+    if why is not None:
+        return f"no client, because {why}"
+    small = sum(0 < size <= SAMPLES for size in task.sizes)
+    where = "" if here else ", where processors have AVX-512"
+    return f"{small} of {task.clients} clients, those with at most {SAMPLES} samples{where}"
 
 
 def doctor(address: Address = None, format: FormatOption = Format.table) -> None:

@@ -1,0 +1,41 @@
+"""`raylt plan`: what it says of training. tests/actors/test_capacity.py has its placements."""
+
+import json
+
+import pytest
+
+from raylt.config import DataConfig
+from raylt.core.training import stacked_sgd
+from raylt.data.task import build_task
+
+SETTINGS = "method=fedavg", "data.source=digits", "data.clients=5", "data.alpha=0.1", "local.stacked=auto"
+
+
+@pytest.fixture
+def reasons(raylt, monkeypatch):
+    """Return a function that plans a run and returns the reasons, as on a processor with AVX-512 or without."""
+
+    def planned(*settings: str, avx512: bool = True) -> dict[str, str]:
+        monkeypatch.setattr(stacked_sgd, "has_avx512", lambda: avx512)
+        return json.loads(raylt("plan", *settings, "--format", "json").out)["reasons"]
+
+    return planned
+
+
+def test_a_plan_counts_the_clients_that_train_in_stacks(reasons):
+    sizes = build_task(DataConfig(source="digits", clients=5, alpha=0.1)).sizes
+    small = sum(size <= stacked_sgd.SAMPLES for size in sizes)
+    assert 0 < small < 5
+    assert reasons(*SETTINGS)["stacks"] == f"{small} of 5 clients, those with at most 128 samples"
+    assert "stacks" not in reasons(*SETTINGS[:-1])
+
+
+def test_a_plan_says_why_no_client_trains_in_a_stack(reasons):
+    assert reasons(*SETTINGS, "method=scaffold")["stacks"] == "no client, because method = scaffold is not stackable"
+    assert reasons(*SETTINGS, avx512=False)["stacks"].startswith("no client, because the processor has no AVX-512")
+
+
+def test_a_plan_for_other_machines_does_not_ask_this_processor(reasons):
+    elsewhere = reasons(*SETTINGS, "--nodes", "1x8cpu", avx512=False)["stacks"]
+    assert elsewhere.endswith("those with at most 128 samples, where processors have AVX-512")
+    assert reasons(*SETTINGS, "--nodes", "1x2gpu8cpu")["stacks"] == "no client, because the clients' device is cuda"
