@@ -193,8 +193,8 @@ def test_classifiers_are_fitted_alike(recorder, schedule, layers):
         return loss, [value.cpu().tolist() for value in classifier.state_dict().values()]
 
     assert fitted(pretend.NAME) == fitted("cpu")
-    # a constant rate needs one recording, and another one for the last epoch, which sums the loss; an epoch's rate needs
-    # one for each epoch, and a rate per step cannot be recorded
+    # a constant rate needs one recording, and another one for the last epoch, which sums the loss; an epoch's rate
+    # needs one for each epoch, and a rate per step cannot be recorded
     assert recorder.recordings == {"constant": 2, "epoch": 3, "iteration": 0}[schedule]
 
 
