@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +22,20 @@ from raylt.models.image_text import open_tower
 from raylt.own_code.module_sources import PLUGIN
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `soak` unless RAYLT_SOAK is set."""
-    if os.environ.get("RAYLT_SOAK"):
-        return
+    """Mark as slow what `sampled` leaves out, and skip the tests marked `soak` unless RAYLT_SOAK is set."""
+    cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if "soak" in item.keywords:
+        if "sampled" in item.keywords:
+            cases[item.nodeid.partition("[")[0]].append(item)
+        if "soak" in item.keywords and not os.environ.get("RAYLT_SOAK"):
             item.add_marker(pytest.mark.skip(reason="a soak test; set RAYLT_SOAK=1, or run make soak"))
+    for of_a_test in cases.values():
+        (share,) = of_a_test[0].get_closest_marker("sampled").args
+        for place, item in enumerate(of_a_test):
+            if place % share:
+                item.add_marker(pytest.mark.slow)
 
 
 @contextmanager

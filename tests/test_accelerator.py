@@ -231,6 +231,7 @@ def test_an_augmentation_keeps_to_its_budget_of_kernels_and_waits_for_none(devic
     assert kernels <= BUDGET["fedavg"] + AUGMENTS[augment]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["fedavg", "fedper"])
 def test_held_out_images_are_judged_on_the_device(device, tmp_path, name):
     def judged(place):

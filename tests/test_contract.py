@@ -183,6 +183,7 @@ class WritesMessage(Base):
         return reply
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "check", "violation"),
     [

@@ -67,6 +67,7 @@ def test_the_seed_decides_what_the_partition_draws(own):
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+@pytest.mark.slow
 def test_a_schedule_works_in_another_process(own, tmp_path):
     setup = resolve(load(None, [*SETTINGS, "federation.rounds=4"]))
     assert setup.schedule is not None

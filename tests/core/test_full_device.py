@@ -108,6 +108,7 @@ def experiment_of(method, task, kind, folder):
     return Experiment(setup, task, fleet, torch.device(kind), folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:round 1, evaluation")
 @pytest.mark.parametrize("kind", ["cpu", pretend.NAME])
 def test_a_server_with_little_room_judges_as_one_with_much(device, tmp_path, kind):  # noqa: F811

@@ -180,6 +180,7 @@ def test_what_is_private_is_trained_as_long_as_in_a_round_under_the_final_model(
             assert torch.equal(value, experiment.server.model.state_dict()[name]), name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [name for name, kind in METHODS.items() if kind.personal])
 def test_a_new_client_of_every_personal_method_uses_a_model_that_it_trained_on_its_samples(tiny_task, tmp_path, name):
     method = METHODS[name](**QUICK.get(name, {}))

@@ -73,6 +73,7 @@ def functions_that_augment(name: str, folder: Path, monkeypatch: pytest.MonkeyPa
     return found & {function for report in trace.reports for function in report.traffic}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in METHODS]
 )

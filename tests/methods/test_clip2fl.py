@@ -152,6 +152,7 @@ def test_features_and_texts_of_other_lengths_are_refused(tiny_task, npz):
         CLIP2FL(teacher="npz:/nowhere.npz").prepare(tiny_task, config, narrow)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "field", [{"kd": 0.3}, {"temperature": 1.0}, {"scale": 20.0}, {"contrast": 0.5}, {"contrast": 0.0}], ids=str
 )

@@ -148,6 +148,7 @@ def test_each_re_training_starts_from_new_weights(tiny_task, tmp_path):
     assert not torch.equal(starts[0], start(tiny_task, tmp_path, CReFF()).server.state["classifier"]["weight"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "field",
     [

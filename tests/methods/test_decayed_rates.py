@@ -36,6 +36,7 @@ def second_round(case: Case, folder: Path, **local: Any) -> str:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in METHODS]
 )

@@ -220,6 +220,7 @@ def test_client_of_one_class_is_tuned_on_its_samples_as_they_are(tiny_task, tmp_
     assert fingerprint(own(experiment)[0]) != fingerprint(own(plain)[0])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "fields",
     [

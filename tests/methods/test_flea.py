@@ -210,6 +210,7 @@ def test_layer_says_which_activations_travel(tiny_task, tmp_path):
     assert experiment.method.activation_shape(experiment.server) == (64, 4, 4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "field",
     [{"layer": "stage2"}, {"share": 0.6}, {"kd": 5.0}, {"dcor": 0.5}, {"warm_up": 1}, {"warm_kd": 5.0}],

@@ -86,6 +86,7 @@ def modules_that_fit() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SECOND)
 def test_a_second_training_has_its_own_momentum_decay_schedule_and_order(tmp_path, monkeypatch, name):
     """The settings of local training act in it only where a paper says so."""

@@ -125,6 +125,7 @@ def test_the_first_round_is_fedavgs_and_ratios_follow_the_model_of_the_round(tin
     assert not torch.equal(method.weights(server), before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fields", [{"alpha": 0.7}, {"beta": 0.5}, {"clip": 0.3}, {"rival": 0.4}], ids=str)
 def test_every_field_changes_the_model(tiny_task, tmp_path, fields):
     ends = [flat(run(tiny_task, tmp_path, RatioLoss(**given), rounds=2)) for given in ({}, fields)]

@@ -133,6 +133,7 @@ def test_in_the_last_rounds_all_clients_are_asked_for_prototypes(tiny_task, tmp_
     assert (traffic["prototypes"].replies, traffic["train"].replies) == (5, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "field",
     [

@@ -32,6 +32,7 @@ def asked(name: str, folder: Path, **fields: Any) -> dict[str, str]:
     return {function: " or ".join(sorted(kinds)) for function, kinds in sorted(replies.items())}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in METHODS]
 )

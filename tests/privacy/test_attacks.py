@@ -118,6 +118,7 @@ def test_mean_image_of_a_class_without_outside_images_is_that_of_all(fresh, sort
     torch.testing.assert_close(averages, torch.full_like(averages, 110 / 255))
 
 
+@pytest.mark.slow
 def test_a_one_sample_gradient_is_inverted_and_anothers_is_not(fresh):
     samples = Samples(fresh.task.shards[1], fresh.task.spec, CPU)
     x, y, _ = samples.batch(tensor([3]))

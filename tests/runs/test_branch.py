@@ -39,6 +39,7 @@ MUPFL = ("method=mupfl", "method.m=4", "method.tau=1", "method.matching_steps=1"
 ALSO = pytest.mark.slow
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("settings", "overrides", "stage", "step"),
     [
@@ -131,6 +132,7 @@ def test_branch_can_be_resumed_and_branched_again(tmp_path):
     assert second.summary["model_sha256"] == parent.summary["model_sha256"] != again.summary["model_sha256"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("override", "match"),
     [

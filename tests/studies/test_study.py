@@ -253,6 +253,7 @@ def test_an_address_is_refused_where_the_runs_are_not_on_ray(tmp_path):
         study.run(Recorder(), address="auto")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("others", [[], ["done"]])
 def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatch, others):
     arms = dict([*TINY["arms"].items()][: 1 + len(others)])

@@ -10,6 +10,7 @@ from tune.space import Grid, combinations, configure, draw, parse, separate, spa
 LR = {"local.lr": "loguniform(0.01, 0.3)"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_draw_of_every_methods_space_is_a_valid_configuration(name):
     method_space = space(

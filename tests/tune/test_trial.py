@@ -120,6 +120,7 @@ def test_a_trial_rehearses_its_last_phase_at_the_rungs_and_is_judged_by_it(tmp_p
     assert scores[-1].client_steps == scores[-2].client_steps == 3 * scores[1].client_steps
 
 
+@pytest.mark.slow
 def test_the_final_score_is_that_of_the_worst_split(tmp_path):
     scores = finish(trial(tmp_path / "both", "method=fedavg", "federation.rounds=3", splits=2))
     alone = []
@@ -133,6 +134,7 @@ def test_the_final_score_is_that_of_the_worst_split(tmp_path):
     assert {run.name for run in (tmp_path / "both/trials").iterdir()} == {"t", "t-split-1"}
 
 
+@pytest.mark.slow
 def test_a_trial_continues_on_the_split_at_which_it_was_interrupted(tmp_path):
     expected = finish(trial(tmp_path / "straight", "method=fedavg", "federation.rounds=3", splits=2))[-1]
     first = trial(tmp_path / "again", "method=fedavg", "federation.rounds=3", splits=2)

@@ -58,6 +58,7 @@ def by_hand(run: Run) -> dict[str, float]:
     return figures
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "bpfed", "mupfl"])
 def test_local_figures_are_those_of_the_exported_models_on_the_clients_own_images(made, method):
     run, expected = made(method), by_hand(made(method))

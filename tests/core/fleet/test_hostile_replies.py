@@ -32,6 +32,7 @@ def ended(tiny_task, tmp_path_factory):
     return run
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("culprit", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_hostile_client_affects_its_own_reply_only(ended, kind, culprit):

@@ -181,6 +181,7 @@ def test_a_lie_about_samples_costs_the_liar_alone(tiny_task, tmp_path, method, c
     assert not any(report.lost for report in reports)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "method",
     [FedProto(), FedNH(), RUCR(), FedSM(teacher="none", retrain_epochs=1)],

@@ -204,6 +204,7 @@ def host(factor: float, part: str) -> type[ClientHost]:
     return Lying
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "part", "factor"),
     [

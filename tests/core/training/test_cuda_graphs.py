@@ -59,6 +59,7 @@ def recorder(device, monkeypatch):  # noqa: F811
     return recorder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), list(cases()))
 def test_replayed_steps_have_the_bits_of_eager_ones(recorder, tmp_path, name, kind):
     case = Case(METHODS[name](**QUICK.get(name, {})), kind, tmp_path)

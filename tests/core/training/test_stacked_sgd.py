@@ -105,6 +105,7 @@ class Short(Method):
         return loss
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", [FedAvg(), FedBN(), FedProx(mu=0.1), Short()], ids=lambda m: m.name)
 @pytest.mark.parametrize(
     "local",
@@ -138,6 +139,7 @@ def test_bfloat16_rounds_as_alone():
         assert_close(found, alone[id], 5e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", [FedAvg(), FedBN(), FedProx(), Short()], ids=lambda m: m.name)
 @pytest.mark.parametrize(
     "setting",

@@ -135,6 +135,7 @@ def test_client_with_one_class_and_a_softmax_over_it_keeps_its_classifier(tiny_t
     assert same == {2, 3}  # the clients with one class and with one sample
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fields",
     [

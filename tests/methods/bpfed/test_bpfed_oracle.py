@@ -171,6 +171,7 @@ def retrained(
     return {"weight": (scale[:, None] * weight).detach(), "bias": (scale * bias).detach()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fields", STAGE_2, ids=str)
 def test_stage_2_is_that_of_equations_12_to_20_from_pooled_features(tiny_task, tmp_path, fields):
     method = BPFed(**QUICK | {"alpha": 0} | fields)

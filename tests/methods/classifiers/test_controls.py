@@ -36,6 +36,7 @@ def calibrations(monkeypatch):
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "method", [NoisyMeans(**QUICK), Oracle(**QUICK), PostHoc(), FedNPC()], ids=lambda method: method.name
 )
@@ -175,6 +176,7 @@ def test_fednpc_shrinks_what_tells_noise_apart(tiny_task, tmp_path):
     assert (made - made.mean(0)).norm() < 0.2 * (trained - trained.mean(0)).norm()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

@@ -178,6 +178,7 @@ def test_class_that_no_client_holds_is_never_predicted(tmp_path, method):
     assert (logits.argmax(1) != 3).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

@@ -196,6 +196,7 @@ def after_trained(
     return end, naive.entries(model.classifier)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fields",
     [

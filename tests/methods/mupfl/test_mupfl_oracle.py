@@ -188,6 +188,7 @@ def after_round(
     return end, h, kept, similarity
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [

@@ -50,6 +50,7 @@ def close(ours, theirs):
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("next_init", ["classifier", "encoder", "cluster", "own", "global"])
 @pytest.mark.parametrize("fields", [{}, {"acmu": False}, {"pkcf": False}], ids=str)
 def test_clients_start_and_are_judged_as_the_settings_say(tiny_task, tmp_path, next_init, fields):

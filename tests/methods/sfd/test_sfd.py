@@ -106,6 +106,7 @@ def test_result_depends_neither_on_the_order_of_the_clients_nor_on_saving_betwee
     assert second.export_model() == finished[0].export_model()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -189,6 +189,7 @@ def after_finish(method: SFD, model, task) -> tuple[dict[str, Tensor], Tensor, T
     return made, weight.detach(), bias.detach()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -216,6 +217,7 @@ def test_rounds_are_those_of_equations_5_to_8_written_out(tiny_task, tmp_path, f
         assert naive.differences(naive.entries(model), expected, 5e-4) == {}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -423,6 +423,7 @@ def test_a_model_that_its_entries_do_not_say_is_refused(tmp_path):
 # export without the data
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["fedavg", "sfd", "bpfed", "mupfl", "fedloge", "fedrod"])
 def test_models_are_opened_where_the_data_are_gone(tmp_path, method):
     run = make_tiny_run(tmp_path, method, "data.partition=by_id")

@@ -113,6 +113,7 @@ def refusal():
     assert [(error.exit_code, "\n" in str(error)) for error in problems] in ([], [(2, False)])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("to", ["file", *(pytest.param(to, marks=pytest.mark.slow) for to in ("folder", "missing"))])
 def test_a_link_is_never_followed(made, folder, victims, name, to):
@@ -125,6 +126,7 @@ def test_a_link_is_never_followed(made, folder, victims, name, to):
             repair(folder)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fifo_is_never_waited_for(made, folder, name):
     os.mkfifo(replaced(folder, name))
@@ -246,6 +248,7 @@ class Full:
         self.fsync(handle)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("after", range(0, 14, 2))
 def test_a_full_disk_ends_a_run_in_a_line_and_it_can_go_on(made, folder, monkeypatch, after):
     with monkeypatch.context() as patch:

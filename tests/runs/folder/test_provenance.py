@@ -123,6 +123,7 @@ SEVERAL_EDITS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SEVERAL_EDITS)
 def test_each_line_of_an_unfinished_run_is_bound(stopped, name):
     assert all(finding.whole for finding in verify(stopped))

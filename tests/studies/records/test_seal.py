@@ -259,6 +259,7 @@ def tuned(tmp_path_factory):
     return study(definition, tmp_path_factory.mktemp("tuned"), parallel=1).folder
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [

@@ -74,6 +74,7 @@ def study_with(name, place):
     return Study(definition, None, records, held)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_name_is_more_than_text_in_a_report(name):
     plain = [tag for tag, _ in Tags(render(study_with("x", "arm"), True)).found]

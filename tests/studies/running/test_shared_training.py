@@ -92,6 +92,7 @@ def test_dry_run_says_what_is_trained_and_from_where_the_others_go_on(tmp_path, 
     assert re.search(r"8 runs, 4 trainings .*; 8 to do: ", " ".join(lines))
 
 
+@pytest.mark.slow
 def test_decisive_study_trains_two_encoders_a_seed():
     planned = read_definition(STUDIES / "sfd_decisive.yaml").runs()
     trained = [each.folder for each in planned if each.folder not in stems(planned)]

@@ -96,6 +96,7 @@ def test_an_arm_is_searched_within_the_budget_and_resumes_after_an_interruption(
         tune_arm(tmp_path, base, reference, definition.tune.model_copy(update={"runs": 4}), "prox")
 
 
+@pytest.mark.slow
 def test_a_budget_in_passes_counts_what_an_arm_computes(tmp_path):
     definition = define(TUNED | {"arms": {"fedavg": "fedavg", "ditto": "ditto"}})
     bases = definition.bases()
