@@ -30,13 +30,14 @@ def plan(
     """Show which actors a run would start, their resources and the server's node; start nothing."""
     config = config_of(settings)
     claim()
+    from actors.cluster.access import cluster_to_join
     from actors.launch import plan_placement
 
     previewed = _check_as_run_does(config)
     placement = plan_placement(config, address, nodes)
     if previewed is not None:
-        here = nodes is None and address is None
-        placement = replace(placement, reasons=placement.reasons | _of_training(*previewed, placement, here))
+        on_this_machine = nodes is None and cluster_to_join(address) is None
+        placement = replace(placement, reasons=placement.reasons | _of_training(*previewed, placement, on_this_machine))
     if format is Format.json:
         print_json(asdict(placement))
         return
@@ -67,12 +68,12 @@ def _check_as_run_does(config: Config) -> "tuple[Setup, Task, SplitModel] | None
 
 
 def _of_training(
-    setup: "Setup", task: "Task", model: "SplitModel", placement: "PlacementPlan", here: bool
+    setup: "Setup", task: "Task", model: "SplitModel", placement: "PlacementPlan", on_this_machine: bool
 ) -> dict[str, str]:
     """Return what a plan says of training: the clients that train in stacks, and the phase after the last round.
 
     Args:
-        here: whether the run would be on this machine.
+        on_this_machine: whether the run would be on this machine.
 
     Returns:
         By name, a description. Stacks are left out if the configuration asks for none, the last phase if it takes no
@@ -82,25 +83,27 @@ def _of_training(
 
     described = {}
     if setup.config.local.stacked == "auto":
-        described["stacks"] = _stacks(setup, task, model, bool(placement.placement.gpus), here)
+        described["stacks"] = _stacks(setup, task, model, bool(placement.placement.gpus), on_this_machine)
     with one_thread():  # the text has seconds on one core
         if last_phase := setup.method.last_phase(task.spec, model):
             described["last phase"] = last_phase
     return described
 
 
-def _stacks(setup: "Setup", task: "Task", model: "SplitModel", on_gpus: bool, here: bool) -> str:
+def _stacks(setup: "Setup", task: "Task", model: "SplitModel", on_gpus: bool, on_this_machine: bool) -> str:
     """Describe which clients train in stacks (`local.stacked=auto`)."""
     import torch
 
     from raylt.core.training.stacked_sgd import SAMPLES, why_alone
 
     device = torch.device("cuda" if on_gpus else "cpu")
-    why = why_alone(setup.config, setup.method, model, task.spec, setup.augment, device, any_processor=not here)
+    why = why_alone(
+        setup.config, setup.method, model, task.spec, setup.augment, device, any_processor=not on_this_machine
+    )
     if why is not None:
         return f"no client, because {why}"
     small = sum(0 < size <= SAMPLES for size in task.sizes)
-    where = "" if here else ", where processors have AVX-512"
+    where = "" if on_this_machine else ", where processors have AVX-512"
     return f"{small} of {task.clients} clients, those with at most {SAMPLES} samples{where}"
 
 
