@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=60, help="images of each class that the head is fitted to")
     chosen = parser.parse_args()
 
+    text, target_text = load_texts(chosen.fit_text), load_texts(chosen.target_text)
     with np.load(chosen.target) as target:
         images, test = target["x_train"], target["x_test"]
         labels, truth = target["y_train"], torch.from_numpy(target["y_test"])
@@ -157,7 +158,6 @@ def main() -> None:
         rows = some_of_each(fit["y_train"], chosen.most)
         z = encode(chosen.weights, shrink(fit["x_train"][rows], images.shape[1]), chosen.side)
         y = torch.from_numpy(fit["y_train"][rows])
-    text, target_text = load_texts(chosen.fit_text), load_texts(chosen.target_text)
     head, r = fit_and_scale(z, y, text)
     print(f"fitted to {len(y):,} images of {len(text)} classes, r = {r}")
     found = teacher_logits(head, encode(chosen.weights, test, chosen.side), target_text, r)

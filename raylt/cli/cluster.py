@@ -8,7 +8,7 @@ from rich.table import Table
 
 from raylt.cli.options import Address, Format, FormatOption, Settings, config_of, err, out, print_json
 from raylt.config import Config
-from raylt.errors import RayltError
+from raylt.errors import ConfigError, RayltError
 from raylt.own_code.top_level_names import claim
 
 if TYPE_CHECKING:
@@ -28,6 +28,14 @@ def plan(
     format: FormatOption = Format.table,
 ) -> None:
     """Show which actors a run would start, their resources and the server's node; start nothing."""
+    if nodes is not None and address is not None:
+        raise ConfigError(
+            f"--nodes: --address={address} names the nodes of a running cluster ({nodes}). Give one of the two.",
+            code="config.conflict",
+            key="--nodes",
+            value=nodes,
+            excludes="--address",
+        )
     config = config_of(settings)
     claim()
     from actors.cluster.access import cluster_to_join

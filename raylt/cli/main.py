@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from raylt.cli import plot
 from raylt.cli.attack import attack
@@ -26,6 +27,8 @@ from raylt.cli.serve import serve
 from raylt.cli.study import follow, ls, study
 from raylt.cli.tune import tune
 from raylt.cli.verify import verify
+from raylt.config.reading import reason_of
+from raylt.config.sections import SIGNS
 from raylt.errors import ConfigError, RayltError, abrupt_exits_raised, at_the_shell, no_exit, one_line
 from raylt.signals import interrupt_on_sigterm, outlive_pipes
 
@@ -112,6 +115,29 @@ def _plugins_first(arguments: list[str]) -> list[str]:
     return plugins + others
 
 
+def _usage(error: Any, message: str) -> str:
+    """Return what is wrong with a command's words, and what to do.
+
+    Args:
+        error: click's. Where a number has the wrong kind or size, pydantic's error caused it and has the number.
+        message: click's own words.
+    """
+    context = error.ctx
+    command = context.command_path if context else "raylt"
+    remedy = f"Give what {command} --help lists."
+    if isinstance(error.__cause__, ValidationError):
+        (mistake,) = error.__cause__.errors()
+        limits = mistake.get("ctx", {})
+        bounds = [f"{sign} {limits[name]:g}" for name, sign in SIGNS.items() if name in limits]
+        if mistake["type"] != "value_error":
+            option = error.param.get_error_hint().strip("'")
+            return f"{option}: {reason_of(mistake)} ({mistake['input']}). " + (
+                f"Give a number {bounds[0]}." if bounds else remedy
+            )
+    reason = " ".join(message.replace("Value error, ", "").split())
+    return f"{reason}{'' if reason.endswith(('.', '?')) else '.'} {remedy}"
+
+
 def main() -> None:
     """Run the command line.
 
@@ -127,11 +153,7 @@ def main() -> None:
             code = app(_plugins_first([a for a in arguments if a != "--debug"]), standalone_mode=False) or 0
     except ClickException as error:
         if message := error.format_message():  # none where the help was printed
-            reason = " ".join(message.replace("Value error, ", "").split())
-            reason += "" if reason.endswith((".", "?")) else "."
-            context = getattr(error, "ctx", None)
-            command = context.command_path if context else "raylt"
-            usage = RayltError(f"{reason} Give what {command} --help lists.", code=USAGE)  # which shortens long words
+            usage = RayltError(_usage(error, message), code=USAGE)  # which shortens long words
             err.print(f"error [{USAGE}]: {usage}", soft_wrap=True)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from raylt.config.sections import Config, DataConfig, allowed, branches, settings
+from raylt.config.sections import GUARDS, Config, DataConfig, allowed, branches, settings
 from raylt.config.yaml_text import parse, read_file
 from raylt.errors import ConfigError, did_you_mean, spoken
 
@@ -209,7 +209,7 @@ def _refusal(kind: type[BaseModel], mistake: Any, prefix: str) -> ConfigError:
         return ConfigError(_unknown_key(key, prefix, model), code=code, key=key)
     value = mistake["input"]
     shown = "" if mistake["type"] == "missing" else f" ({_short(value)})"
-    message = f"{key}: {_reason(mistake)}{shown}.{_remedy(field)}"
+    message = f"{key}: {reason_of(mistake)}{shown}.{_remedy(field, mistake)}"
     plain = value if isinstance(value, str | int | float | None) else _short(value)
     return ConfigError(message, code=code, key=key, value=plain)
 
@@ -228,6 +228,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "float": ("config.wrong-type", "is not a number"),
     "bool": ("config.wrong-type", "is not true or false"),
     "string_type": ("config.wrong-type", "is not text"),
+    "string_pattern": ("config.out-of-range", "has a character that it cannot have"),
+    "string_too_long": ("config.out-of-range", "is too long"),
     "list": ("config.wrong-type", "is not a list"),
     "tuple": ("config.wrong-type", "is not a list"),
     "too_": ("config.wrong-type", "has the wrong number of values"),
@@ -236,7 +238,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
 }
 
 
-def _reason(mistake: Any) -> str:
+def reason_of(mistake: Any) -> str:
     """Return the reason why a value is wrong, in raylt's words if there are any, otherwise in pydantic's."""
     for start, (_, reason) in MISTAKES.items():
         if reason and mistake["type"].startswith(start):
@@ -245,11 +247,14 @@ def _reason(mistake: Any) -> str:
     return message[0].lower() + message[1:]
 
 
-def _remedy(field: FieldInfo | None) -> str:
+def _remedy(field: FieldInfo | None, mistake: Any) -> str:
     """Return a sentence on the values that a field takes, or "" if there is no field."""
     if field is None:
         return ""
     values = allowed(field)
+    most = mistake.get("ctx", {}).get("le")
+    if most in GUARDS:  # no listing shows it
+        values += f", at most {most:,}"
     is_list = ", " in values and not values.startswith(("[", "a ", "the "))
     return f" Give {'one of: ' if is_list else ''}{values}."
 

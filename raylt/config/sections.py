@@ -20,6 +20,7 @@ from raylt.notebook import html_table
 MOST = 10**7  # bound of counts and sizes: a larger number is a slip that would otherwise end in a lack of memory
 LAST_SEED = 2**63 - 1
 GUARDS = (MOST, LAST_SEED)  # bounds that catch slips; no user chooses between them, so no listing shows them
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}  # of pydantic's bounds
 MOST_THREADS = 256  # threads of one process; with many more, OpenMP ends the process
 
 
@@ -627,11 +628,10 @@ def allowed(field: FieldInfo) -> str:
     """Return the values that a field accepts, as text: words, or a kind of number with its bounds."""
     if isinstance(field.json_schema_extra, dict) and "takes" in field.json_schema_extra:
         return str(field.json_schema_extra["takes"])
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = " and ".join(
         f"{sign} {getattr(check, name):g}"
         for check in field.metadata
-        for name, sign in signs.items()
+        for name, sign in SIGNS.items()
         if getattr(check, name, None) not in (None, *GUARDS)
     )
     return " or ".join(_kind(branch, bounds) for branch in branches(field.annotation))

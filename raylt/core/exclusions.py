@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raylt.config import Config
+from raylt.config import Config, PrivacyConfig
 from raylt.core.method import Method
 from raylt.core.protection.accounting import epsilon_of, rate_of
 from raylt.data.augment import moves_pixels, needs_grey_or_colour
@@ -20,6 +20,7 @@ from raylt.models.image_text import PREFIX, open_tower
 from raylt.models.split import SplitModel
 from raylt.models.trainable import whole_model
 
+DEFAULTS = PrivacyConfig()
 RISK = 0.01  # the largest accepted chance that Poisson sampling leaves some round without enough clients
 
 
@@ -253,7 +254,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "method",
         lambda run: run.config.federation.rounds == 0 and not (run.method.sums_samples and run.method.finishes),
         lambda run: f"{run.method.name} learns in rounds, and there are none",
-        "Choose fedncm, fed3r, ccvr or sfd, or set federation.rounds to at least 1",
+        "Choose fedncm, fed3r, ccvr, sfd or noisymeans, or set federation.rounds to at least 1",
     ),
     Exclusion(
         "federation.rounds",
@@ -371,7 +372,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             and (not run.method.sums_samples or not run.method.finishes or bool(run.method.sees_each))
         ),
         lambda run: f"{run.method.name} uploads no sums over samples after the last round",
-        "Set privacy.epsilon=null, or choose sfd, ccvr, fedncm or fed3r",
+        "Set privacy.epsilon=null, or choose sfd, ccvr, fedncm, fed3r or noisymeans",
     ),
     Exclusion(
         "privacy.epsilon",
@@ -380,6 +381,44 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "with federation.batchnorm=local a sample moves the features of others through its client's running "
         "statistics, which the noise does not cover",
         "Set federation.batchnorm=average",
+    ),
+    # who sets how much noise there is must not believe that there is some
+    Exclusion(
+        "privacy.clip",
+        "privacy.epsilon",
+        lambda run: run.config.privacy.epsilon is None and run.config.privacy.clip != DEFAULTS.clip,
+        "without a budget nothing is clipped and there is no noise",
+        "Set privacy.epsilon",
+    ),
+    Exclusion(
+        "privacy.noise_multiplier",
+        "privacy.update_epsilon",
+        lambda run: (
+            run.config.privacy.update_epsilon is None
+            and run.config.privacy.noise_multiplier != DEFAULTS.noise_multiplier
+        ),
+        "without a budget there is no noise",
+        "Set privacy.update_epsilon",
+    ),
+    Exclusion(
+        "privacy.update_clip",
+        "privacy.update_epsilon",
+        lambda run: (
+            run.config.privacy.update_epsilon is None and run.config.privacy.update_clip != DEFAULTS.update_clip
+        ),
+        "without a budget nothing is clipped and there is no noise",
+        "Set privacy.update_epsilon",
+    ),
+    Exclusion(
+        "privacy.delta",
+        "privacy.epsilon",
+        lambda run: (
+            run.config.privacy.epsilon is None
+            and run.config.privacy.update_epsilon is None
+            and run.config.privacy.delta != DEFAULTS.delta
+        ),
+        "without a budget there is no noise",
+        "Set privacy.epsilon or privacy.update_epsilon",
     ),
     # differential privacy of clients
     Exclusion(
@@ -398,10 +437,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             and (run.method.uploads_more or not run.method.shared(run.model))
         ),
         lambda run: (
-            f"{run.method.name} uploads more than a model, or none, and the noise hides clients in the mean of "
-            "models alone"
+            f"{run.method.name} uploads {'more than its model' if run.method.uploads_more else 'no model'}, and the "
+            "noise hides clients in the mean of models alone"
         ),
-        "Choose a method that uploads nothing else, such as fedavg",
+        "Choose a method that uploads its model alone, such as fedavg; docs/privacy.md lists all of them",
     ),
     Exclusion(
         "privacy.update_epsilon",

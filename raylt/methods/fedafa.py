@@ -32,7 +32,8 @@ from raylt.core.training.sgd import autocast, balanced, take_statistics
 from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import SplitModel, layer_remedy, load_entries
+from raylt.models.split import SplitModel, load_entries
+from raylt.models.trainable import layer_remedy
 
 
 class FedAFA(Method):
@@ -80,7 +81,7 @@ class FedAFA(Method):
         if self.cut not in layers[:-1]:
             raise ConfigError(
                 f"method.cut: the encoder of model = {config.model} has no layer {self.cut} before its last one. "
-                f"{layer_remedy(layers[:-1])}",
+                f"{layer_remedy(model.encoder, layers[:-1])}",
                 code="model.lacks-layer",
                 key="method.cut",
                 value=self.cut,

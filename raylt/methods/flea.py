@@ -35,7 +35,8 @@ from raylt.data.samples import Batch
 from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import SplitModel, layer_remedy
+from raylt.models.split import SplitModel
+from raylt.models.trainable import layer_remedy
 from raylt.ops.moments import LONGEST_FEATURE
 from raylt.recordability import not_recordable
 from raylt.tree import Tree
@@ -60,7 +61,7 @@ class FLea(Method):
         if not isinstance(model.encoder, nn.Sequential) or self.layer not in stages[:-1]:
             raise ConfigError(
                 f"method.layer: the encoder of model = {config.model} has no layer {self.layer} before its last one. "
-                f"{layer_remedy(stages[:-1] if isinstance(model.encoder, nn.Sequential) else [])}",
+                f"{layer_remedy(model.encoder, stages[:-1] if isinstance(model.encoder, nn.Sequential) else [])}",
                 code="model.lacks-layer",
                 key="method.layer",
                 value=self.layer,

@@ -38,6 +38,7 @@ from raylt.models.clip_checks import (
     check_preprocessing,
     checked_description,
 )
+from raylt.models.pretrained import hub_errors_only
 from raylt.models.teacher import FeatureFile, Teacher, TrainedPart, Wording, describe, shorten, teacher_error
 from raylt.seeds import seeded
 from raylt.store import Folder
@@ -62,10 +63,13 @@ class TowerDescription(TypedDict):
     length: float
 
 
-def open_teacher(name: str) -> Teacher:
+def open_teacher(name: str, otherwise: str = "") -> Teacher:
     """Return the teacher with this name, without reading any file.
 
     Paths in its name become absolute, so that processes with another working directory can open it too.
+
+    Args:
+        otherwise: what else may be given, at the end of an error's sentence.
 
     Raises:
         ConfigError: the name has none of the forms in this module's docstring.
@@ -77,7 +81,7 @@ def open_teacher(name: str) -> Teacher:
     if teacher is None:
         raise ConfigError(
             f"method.teacher: a teacher cannot be named like this ({name!r}). Give MODEL/TAG as in ViT-B-32/openai, "
-            "MODEL/TAG:FILE, local-dir:FOLDER, npz:FILE or none.",
+            f"MODEL/TAG:FILE, local-dir:FOLDER or npz:FILE{otherwise}.",
             code="config.unknown-name",
             key="method.teacher",
             value=name,
@@ -313,7 +317,8 @@ class OpenClip(Teacher):
                 if isinstance(cached, str):
                     return Path(cached)
             try:
-                return Path(download_pretrained(source))
+                with hub_errors_only():
+                    return Path(download_pretrained(source))
             except Exception as error:  # each download library has its own errors
                 weights = f"{files[0]} of {hub}" if hub else os.path.basename(source["url"])
                 cache = constants.HF_HUB_CACHE if hub else "~/.cache/clip"

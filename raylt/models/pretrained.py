@@ -1,8 +1,10 @@
 """Initial weights of a model: a state dict from a file, or torchvision's ImageNet weights."""
 
+import logging
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,21 @@ def fetch(weights: Any) -> dict[str, Tensor]:
             value="imagenet",
             url=weights.url,
         ) from None
+
+
+@contextmanager
+def hub_errors_only() -> Iterator[None]:
+    """Silence the warnings of Hugging Face's hub inside the block.
+
+    Without a network it warns of each of many attempts; the error at the end says the same once.
+    """
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def read(path: Path, model: str) -> dict[str, Tensor]:

@@ -91,15 +91,6 @@ class CutLinear(nn.Linear):
         return super().forward(clipped(input, self.longest))
 
 
-def layer_remedy(layers: Sequence[str], give: str = "Give one of") -> str:
-    """Return an error's sentence on what to do about a layer that a model does not have.
-
-    Args:
-        layers: names that could be given; none for a model of a library, whose layers have no names that methods use.
-    """
-    return f"{give}: {', '.join(layers)}." if layers else "Take a model of raylt's own, as small or resnet8."
-
-
 def clipped(z: Tensor, length: float | Tensor) -> Tensor:
     """Scale down features [n, d] that are longer than the given length."""
     return z * (length / z.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)

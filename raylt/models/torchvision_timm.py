@@ -336,7 +336,8 @@ def _timm_pretrained(name: str, architecture: str, channels: int, weights: str, 
 
     if weights == "imagenet":
         try:
-            return timm.create_model(architecture, pretrained=True, num_classes=0, in_chans=channels, **options)
+            with pretrained.hub_errors_only():
+                return timm.create_model(architecture, pretrained=True, num_classes=0, in_chans=channels, **options)
         except Exception as error:  # no network, or no weights of that name; timm has no error of its own
             raise ConfigError(
                 f"weights: timm cannot fetch the weights of {name} ({_shortened(error)}). Give a state dict of "

@@ -14,7 +14,7 @@ Frozen BatchNorm and dropout layers stay in evaluation mode.
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -241,6 +241,17 @@ class FrozenEncoder(Frozen):
             return x
         with torch.no_grad():
             return self.body(x)
+
+
+def layer_remedy(encoder: nn.Module, layers: Sequence[str], give: str = "Give one of") -> str:
+    """Return an error's sentence on what to do about a layer that an encoder does not have.
+
+    Args:
+        layers: names that could be given; none for a model of a library, whose layers have no names that methods use.
+    """
+    if isinstance(encoder, FrozenEncoder):
+        return "A frozen encoder runs as a whole: set trainable to norm, last:N or lora:R."
+    return f"{give}: {', '.join(layers)}." if layers else "Take a model of raylt's own, as small or resnet8."
 
 
 class LowRank(nn.Module):

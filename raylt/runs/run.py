@@ -368,10 +368,13 @@ class Run:
         before, config = self.config, load(self.folder / "config.yaml", overrides)
         changed = list(differences(settled(before), settled(config)))
         if changed:
-            settings = "; ".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changed)
+            # more rounds alone would make a longer run, see `raylt.resume`
+            more = spoken("raylt resume RUN federation.rounds=N", "raylt.resume(RUN, ['federation.rounds=N'])")
+            kept = [each for each in changed if each[0] != "federation.rounds"] or changed
+            settings = "; ".join(f"{key}: {old!r} -> {new!r}" for key, old, new in kept)
             raise CheckpointError(
                 f"{self.folder}: a resumed run keeps its settings ({settings}). Change only resources.* and output.*, "
-                "or start a new run.",
+                f"give it more rounds alone ({more}), or start a new run.",
                 code="run.changed",
                 path=str(self.folder),
                 keys=[key for key, *_ in changed],

@@ -58,7 +58,11 @@ class Planned:
 class Definition(Section):
     """A study as its author wrote it: arms, cells, seeds and claims."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=LONGEST_NAME)
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][\w.-]*$",
+        max_length=LONGEST_NAME,
+        json_schema_extra={"takes": "a name of letters, digits, _, . and -, with a letter or digit first"},
+    )
     about: str = ""
     recipe: str | None = None
     base: dict[str, Any] = Field(default={})

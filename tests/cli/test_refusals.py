@@ -185,6 +185,37 @@ def test_a_command_of_ten_thousand_letters_is_a_short_line(raylt):
     assert len(line) < 2100
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["tune", "--samples", "0"], "--samples: is too small (0). Give a number >= 1."),
+        (["compare", "runs", "--level", "2"], "--level: is too large (2). Give a number <= 0.999."),
+        (["compare", "runs", "--target", "-1"], "--target: is too small (-1). Give a number >= 0."),
+        (["compare", "runs", "--level", "most"], "--level: is not a number (most). Give what"),
+    ],
+)
+def test_an_option_that_is_no_such_number_is_named_with_its_value(raylt, arguments, said):
+    ended = raylt(*arguments)
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert line.startswith(f"error [command.usage]: {said}")
+
+
+def test_nodes_and_the_address_of_a_cluster_exclude_each_other(raylt):
+    ended = raylt("plan", "method=fedavg", "--nodes", "2x8cpu", "--address", "127.0.0.1:1")
+    refused(ended)
+    assert "Give one of the two" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "most"), [("seed", "9,223,372,036,854,775,807"), ("federation.rounds", "10,000,000")]
+)
+def test_a_number_beyond_a_bound_that_no_listing_shows_is_told_the_bound(raylt, setting, most):
+    ended = raylt("plan", "method=fedavg", f"{setting}={10**20}")
+    refused(ended)
+    assert f"at most {most}." in ended.err
+
+
 @pytest.mark.parametrize("arguments", [["plot", "kurves"], ["lss"], ["run", "--flet", "local"]])
 def test_a_misspelt_command_is_one_line_of_whole_sentences(raylt, arguments):
     ended = raylt(*arguments)

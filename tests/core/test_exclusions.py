@@ -71,6 +71,11 @@ PAIRS = [
         {"privacy": BUDGET | {"update_epsilon": 0.01}, "federation": EVERYBODY},
         None,
     ),
+    ("privacy.clip", "privacy.epsilon", {"privacy": {"clip": 2.0}}, None),
+    ("privacy.clip", "privacy.epsilon", {"privacy": BUDGET | {"clip": 2.0}, "federation": EVERYBODY}, None),
+    ("privacy.delta", "privacy.epsilon", {"privacy": {"delta": 1e-3}}, None),
+    ("privacy.noise_multiplier", "privacy.update_epsilon", {"privacy": {"noise_multiplier": 3.0}}, None),
+    ("privacy.update_clip", "privacy.update_epsilon", {"privacy": {"update_clip": 0.1}}, None),
     ("trainable", "method", {"trainable": "classifier"}, METHODS["fedper"]()),
     ("data.erased", "local.unlabelled", {"data": {"erased": "unlabelled"}}, None),
 ]

@@ -30,6 +30,12 @@ def unit(rows):
     return rows / rows.norm(dim=1, keepdim=True)
 
 
+def test_a_teacher_of_none_is_answered_with_the_method_that_has_none():
+    with refused("config.unknown-name", ConfigError, key="method.teacher", value="none") as caught:
+        CLIP2FL(teacher="none")
+    assert "npz:FILE; without a teacher it is method=creff" in str(caught.value)
+
+
 def test_without_teacher_it_is_creff_to_the_bit(tiny_task, tmp_path):
     ends = [
         run(tiny_task, tmp_path, method)

@@ -1,3 +1,4 @@
+import logging
 import math
 import re
 from pathlib import Path
@@ -256,3 +257,18 @@ def test_googlenet_rescales_images_to_halves_itself():
     mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
     rescaled = GoogLeNet(transform_input=True, init_weights=False)._transform_input((x - mean) / std)
     assert torch.allclose(rescaled, (x - 0.5) / 0.5, atol=1e-6)
+
+
+def test_weights_of_timm_that_cannot_be_fetched_are_one_error_and_no_warnings(monkeypatch, caplog):
+    timm = pytest.importorskip("timm")
+
+    def unreachable(*_, **__):
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 8s")
+        raise OSError("no route")
+
+    monkeypatch.setattr(timm, "create_model", unreachable)
+    with refused("model.weights-unavailable", ConfigError, key="weights", value="imagenet"):
+        build_model("timm:resnet18", 4, (64, 64, 3), "imagenet")
+    assert not caplog.records
+    logging.getLogger("huggingface_hub.utils._http").warning("of somebody else")
+    assert [record.message for record in caplog.records] == ["of somebody else"]

@@ -7,9 +7,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 from refusals import refused
-from tiny import configure, tiny_pretrained
+from tiny import configure, make_setup, tiny_pretrained
 from torch import nn
 
+from raylt.errors import ConfigError
+from raylt.methods import METHODS
 from raylt.models import SplitModel, build_model
 from raylt.models.trainable import FrozenEncoder, LowRankLinear, blocks_of, frozen_entries, limit, whole_model
 
@@ -290,3 +292,11 @@ def test_ranks_above_the_widest_layers_are_refused():
 def test_other_words_are_refused(value):
     with pytest.raises(ValidationError):
         configure(trainable=value)
+
+
+@pytest.mark.parametrize("method", ["flea", "fedafa", "mupfl"])
+def test_a_method_that_acts_inside_the_encoder_asks_for_one_that_is_not_frozen(tiny_task, method):
+    setup = make_setup(configure(trainable="classifier"), METHODS[method]())
+    with refused("model.lacks-layer", ConfigError) as caught:
+        setup.method.prepare(tiny_task, setup.config, setup.new_model(tiny_task.spec))
+    assert "set trainable to norm, last:N or lora:R" in str(caught.value)

@@ -154,6 +154,13 @@ def test_a_resumed_run_keeps_its_settings(plain):
     assert "mu: 0.01 -> 2; local.lr: 0.05 -> 0.1" in str(caught.value)
 
 
+def test_more_rounds_are_not_named_among_the_settings_that_a_resumed_run_keeps(plain):
+    with refused("run.changed", CheckpointError) as caught:
+        raylt.resume(plain.folder, ["local.lr=0.1", "federation.rounds=9"], fleet="local", quiet=True)
+    assert "keeps its settings (local.lr: 0.05 -> 0.1)" in str(caught.value)
+    assert "federation.rounds=N" in str(caught.value)
+
+
 # models
 
 

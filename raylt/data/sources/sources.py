@@ -145,7 +145,7 @@ def _unknown_source(source: str) -> ConfigError:
     else:
         problem = (
             f"no such source ({source!r}). {did_you_mean(kind, NAMES)}{SCOPE}. "
-            f"There are: {', '.join(NAMES[:-4])}, folder:PATH, npz:PATH, hf:NAME@REVISION, ray:PATH; "
+            f"There are: {', '.join(NAMES[:-4])}, folder:PATH, npz:PATH, hf:NAME@REVISION, hf:PATH, ray:PATH; "
             f"{spoken('--plugin FILE', 'raylt.register')} adds your own."
         )
     return ConfigError(f"data.source: {problem}", code="config.unknown-name", key="data.source", value=source)

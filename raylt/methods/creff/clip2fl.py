@@ -65,7 +65,7 @@ class CLIP2FL(CReFF):
     @field_validator("teacher")
     @classmethod
     def _absolute(cls, name: str) -> str:
-        return open_teacher(name).name
+        return open_teacher(name, "; without a teacher it is method=creff").name
 
     @property
     def taught(self) -> bool:

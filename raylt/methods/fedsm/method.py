@@ -187,7 +187,7 @@ class FedSM(Method):
     @field_validator("teacher")
     @classmethod
     def _absolute(cls, name: str) -> str:
-        return name if name == "none" else open_teacher(name).name
+        return name if name == "none" else open_teacher(name, ", or none for uniform relevance").name
 
     def stages(self, rounds: int) -> dict[str, int]:
         return super().stages(rounds) | {"retraining": max(0, rounds - self.retrain_rounds)}

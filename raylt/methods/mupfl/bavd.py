@@ -10,7 +10,8 @@ from torch.utils.hooks import RemovableHandle
 from raylt.core.client import Client
 from raylt.data.samples import Batch
 from raylt.errors import ConfigError
-from raylt.models.split import SplitModel, layer_remedy
+from raylt.models.split import SplitModel
+from raylt.models.trainable import layer_remedy
 from raylt.tree import Tree
 
 Map = Literal["chw", "hw", "bchw"]
@@ -220,7 +221,7 @@ def stages_of(model: SplitModel, stages: Stages) -> dict[str, nn.Sequential]:
     if unknown or not names:
         raise ConfigError(
             f"method.bavd_layers: the model has no stage {', '.join(unknown) or 'at all'} ({stages!r}). "
-            f"{layer_remedy(list(all_stages), 'Give last, all or some of')}"
+            f"{layer_remedy(model.encoder, list(all_stages), 'Give last, all or some of')}"
             f"{'' if all_stages else ' method.bavd=false with method.dropout=0 takes any model.'}",
             code="model.lacks-layer",
             key="method.bavd_layers",

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from refusals import refused
-from rounds import flat, start
+from rounds import start
 from small_runs import make_run
 from tiny import configure, make_experiment
 
@@ -179,12 +179,3 @@ def test_poisson_under_a_budget_is_drawn_from_no_seed(tiny_task, tmp_path):
 def test_rounds_that_may_be_empty_are_refused(tiny_task, tmp_path):
     with refused("config.conflict", key="federation.sampling", excludes="federation.participation"):
         make_experiment(configure(federation={"sampling": "poisson", "participation": 0.1}), tiny_task, tmp_path)
-
-
-def test_a_model_without_a_budget_is_what_it_was(tiny_task, tmp_path):
-    models = [
-        make_experiment(configure(privacy=privacy), tiny_task, tmp_path) for privacy in ({}, {"update_clip": 9.0})
-    ]
-    for experiment in models:
-        experiment.step()
-    assert torch.equal(*(flat(experiment) for experiment in models))
