@@ -76,6 +76,14 @@ def stacks_on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_waits_for_the_disk() -> Iterator[None]:
+    """Check the handle that `os.fsync` gets, without waiting for the disk: no test survives a loss of power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
