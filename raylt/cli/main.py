@@ -122,18 +122,16 @@ def _usage(error: Any, message: str) -> str:
         error: click's. Where a number has the wrong kind or size, pydantic's error caused it and has the number.
         message: click's own words.
     """
-    context = error.ctx
+    context = getattr(error, "ctx", None)
     command = context.command_path if context else "raylt"
     remedy = f"Give what {command} --help lists."
     if isinstance(error.__cause__, ValidationError):
-        (mistake,) = error.__cause__.errors()
-        limits = mistake.get("ctx", {})
-        bounds = [f"{sign} {limits[name]:g}" for name, sign in SIGNS.items() if name in limits]
+        mistake = error.__cause__.errors()[0]
         if mistake["type"] != "value_error":
+            limits = mistake.get("ctx", {})
+            bounds = [f"Give a number {sign} {limits[name]:g}." for name, sign in SIGNS.items() if name in limits]
             option = error.param.get_error_hint().strip("'")
-            return f"{option}: {reason_of(mistake)} ({mistake['input']}). " + (
-                f"Give a number {bounds[0]}." if bounds else remedy
-            )
+            return f"{option}: {reason_of(mistake)} ({mistake['input']}). {(bounds or [remedy])[0]}"
     reason = " ".join(message.replace("Value error, ", "").split())
     return f"{reason}{'' if reason.endswith(('.', '?')) else '.'} {remedy}"
 

@@ -368,8 +368,8 @@ class Run:
         before, config = self.config, load(self.folder / "config.yaml", overrides)
         changed = list(differences(settled(before), settled(config)))
         if changed:
-            # more rounds alone would make a longer run, see `raylt.resume`
             more = spoken("raylt resume RUN federation.rounds=N", "raylt.resume(RUN, ['federation.rounds=N'])")
+            # more rounds alone would make a longer run, see `raylt.resume`
             kept = [each for each in changed if each[0] != "federation.rounds"] or changed
             settings = "; ".join(f"{key}: {old!r} -> {new!r}" for key, old, new in kept)
             raise CheckpointError(
