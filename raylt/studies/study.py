@@ -127,7 +127,7 @@ def _shown_measure(records: Sequence[RunRecord]) -> str:
     return "accuracy"
 
 
-def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> None:
+def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> RayltError | None:
     """Check that a study's open runs can start, and that its claims can be tested.
 
     A claim on a class group can be tested if the group has test images in some cell.
@@ -139,6 +139,9 @@ def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> None:
         definition: the study.
         plans: the runs that are not done.
 
+    Returns:
+        The first error, if all these runs lack files; None if a run can start here.
+
     Raises:
         ConfigError: a run cannot start, or a claimed group has no test images, so that the claim could never be judged.
         DataError: the data are malformed or cannot be split as asked.
@@ -149,7 +152,7 @@ def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> None:
     judged: list[JudgedImages] = []
     task: Task | None = None
     data: DataConfig | None = None
-    complete = True
+    lacking: list[RayltError] = []
     for config in configs.values():
         if config.data != data:
             task, data = None, config.data
@@ -158,13 +161,14 @@ def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> None:
         except RayltError as error:
             if not lacks_files(error):
                 raise
-            complete = False
+            lacking.append(error)
             continue
         if task is None:
             judged.append(judged_images_of(previewed))
         task = previewed
-    if complete and judged:
+    if not lacking and judged:
         _check_claimed_groups(definition, judged)
+    return lacking[0] if lacking and len(lacking) == len(configs) else None
 
 
 def _check_claimed_groups(definition: Definition, judged: Sequence[JudgedImages]) -> None:
@@ -269,12 +273,19 @@ class Study:
     def preview(
         cls, definition: Definition, out: Path, record_file: Path | None = None, mix_versions: bool = False
     ) -> "Study":
-        """Return the study that `create` would return, without writing anything.
+        """Return the study that `create` would return, without writing anything. The runs' files may be missing.
 
         Raises:
             ConfigError: a run cannot start, or a claim is about a group of classes that no cell has.
             DataError: the data are malformed or cannot be split as asked.
         """
+        return cls._check(definition, out, record_file, mix_versions)[0]
+
+    @classmethod
+    def _check(
+        cls, definition: Definition, out: Path, record_file: Path | None, mix_versions: bool
+    ) -> "tuple[Study, RayltError | None]":
+        """Return the study, and the first error if all open runs lack files, see `check_open_runs`."""
         previewed = cls(definition, out / definition.name, [])
         if record_file is not None:
             outcomes = recorded_runs.load_tuned(record_file, definition, mix_versions)
@@ -286,8 +297,7 @@ class Study:
             for plan, record in zip(previewed.planned, previewed.records, strict=True)
             if record.state != "done" and not previewed.is_on_record(record)
         ]
-        check_open_runs(definition, still_open)
-        return previewed
+        return previewed, check_open_runs(definition, still_open)
 
     @classmethod
     def create(
@@ -304,7 +314,7 @@ class Study:
             mix_versions: whether recorded runs count although other code made them.
 
         Raises:
-            ConfigError, DataError: see `preview`.
+            ConfigError, DataError: see `preview`; or all open runs lack files, such as those of their data set.
             CheckpointError: the folder is something else, a run in it was made with other settings, or the record
                 cannot be read.
         """
@@ -316,7 +326,9 @@ class Study:
                 code="study.not-a-study",
                 path=str(folder),
             )
-        created = cls.preview(definition, out, record_file, mix_versions)
+        created, lacking = cls._check(definition, out, record_file, mix_versions)
+        if lacking is not None:
+            raise lacking
         created.check_settings(folder)
         content = definition.model_dump(mode="json", exclude_defaults=True)
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

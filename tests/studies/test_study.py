@@ -15,7 +15,7 @@ from refusals import refused
 import raylt
 from raylt.data.fingerprint import hash_data
 from raylt.data.task import build_task
-from raylt.errors import CheckpointError, FolderHeld
+from raylt.errors import CheckpointError, DataError, FolderHeld
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.folder import provenance
 from raylt.runs.folder.metrics_log import MetricsLine
@@ -165,6 +165,24 @@ def test_a_run_that_cannot_be_done_fails_by_name_and_the_others_go_on(tmp_path):
     assert "local.lr" in states["bad"][1]
     assert any("bad/seed-0 failed" in text for text in recorder.lines)
     assert study.compare(reference="fedavg").diverged[0].startswith("bad/seed-0: failed: ")
+
+
+def test_a_study_none_of_whose_runs_has_its_files_ends_before_it_makes_a_folder(tmp_path):
+    base = {**TINY["base"], "data": {"source": f"npz:{tmp_path / 'absent.npz'}", "clients": 3}}
+    definition = define({**TINY, "base": base})
+    with refused("data.not-found", DataError, path=str(tmp_path / "absent.npz")):
+        Study.create(definition, tmp_path)
+    assert not any(tmp_path.iterdir())
+    assert len(Study.preview(definition, tmp_path).records) == 2  # it can be planned without the files
+
+
+@pytest.mark.slow
+def test_a_reason_for_which_several_runs_fail_is_said_once(tmp_path):
+    absent = {"method": "fedprox", "data.source": "npz:absent.npz"}
+    arms = {"fedavg": "fedavg", "one": absent, "two": absent}
+    study, recorder = Study.create(define({**TINY, "arms": arms}), tmp_path), Recorder()
+    assert study.run(recorder, parallel=1) == ["one/seed-0", "two/seed-0"]
+    assert len([line for line in recorder.lines if "absent.npz" in line]) == 1
 
 
 def test_makespan_by_hand():

@@ -295,7 +295,9 @@ class _Pool:
 
     def _give_up(self, job: Job, reason: str) -> None:
         self._failed.append(job.planned.folder)
-        self._callback.on_message(f"{job.planned.folder} failed: {reason}")
+        if reason not in self._shown:  # the study's table joins the runs that failed for the same reason
+            self._shown.add(reason)
+            self._callback.on_message(f"{job.planned.folder} failed: {reason}")
 
     def _left(self, job: Job) -> float:
         if job.work_left is not None and job.steps >= job.planned.config.federation.rounds:  # in its last phase
