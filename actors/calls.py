@@ -9,6 +9,7 @@ Large replies of other blocks stay in the object store, on the nodes of their ac
 replied, an actor fetches the replies and adds them up, and only the sums reach the server.
 """
 
+import heapq
 import itertools
 import time
 from collections.abc import Callable, Container, Sequence
@@ -414,7 +415,8 @@ class ServerItems(Job):
         self.name = getattr(fn, "__name__", "map")
         self.results: dict[int, Tree] = {}
         self.error: RayltError | None = None
-        self._waiting = list(range(len(items)))
+        self._waiting = list(range(len(items)))  # a heap: the first item is the smallest
+        self._submitted: set[int] = set()  # without a result yet
         self._losses = dict.fromkeys(self._waiting, 0)
 
     @property
@@ -424,7 +426,7 @@ class ServerItems(Job):
     @property
     def under_way(self) -> list[int]:
         """Return the numbers of the items that were submitted and have no result yet."""
-        return [item for item in range(len(self.items)) if item not in self.results and item not in self._waiting]
+        return sorted(self._submitted)
 
     @property
     def satisfied(self) -> bool:
@@ -433,7 +435,8 @@ class ServerItems(Job):
     def submit(self, slot: ActorSlot, reach: Reach) -> tuple[Any, Call] | None:
         if reach == "own" or not self._waiting:
             return None
-        item = self._waiting.pop(0)
+        item = heapq.heappop(self._waiting)
+        self._submitted.add(item)
         ref = slot.actor.compute.remote(self.fn, to_arrays(self.items[item]), item)
         return ref, Call([item], slot, len(self.pool))
 
@@ -441,6 +444,7 @@ class ServerItems(Job):
         return [Outcome(call.ids[0], results)]
 
     def accept(self, outcome: Outcome, seconds: float) -> None:
+        self._submitted.discard(outcome.id)
         self.results[outcome.id] = from_arrays(outcome.value)
 
     def fail(self, id: int, fault: Fault) -> None:
@@ -452,7 +456,9 @@ class ServerItems(Job):
         )
 
     def requeue(self, ids: Sequence[int]) -> None:
-        self._waiting = sorted([*ids, *self._waiting])
+        self._submitted.difference_update(ids)
+        for id in ids:
+            heapq.heappush(self._waiting, id)
 
     def lose(self, call: Call, error: Exception) -> None:
         item = call.ids[0]

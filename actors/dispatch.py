@@ -256,7 +256,7 @@ class Dispatcher:
         try:
             ray.get(ref)
         except LOST:
-            self.pool.replace([slot])
+            self._replace(slot)
         except RayTaskError:
             pass
 

@@ -1,5 +1,7 @@
 """Measures a client actor's memory in a short run of a real client, to decide how many actors share a GPU."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,9 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray.exceptions import RayTaskError
 
+from actors.actor_pool import LOST
 from actors.by_value import pack
 from actors.capacity import Need
 from actors.client import own_device
@@ -18,6 +22,7 @@ from raylt.core.setup import Setup
 from raylt.data.images.cache import load
 from raylt.data.label_maps import class_counts
 from raylt.data.task import Shard, Task
+from raylt.errors import one_line
 from raylt.machine import peak_memory
 from raylt.own_code.shipment import Shipment
 
@@ -26,8 +31,16 @@ CONTEXT = 1600 * 2**20
 TIMEOUT_S = 120
 
 
-def probe(setup: Setup, task: Task, gpus: float) -> Need | None:
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def probe(setup: Setup, task: Task, gpus: float, on_message: Callable[[str], None] = _warn) -> Need | None:
     """Measure the resources that the largest client needs.
+
+    Args:
+        gpus: that the short run reserves.
+        on_message: called with the reason if the short run fails; by default it is a warning.
 
     Returns:
         The need; None where it could not be measured, and the share of a GPU that Ray assigns decides alone.
@@ -46,7 +59,9 @@ def probe(setup: Setup, task: Task, gpus: float) -> Need | None:
         return None
     try:
         memory, used, device_memory = ray.get(run)
-    except Exception:  # the device was full, or the process died
+    except (RayTaskError, *LOST) as error:
+        cause = one_line(error.cause if isinstance(error, RayTaskError) else error)
+        on_message(f"resources.gpu_share: the memory of a client could not be measured ({cause})")
         return None
     return Need(memory, used / device_memory if device_memory else 0.0)
 
@@ -67,7 +82,10 @@ def _short_run(shipped: Shipment, task: Task, id: int, shard: Shard) -> tuple[fl
     short = config.model_copy(
         update={
             "local": config.local.model_copy(update={"epochs": 1, "steps": None}),
-            "federation": config.federation.model_copy(update={"rounds": 1}),
+            # the one client surely takes part; a secure sum would need two
+            "federation": config.federation.model_copy(
+                update={"rounds": 1, "participation": 1, "over_select": 0, "secure": False}
+            ),
             "evaluation": config.evaluation.model_copy(update={"every": 1, "personal": 0}),
         }
     )

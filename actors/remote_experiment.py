@@ -141,7 +141,7 @@ def start_experiment(
     chosen = plan(config, clients, nodes)
     if config.resources.gpu_share == "auto" and 0 < chosen.placement.gpus < 0.5:
         # several actors would share a GPU, so probe how many its memory holds
-        chosen = plan(config, clients, nodes, probe(setup, task, 1))
+        chosen = plan(config, clients, nodes, probe(setup, task, 1, on_message))
     board = dashboard()
     hint = " (it asks for the token that ray get-auth-token prints)" if board and cluster.token else ""
     on_message(f"{cluster}, {chosen.reasons['nodes']}; dashboard {board or 'off'}{hint}", minor=cluster.started)

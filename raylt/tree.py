@@ -43,6 +43,22 @@ def leaf_paths(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]
         yield path, value
 
 
+def from_leaf_paths(leaves: Mapping[LeafPath, Any]) -> Any:
+    """Build a tree from its leaves by path, the inverse of `leaf_paths`.
+
+    A leaf with an empty path is returned itself.
+    """
+    if () in leaves:
+        return leaves[()]
+    tree: Tree = {}
+    for path, leaf in leaves.items():
+        parent = tree
+        for name in path[:-1]:
+            parent = parent.setdefault(name, {})
+        parent[path[-1]] = leaf
+    return tree
+
+
 def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
     """Apply `fn` to all tensors of a tree; leave other leaves unchanged."""
     return {
@@ -148,6 +164,12 @@ class Stamps:
         for name, leaf in leaves(tree, path):
             if isinstance(leaf, Tensor):
                 self._handed_over[name] = leaf, leaf._version
+
+    def forget(self, key: str, path: str) -> None:
+        """Drop the records of a key of a tree that was recorded under this path."""
+        place = f"{path}.{key}"
+        for name in [name for name in self._handed_over if name == place or name.startswith(f"{place}.")]:
+            del self._handed_over[name]
 
     def changed(self) -> str | None:
         """Return the path of the first recorded tensor that has changed, or None."""

@@ -202,7 +202,8 @@ def _scheduler(plan: RaySearchPlan, config: Config, space: Space) -> TrialSchedu
 
 def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -> RaySearchResult:
     rows = sorted(
-        (_row(result, plan) for result in results), key=lambda row: (-(row[plan.metric] or -math.inf), row["trial"])
+        (_row(result, plan) for result in results),
+        key=lambda row: (row[plan.metric] is None, -(row[plan.metric] or 0), row["trial"] or ""),
     )
     if not rows or rows[0][plan.metric] is None:
         cause = _last_line(results.errors[0]) if results.errors else "none was begun"

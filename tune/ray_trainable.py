@@ -130,6 +130,7 @@ class FederatedRun(ray_tune.Trainable):
         self._values = flat(config)
         self._shipped = shipped
         self._placement = placement
+        self._openings = 0
         self._experiment: Experiment | None = None
         self._report: RoundReport | None = None
 
@@ -216,8 +217,9 @@ class FederatedRun(ray_tune.Trainable):
         setup.check(task.spec, model)
         setup, task = encode(setup, task)
         setup.method.prepare(task, self._config, model)
-        # the actors of a process that has just died may still have their names
-        name = f"{self.trial_id}~{os.getpid()}"
+        # the actors of a process that has just died, or that were just killed here, may still have their names
+        self._openings += 1
+        name = f"{self.trial_id}~{os.getpid()}~{self._openings}"
         # without a scheduling strategy Ray puts the actors into the trial's placement group
         fleet = RayFleet(setup, task, Shards.put(task.shards), ray.put(task.test), self._placement, name, self._folder)
         try:

@@ -20,17 +20,15 @@ from raylt.errors import CheckpointError
 from raylt.methods import make_method
 from raylt.runs.folder.reader import Files
 from raylt.store import Folder
-from raylt.studies.running.tuning import Count
+from raylt.studies.running.tuning import MOST_SPLITS, Count, Metric
 from raylt.typed_json import as_json, chain, closed, hash_json, is_chained
 from tune.asha import Outcome
 
 ScoreKind = Literal["round", "proxy", "rehearsal", "final"]
-Metric = Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou", "local", "worst_decile"]
 Searcher = Literal["tpe", "random", "grid"]
 Scheduler = Literal["asha", "none"]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-MOST_SPLITS = 20
 SCORES = "scores.jsonl"  # in a trial's folder
 TRIALS = "trials.jsonl"  # in a search's folder
 PLAN = "search.json"  # in a search's folder

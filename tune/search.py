@@ -32,6 +32,7 @@ from raylt.disk import check_name, exists
 from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken
 from raylt.hyper import Choice
 from raylt.methods import METHODS
+from raylt.metrics import GROUPS
 from raylt.notebook import html_of, in_notebook
 from raylt.registry import Plugin, plugins
 from raylt.runs.callbacks.base import Callback
@@ -49,7 +50,6 @@ from tune.records import SEARCH_PLAN_JSON, Metric, TrialRecord, on_split
 from tune.space import Grid, Space, configure, draw
 
 FleetKind = Literal["ray", "local"]
-GROUPS = ("many", "medium", "few")
 CHECKED = 8  # configurations of a search that are checked before it starts, see `check_trials`
 VALIDATION = 0.2  # share of the training samples for validation, unless data.validation is set
 # environment variables that Tune reads when its processes start

@@ -83,7 +83,7 @@ def to_text(axis: Axis) -> str:
 
 
 def value_at(axis: Range, u: float) -> Any:
-    """Map u in [0, 1) to a value of a range."""
+    """Map u in [0, 1] to a value of a range; for a choice u is less than 1."""
     if isinstance(axis, Choice):
         return axis.values[int(u * len(axis.values))]
     if isinstance(axis, LogUniform):

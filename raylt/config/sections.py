@@ -413,8 +413,13 @@ class LocalConfig(Section):
             samples: Number of samples of the client.
             epochs: Passes; by default as local.steps and local.epochs say.
             batch: Batch size; by default local.batch.
+
+        Raises:
+            ValueError: The batch size is under 2.
         """
         size = self.batch if batch is None else batch
+        if size < 2:
+            raise ValueError(f"batch: a batch of {size} is dropped, so no step can be made. Give at least 2.")
         in_a_pass = samples // size + (samples % size > 1)
         if not in_a_pass:
             return 0

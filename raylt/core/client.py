@@ -58,8 +58,21 @@ class ClientState(dict[str, Any]):
         super().__setitem__(key, value)
         self._stamps.add({key: value}, "state")
 
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        self._stamps.forget(key, "state")
+
+    def __ior__(self, values: Any) -> ClientState:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.update(values)
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+    def pop(self, key: str, *default: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        value = super().pop(key, *default)
+        self._stamps.forget(key, "state")
+        return value
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:

@@ -72,7 +72,8 @@ class PlannedRun:
     def starving_chance(self) -> float:
         """Return an upper bound of the chance that Poisson sampling gives some round too few clients.
 
-        One client is enough for a plain round. A secure sum needs two.
+        It counts all clients that train, so it is an upper bound if each of them holds samples. One client is enough
+        for a plain round. A secure sum needs two.
         """
         federation = self.config.federation
         asked = federation.participation

@@ -169,7 +169,6 @@ class Experiment:
         check_finite(self._result(), f"step {self._step}: the result of the server", self.config)
         round_stats, trained = fleet.round_stats, time.perf_counter()
         timings = Timings(joined.timings)
-        # before the evaluation, which calls clients and adds to these timings
         timings.add(round_stats.timings)
         timings.add(server.timings)
         if fleet.on_progress is not None:

@@ -225,9 +225,9 @@ class Method(BaseModel):
     def sample(self, server: Server, fleet: Fleet) -> Cohort | list[int]:
         """Return the clients of this round.
 
-        They are ceil(participation * K) clients, drawn uniformly without replacement, or each client with probability
-        `participation` (federation.sampling = poisson). The draw is seeded by the round, unless privacy rests on it
-        being secret.
+        Of the K clients that train, ceil(participation * K) are drawn uniformly without replacement, and more with
+        federation.over_select; or each client with probability `participation` (federation.sampling = poisson). The
+        draw is seeded by the round, unless privacy rests on it being secret.
         """
         federation, clients = server.config.federation, server.config.data.clients
         if federation.sampling == "poisson":

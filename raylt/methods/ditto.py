@@ -10,7 +10,6 @@ Departures from the text of Algorithm 1:
     26d9b29) weighs clients equally.
 """
 
-import copy
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,7 +21,7 @@ from raylt.core.training.sgd import Objective, sgd
 from raylt.data.samples import Batch
 from raylt.data.sources.sources import ProblemKind
 from raylt.hyper import LogUniform, hp
-from raylt.models.split import SplitModel, load_entries
+from raylt.models.split import SplitModel, with_entries
 from raylt.ops.proximal import squared_distance
 
 
@@ -78,6 +77,4 @@ class Ditto(Method):
         return loss
 
     def client_model(self, client: Client) -> SplitModel:
-        personal = copy.deepcopy(client.model)
-        load_entries(personal, client.state.get("personal", {}))
-        return personal
+        return with_entries(client.model, client.state.get("personal", {}))

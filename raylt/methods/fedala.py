@@ -22,7 +22,7 @@ from raylt.core.method import Method, train_model
 from raylt.core.training.sgd import autocast
 from raylt.data.sources.sources import ProblemKind
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import Params, SplitModel, load_entries
+from raylt.models.split import Params, SplitModel, with_entries
 
 WINDOW, SPREAD, MOST_EPOCHS = 10, 0.1, 100  # [2]
 
@@ -91,9 +91,7 @@ class FedALA(Method):
         self.train(client, message)
 
     def client_model(self, client: Client) -> SplitModel:
-        personal = copy.deepcopy(client.model)
-        load_entries(personal, client.state.get("personal", {}))  # [4]
-        return personal
+        return with_entries(client.model, client.state.get("personal", {}))  # [4]
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ Decisions:
 `global_accuracy` is that of the encoder under the drawn classifier.
 """
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal
 
@@ -26,7 +25,7 @@ from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, hp
-from raylt.models.split import Params, SplitModel, load_entries
+from raylt.models.split import Params, SplitModel, with_entries
 
 
 class FedBABU(Method):
@@ -97,6 +96,4 @@ class FedBABU(Method):
             take_statistics(client)
 
     def client_model(self, client: Client) -> SplitModel:
-        tuned = copy.deepcopy(client.model)
-        load_entries(tuned, client.state.get("tuned", {}))
-        return tuned
+        return with_entries(client.model, client.state.get("tuned", {}))

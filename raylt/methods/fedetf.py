@@ -14,7 +14,6 @@ Departures from the text, and from the authors' code where the text is silent:
     model.
 """
 
-import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal
@@ -33,7 +32,7 @@ from raylt.core.training.optimisers import SGD
 from raylt.core.training.sgd import Objective, autocast, sgd, take_statistics
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import Params, SplitModel, load_entries
+from raylt.models.split import Params, SplitModel, with_entries
 from raylt.ops.etf import simplex_etf
 
 FRAME = "classifier.weight"
@@ -128,9 +127,7 @@ class FedETF(Method):
             take_statistics(client)
 
     def client_model(self, client: Client) -> SplitModel:
-        tuned = copy.deepcopy(client.model)
-        load_entries(tuned, client.state.get("tuned", {}))
-        return tuned
+        return with_entries(client.model, client.state.get("tuned", {}))
 
 
 def tune(

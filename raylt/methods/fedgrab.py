@@ -148,6 +148,8 @@ def boost(output: Tensor) -> Tensor:
 def exempt_classes(classes: int, generator: torch.Generator) -> Tensor:
     """Draw a mask, bool [C] on the CPU, of the classes that a training step does not reweight [2]."""
     chosen: list[bool] = []
+    count = 0
     for uniform in torch.rand(classes, generator=generator).tolist():
-        chosen.append(uniform < 0.1 ** (sum(chosen) / max(classes - 1, 1)))
+        chosen.append(uniform < 0.1 ** (count / max(classes - 1, 1)))
+        count += chosen[-1]
     return torch.tensor(chosen)

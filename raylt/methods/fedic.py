@@ -29,7 +29,8 @@ from raylt.data.samples import Samples
 from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import SplitModel, load_entries
+from raylt.models.split import SplitModel, load_entries, with_entries
+from raylt.ops.distillation import divergence
 from raylt.ops.local_updates import check_averaged_statistics
 
 
@@ -113,7 +114,7 @@ class FEDIC(Method):
             batch = images.batch(rows)
             answer = student(batch.x)
             hard = F.cross_entropy(answer, batch.y)
-            soft = divergence(teacher[rows], answer, self.temperature)
+            soft = divergence(teacher[rows], answer, self.temperature)  # [4]
             optimiser.step(self.weight * soft + (1 - self.weight) * hard)
         return hard.item(), soft.item()
 
@@ -153,13 +154,6 @@ class Ensemble(nn.Module):
         return gate * calibrated + (1 - gate) * own
 
 
-def with_entries(model: SplitModel, entries: tree.Tree) -> SplitModel:
-    """Return a copy of the model in which `entries` replace the entries of the same name."""
-    other = copy.deepcopy(model)
-    load_entries(other, entries)
-    return other
-
-
 @torch.no_grad()
 def outputs(model: SplitModel, images: Samples) -> tuple[Tensor, Tensor]:
     """Return the features [N, d] and logits [N, C] of all images, with the model in evaluation mode."""
@@ -167,13 +161,3 @@ def outputs(model: SplitModel, images: Samples) -> tuple[Tensor, Tensor]:
     parts = [model.encoder(batch.x) for batch in images.in_order(256)]
     z = torch.cat(parts)
     return z, model.classifier(z)
-
-
-def divergence(teacher: Tensor, logits: Tensor, temperature: float) -> Tensor:
-    """Return the mean KL divergence over a batch between the teacher's and the student's softmax [4].
-
-    This is KL(q || p), where q is the teacher's softmax and both logits are divided by the temperature.
-    """
-    q = (teacher / temperature).log_softmax(1)
-    p = (logits / temperature).log_softmax(1)
-    return F.kl_div(p, q, reduction="batchmean", log_target=True)

@@ -21,6 +21,7 @@ from raylt.core.training.loss_terms import Terms
 from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.hyper import LogUniform, hp
+from raylt.ops.distillation import divergence
 
 
 class FedNTD(Method):
@@ -52,19 +53,8 @@ class FedNTD(Method):
             places = others + (others >= batch.y[:, None])  # [B, C - 1], all classes but the true one
             return {
                 "cross_entropy": F.cross_entropy(logits, batch.y),
+                # without the true class [1]
                 "distillation": self.beta * divergence(teacher.gather(1, places), logits.gather(1, places), self.tau),
             }
 
         return Terms(client, terms)
-
-
-def divergence(teacher: Tensor, logits: Tensor, tau: float) -> Tensor:
-    """Return the mean KL divergence of teacher and student over a batch, computed without the true class [1].
-
-    This is KL(q || p), where q is the teacher's softmax and both logits are divided by tau.
-
-    Both logits are [B, C - 1], without the true class.
-    """
-    q = (teacher.float() / tau).log_softmax(1)
-    p = (logits.float() / tau).log_softmax(1)
-    return F.kl_div(p, q, reduction="batchmean", log_target=True)

@@ -37,6 +37,7 @@ from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import SplitModel
 from raylt.models.trainable import layer_remedy
+from raylt.ops.distillation import divergence
 from raylt.ops.moments import LONGEST_FEATURE
 from raylt.recordability import not_recordable
 from raylt.tree import Tree
@@ -196,17 +197,6 @@ def halves(model: SplitModel, layer: str) -> tuple[nn.Sequential, nn.Sequential]
     assert isinstance(model.encoder, nn.Sequential)
     place = [name for name, _ in model.encoder.named_children()].index(layer) + 1
     return model.encoder[:place], model.encoder[place:]
-
-
-def divergence(received: Tensor, logits: Tensor) -> Tensor:
-    """Return the mean KL divergence over a batch between the received model's and the client's predictions.
-
-    This is KL(p || q), where p is the received model's softmax.
-
-    Both arguments are logits [B, C].
-    """
-    p, q = received.float().log_softmax(1), logits.float().log_softmax(1)
-    return F.kl_div(q, p, reduction="batchmean", log_target=True)
 
 
 def distance_correlation(x: Tensor, a: Tensor) -> Tensor:

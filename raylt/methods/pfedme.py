@@ -11,7 +11,6 @@ Symbols are those of Algorithm 1 (from memory). Decisions, some by the authors' 
 [5] Clients are judged by the theta of their last training, or by the global model if they never took part.
 """
 
-import copy
 from typing import ClassVar
 
 import torch
@@ -24,7 +23,7 @@ from raylt.core.training.optimisers import make_optimiser
 from raylt.core.training.sgd import autocast, learning_rate
 from raylt.data.sources.sources import ProblemKind
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import SplitModel, load_entries
+from raylt.models.split import SplitModel, with_entries
 from raylt.ops.proximal import squared_distance
 
 
@@ -77,6 +76,4 @@ class PFedMe(Method):
         return None if self.beta == 1 else ServerMomentum(beta=0.0, lr=self.beta)
 
     def client_model(self, client: Client) -> SplitModel:
-        personal = copy.deepcopy(client.model)
-        load_entries(personal, client.state.get("personal", {}))  # [5]
-        return personal
+        return with_entries(client.model, client.state.get("personal", {}))  # [5]

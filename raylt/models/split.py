@@ -198,3 +198,10 @@ def load_entries(model: nn.Module, params: Params) -> None:
         if entries[name].shape != value.shape:
             raise ValueError(f"{name}: shape {list(value.shape)}, the model has {list(entries[name].shape)}")
         entries[name].copy_(value)
+
+
+def with_entries(model: "SplitModel", params: Params) -> "SplitModel":
+    """Return a copy of a model with `params` loaded; see `load_entries`."""
+    other = copy.deepcopy(model)
+    load_entries(other, params)
+    return other

@@ -1,4 +1,4 @@
-"""Distillation loss between a student's and its teacher's logits."""
+"""Losses between a student's and its teacher's logits."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,3 +16,16 @@ def distillation(logits: Tensor, log_teacher: Tensor, temperature: float) -> Ten
     """
     log_p = F.log_softmax(logits.float() / temperature, dim=1)
     return temperature**2 * F.kl_div(log_p, log_teacher, reduction="batchmean", log_target=True)
+
+
+def divergence(teacher: Tensor, logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return KL(q || p), averaged over a batch, a scalar. It is computed in float32, also under autocast.
+
+    Args:
+        teacher: the teacher's logits, [B, C]; q is their softmax at the temperature.
+        logits: the student's, [B, C]; p is their softmax at the temperature.
+        temperature: by which both are divided.
+    """
+    log_q = (teacher.float() / temperature).log_softmax(1)
+    log_p = (logits.float() / temperature).log_softmax(1)
+    return F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)

@@ -213,7 +213,8 @@ class Run:
         - each number that the method reports: method; for several numbers with names, the names ("shares", "mmd")
         - new_clients: count, and owned, matched, long_tailed, global, miou and worst_decile of those that join after
           training
-        - validation: accuracy, many, medium, few, owned, matched and miou on the validation part, where there is one
+        - validation: accuracy, many, medium, few, owned, matched, miou, local and worst_decile on the validation part,
+          where there is one
         """
         from pandas import DataFrame
 

@@ -63,7 +63,7 @@ def study(
         The study with all its runs finished.
 
     Raises:
-        ConfigError: runs failed. The error names them; the other runs are finished.
+        RayltError: runs failed. The error names them; the other runs are finished.
     """
     record_file = None
     if isinstance(definition, str | Path):
@@ -75,9 +75,9 @@ def study(
     made = Study.create(definition, Path(out), record_file, options.get("mix_versions", False))
     failed = made.run(**options)
     if failed:
-        raise ConfigError(
-            f"{made.folder}: {count_of(len(failed), 'run')} failed ({', '.join(failed)}). See the .failed files in "
-            "that folder.",
+        raise RayltError(
+            f"{made.folder}: {count_of(len(failed), 'run')} failed ({', '.join(failed)}). The .failed files in that "
+            "folder have the causes. Call the function again to try again.",
             code="study.runs-failed",
             path=str(made.folder),
             runs=failed,

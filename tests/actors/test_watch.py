@@ -93,6 +93,11 @@ def test_what_a_client_needs_is_measured(ray_session, tiny_task):
     assert need.gpu_memory == 0
 
 
+def test_the_one_client_of_a_probe_takes_part_whatever_is_sampled(ray_session, tiny_task):
+    federation = {"participation": 0.01, "sampling": "poisson", "secure": True}
+    assert probe(make_setup(configure(federation=federation), FedAvg()), tiny_task, 0) is not None
+
+
 class Unable(FedAvg):
     """A method whose clients raise in every training."""
 
@@ -105,7 +110,9 @@ class Unable(FedAvg):
 def test_a_probe_that_fails_leaves_the_driver_alive(ray_session, tiny_task, monkeypatch):
     cancelled = []
     monkeypatch.setattr(ray, "cancel", lambda *run, **how: cancelled.append(run))
-    assert probe(make_setup(configure(), Unable()), tiny_task, 0) is None
+    told = []
+    assert probe(make_setup(configure(), Unable()), tiny_task, 0, told.append) is None
+    assert "no kernel for this device" in told[0]
     assert cancelled == []  # the task has ended: if it were cancelled, Ray would abort the process sooner or later
 
 

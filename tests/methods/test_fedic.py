@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from raylt.core.training.optimisers import Adam
 from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
-from raylt.methods.fedic import FEDIC, Ensemble, divergence
+from raylt.methods.fedic import FEDIC, Ensemble
+from raylt.ops.distillation import divergence
 
 QUICK = {"steps": 3, "distil_batch": 6}
 

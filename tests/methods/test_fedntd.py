@@ -9,7 +9,8 @@ from torch import tensor
 from torch.nn import functional as F
 
 from raylt.methods.fedavg import FedAvg
-from raylt.methods.fedntd import FedNTD, divergence
+from raylt.methods.fedntd import FedNTD
+from raylt.ops.distillation import divergence
 
 
 def test_divergence_by_hand():

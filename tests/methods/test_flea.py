@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from raylt.errors import ConfigError
-from raylt.methods.flea import FLea, distance_correlation, divergence, halves, shared_fault
+from raylt.methods.flea import FLea, distance_correlation, halves, shared_fault
 from raylt.models import SplitModel, build_model
+from raylt.ops.distillation import divergence
 
 SHARE = {"share": 0.3}
 

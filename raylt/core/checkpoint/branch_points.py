@@ -25,7 +25,8 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
     """Return the point at which two runs with these configurations and methods diverge.
 
     Raises:
-        ConfigError: they differ from the first round on, or not at all.
+        ConfigError: they differ from the first round on, or not at all; the changed stage begins with the first round;
+            or `evaluation.personal` or `federation.patience` would let the rounds before differ.
     """
     before, after = settled(config) | {"method": None}, settled(other_config) | {"method": None}
     if early := [f"{key}: {then!r} -> {now!r}" for key, then, now in differences(before, after)]:

@@ -19,7 +19,7 @@ import json
 import os
 import secrets
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,12 @@ class Checkpoint:
     parts: dict[str, CheckpointPart]
 
     def read(self, part: str) -> Tree:
-        """Return the tree of a checkpoint part, with its tensors on the CPU."""
+        """Return the tree of a checkpoint part, with its tensors on the CPU.
+
+        Raises:
+            KeyError: the checkpoint has no such part.
+            CheckpointError: its file cannot be read.
+        """
         entry = self.parts[part]
         try:
             tensors = load_file(self.folder / entry["file"]) if entry["file"] else {}
@@ -342,6 +347,7 @@ class _EarlierCheckpoints:
 
     def __init__(self, folder: Folder, previous: Checkpoint | None):
         self._folder, self._previous = folder, previous
+        self._open = ExitStack()
         self._older: Folder | None = None
         self._older_parts: dict[str, CheckpointPart] = {}
         if previous is None:
@@ -349,16 +355,14 @@ class _EarlierCheckpoints:
         older = [name for name in _numbered(folder) if int(name) < int(previous.folder.name)]
         if older:
             with suppress(*_DAMAGE):
-                inner = folder.inner(older[-1])
-                self._older_parts = inner.read_json(_MANIFEST, _MANIFEST_TYPE, _MANIFEST_LIMIT)["parts"]
-                self._older = inner
+                self._older = self._open.enter_context(folder.inner(older[-1]))
+                self._older_parts = self._older.read_json(_MANIFEST, _MANIFEST_TYPE, _MANIFEST_LIMIT)["parts"]
 
     def __enter__(self) -> "_EarlierCheckpoints":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._older is not None:
-            self._older.__exit__()
+        self._open.close()
 
     def carry(self, name: str, new: Folder) -> CheckpointPart:
         """Link or copy the file of an unchanged part from an earlier checkpoint into the new one's folder."""

@@ -141,9 +141,9 @@ class Evaluator:
     def _say_not_numbers(self, count: int, models: str) -> None:
         """Add a warning to the step's figures if some predictions are NaN."""
         if count:
-            self.server.figures["predictions"] = (
-                f"{count} predictions of {models} are not numbers; they count as wrong. Lower local.lr"
-            )
+            text = f"{count} predictions of {models} are not numbers; they count as wrong. Lower local.lr"
+            earlier = self.server.figures.get("predictions", text)
+            self.server.figures["predictions"] = earlier if text in earlier else f"{earlier}; {text}"
 
     def _judge_clients(self, cohort: Cohort, other: str | None = None) -> Matrices:
         """Ask clients to evaluate their own models, and return the counts.
@@ -163,7 +163,6 @@ class Evaluator:
                 not_numbers=not_numbers_on(self.task.test),
             )
         self._say_not_numbers(sum(got["not_numbers"].values()), "clients' models")
-        del self.fleet.round_stats.traffic["judge"]  # a federation would not send these
         return Matrices(None, *_split(got["confusion"], self.task.classes))
 
     def _judge_new_clients(self, deployed: Matrices | None) -> dict[str, Any]:
@@ -181,7 +180,6 @@ class Evaluator:
             with fleet.judging():
                 settled = fleet.ask(NewClient(self.method).settle, cohort, self.method.message(self.server))
                 deployed = self._judge_clients(Cohort(settled.weights, everyone=True))
-            del fleet.round_stats.traffic["settle"]  # no part of training
         clients = self._figures(deployed, fleet.new_clients)["clients"]
         return {
             "count": len(fleet.new_clients),
@@ -289,7 +287,6 @@ def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[s
         reduction = counts_on_own(shard, task.classes, taken)
         with fleet.judging():
             got = fleet.ask(ValidationJudge(method).judge, fleet.everyone, message, confusion=reduction)
-        del fleet.round_stats.traffic["judge"]  # a federation would not send these
         on_all, own = _split(got["confusion"], task.classes)
         judged = metrics.Computed(on_all, lambda id: balance(on_all[id]))
     else:

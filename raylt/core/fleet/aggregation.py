@@ -49,7 +49,7 @@ class Aggregator(ABC):
     """Base class of aggregators, which combine the usable replies to one call. All replies have the same layout.
 
     Attributes:
-        weights: of the accepted replies, by client id, ascending.
+        weights: of the accepted replies, by client id; ascending in the result.
         overhead: bytes that the aggregation takes beyond messages and replies.
         summable: whether the aggregator needs nothing of a reply but its part of the sums of its block.
         compares: whether replies that are far longer than the others are rejected (outliers.py).

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from raylt.core.server import Timings
@@ -12,9 +13,12 @@ class Cohort:
     """The clients that a call asks, and the number of replies that the call needs.
 
     Attributes:
-        ids: ascending.
+        ids: ascending, each client once.
         needed: usable answers that the server waits for; by default all (fewer with federation.over_select).
         everyone: whether these are all clients, asked whatever was sampled. They are not the participants of a round.
+
+    Raises:
+        ValueError: a client is named twice, or more answers are needed than clients are asked.
     """
 
     ids: tuple[int, ...]
@@ -22,8 +26,16 @@ class Cohort:
     everyone: bool = False
 
     def __init__(self, ids: Iterable[int], needed: int | None = None, *, everyone: bool = False):
-        object.__setattr__(self, "ids", tuple(sorted(int(id) for id in ids)))
-        object.__setattr__(self, "needed", len(self.ids) if needed is None else needed)
+        ordered = tuple(sorted(int(id) for id in ids))
+        twice = next((id for id, following in pairwise(ordered) if id == following), None)
+        if twice is not None:
+            raise ValueError(f"ids: client {twice} is named twice. Name each client of a cohort once.")
+        if needed is not None and not 0 <= needed <= len(ordered):
+            raise ValueError(
+                f"needed: {needed} answers of {len(ordered)} clients cannot be waited for. Give 0 to {len(ordered)}."
+            )
+        object.__setattr__(self, "ids", ordered)
+        object.__setattr__(self, "needed", len(ordered) if needed is None else needed)
         object.__setattr__(self, "everyone", everyone)
 
     def __iter__(self) -> Iterator[int]:
@@ -62,3 +74,9 @@ class RoundStats:
     participants: set[int] = field(default_factory=set)  # usable repliers to calls that were not for everyone
     timings: Timings = field(default_factory=Timings)
     privacy: dict[str, Any] | None = None  # what was uploaded with noise, and its budget
+
+    def add_troubles(self, more: "RoundStats") -> None:
+        """Add the clients with problems of other statistics, and nothing else of them."""
+        self.lost += more.lost
+        self.retried += more.retried
+        self.rejected |= more.rejected

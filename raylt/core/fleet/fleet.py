@@ -123,7 +123,7 @@ class Fleet(ABC):
             parts: `mean`, `total` or `each` by name of the part.
 
         Raises:
-            TooFewReplies: fewer than `federation.quorum` of the clients replied usably.
+            TooFewReplies: fewer than `federation.quorum` of the clients replied usably, or the cohort is empty.
             Diverged: the same, and most of the clients sent values that no model can have.
             RayltError: the message is not finite.
         """
@@ -131,7 +131,8 @@ class Fleet(ABC):
         name = getattr(fn, "__name__", "call")
         if not cohort.ids:
             raise TooFewReplies(
-                f"round {self.round}, {name}: fleet.ask got an empty cohort (0 clients). Pass at least one client id.",
+                f"round {self.round}, {name}: fleet.ask got an empty cohort (0 clients). Pass a client id, or "
+                "raise federation.participation where clients are sampled.",
                 code="reply.too-few",
                 round=self.round,
                 function=name,
@@ -175,8 +176,8 @@ class Fleet(ABC):
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
         """Run a pure server-side function on each item, in idle processes, and return the results in order.
 
-        The function sees no client's data. An item whose process is lost is run again, with the same outcome. A long
-        function calls `report_steps` (item_progress.py).
+        The function sees no client's data. An item whose process is lost is run again, up to `federation.retries`
+        times, with the same outcome. A long function calls `report_steps` (item_progress.py).
 
         Raises:
             RayltError: the function raised; names the item's position and the cause.
@@ -194,7 +195,7 @@ class Fleet(ABC):
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Undo all changes to clients' private states and to the round's statistics when the block ends."""
+        """Undo all changes to clients' private states when the block ends, and return to the round's statistics."""
         before = dict(self._private), set(self.changed), self.round, self.round_stats
         try:
             with self.protection.rehearsing():
@@ -204,9 +205,15 @@ class Fleet(ABC):
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """Run calls inside the block as the researcher's evaluation: without masks or changes of private states."""
+        """Run calls inside the block as the researcher's evaluation: without masks or changes of private states.
+
+        The round's statistics get the clients with problems, and neither traffic nor durations, since a federation
+        would not make these calls.
+        """
         with self.rehearsing(), self.protection.judging():
+            self.round_stats = judged = RoundStats()
             yield
+        self.round_stats.add_troubles(judged)
 
     @abstractmethod
     def describe(self) -> dict[str, str | None]:

@@ -56,5 +56,5 @@ def progress_of_items(stage: str, done: int, total: int, steps: Mapping[int, tup
         steps: by number of an item under way, its steps that are done and its steps; at least one item.
     """
     first, all_steps = steps[min(steps)]
-    share = (done + sum(taken / most for taken, most in steps.values())) / total
+    share = (done + sum(taken / max(1, most) for taken, most in steps.values())) / total
     return ItemsProgress(stage, done, total, first, all_steps, share)

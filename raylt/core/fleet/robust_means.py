@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from raylt.core.fleet.robust_sums import Rule
-from raylt.tree import LeafPath, Tree, leaf_paths
+from raylt.tree import LeafPath, Tree, from_leaf_paths, leaf_paths
 
 CUT_PER_SIDE = 0.2  # twice the share of hostile clients that is usually assumed
 
@@ -95,11 +95,8 @@ def _clipped(columns: dict[LeafPath, Tensor], weights: Tensor) -> dict[LeafPath,
 def _as_tree(combined: dict[LeafPath, Tensor], columns: dict[LeafPath, Tensor], values: Sequence[Tree]) -> Tree:
     """Return the combined leaves as a tree, converted back to the types that the clients sent."""
     like = {path: leaf for value in reversed(values) for path, leaf in leaf_paths(value)}
-    tree: Tree = {}
+    restored: Tree = {}
     for path in columns:
-        parent = tree
-        for name in path[:-1]:
-            parent = parent.setdefault(name, {})
         leaf = like[path]
-        parent[path[-1]] = combined[path].to(leaf.dtype) if isinstance(leaf, Tensor) else combined[path].item()
-    return tree
+        restored[path] = combined[path].to(leaf.dtype) if isinstance(leaf, Tensor) else combined[path].item()
+    return from_leaf_paths(restored)

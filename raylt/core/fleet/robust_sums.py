@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from raylt.core.fleet.reductions import Reduction
-from raylt.tree import leaf_paths
+from raylt.tree import from_leaf_paths, leaf_paths
 
 Rule = Literal["median", "trimmed_mean", "norm_clipped_mean"]
 DROPPED_CLIENTS = 0.25  # one client of three or four, two of five to eight
@@ -90,7 +90,7 @@ def _unit_sum(rule: Rule, values: Sequence[Any], counts: Sequence[float]) -> Any
             size = like.numel() if isinstance(like, Tensor) else 1
             own, numbers = numbers[:size], numbers[size:]
             summed[path] = own.reshape(like.shape) if isinstance(like, Tensor) else own.item()
-    return _as_tree(summed)
+    return from_leaf_paths(summed)
 
 
 def _robust_mean(rule: Rule, means: Tensor, weights: Tensor) -> Tensor:
@@ -128,19 +128,3 @@ def _is_whole(leaf: Any) -> bool:
 
 def _flat(leaf: Any) -> Tensor:
     return torch.as_tensor(leaf, dtype=torch.float64).reshape(-1)
-
-
-def _as_tree(leaves: dict[tuple[Any, ...], Any]) -> Any:
-    """Build a tree from its leaves by path.
-
-    A single leaf with an empty path is returned as it is.
-    """
-    if () in leaves:
-        return leaves[()]
-    tree: dict[Any, Any] = {}
-    for path, leaf in leaves.items():
-        parent = tree
-        for name in path[:-1]:
-            parent = parent.setdefault(name, {})
-        parent[path[-1]] = leaf
-    return tree

@@ -102,7 +102,8 @@ class ForkedWorkers:
     def close(self) -> None:
         """End all processes."""
         for worker in self._workers:
-            _end(worker)
+            _kill(worker)
+            worker.connection.close()
         self._workers.clear()
         self._busy.clear()
         self._nursery.kill()
@@ -118,7 +119,7 @@ class ForkedWorkers:
             try:
                 worker.connection.send_bytes(pickle.dumps((sent, tasks[0])))
             except OSError:  # it ended while it was idle
-                idle.append(self._replace(worker))
+                idle.append(self._replace_ended(worker))
                 continue
             worker.knows = shared
             self._busy[worker.connection] = worker, tasks.popleft()
@@ -128,11 +129,16 @@ class ForkedWorkers:
         try:
             return task, pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            self._replace(worker)
+            self._replace_ended(worker)
             return task, Lost()
 
     def _replace(self, worker: _Worker) -> _Worker:
-        _end(worker)
+        _kill(worker)
+        return self._replace_ended(worker)
+
+    def _replace_ended(self, worker: _Worker) -> _Worker:
+        """Fork another worker for one that has ended. It is not killed: another process may have its pid now."""
+        worker.connection.close()
         self._workers.remove(worker)
         return self._fork()
 
@@ -151,10 +157,9 @@ class ForkedWorkers:
         return worker
 
 
-def _end(worker: _Worker) -> None:
+def _kill(worker: _Worker) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker.pid, signal.SIGKILL)
-    worker.connection.close()
 
 
 def _nurse(work: Work, control: Connection, other_end: Connection, origin: int) -> None:

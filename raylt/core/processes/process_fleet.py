@@ -63,6 +63,7 @@ class ProcessFleet(LocalFleet):
 
     Raises:
         ConfigError: this process has computed gradients, so that its forks cannot.
+        RayltError: a fork ended before its first call.
     """
 
     def __init__(self, config: Config, task: Task, host: ClientHost):
@@ -71,11 +72,17 @@ class ProcessFleet(LocalFleet):
         number = len(cores()) if wanted == "auto" else wanted
         self._workers = ForkedWorkers(self._work, min(number, len(self.all_sizes)))
         [(_, answer)] = self._workers.run(b"", deque([_Probe()]))
+        if isinstance(answer, Lost):
+            self.close()
+            raise RayltError(
+                "fleet: a forked process ended before its first call (processes). Free memory, or use fleet local.",
+                code="client.not-started",
+            )
         if answer is not None:
             self.close()
             raise ConfigError(
-                "fleet: this process has computed gradients with torch, so that forks of it cannot (processes). Start "
-                "the run in a new process, or use fleet local or ray.",
+                "fleet: this process has computed gradients with torch, so that forks of it cannot (processes: "
+                f"{answer.text}). Start the run in a new process, or use fleet local or ray.",
                 code="config.conflict",
                 key="fleet",
                 value="processes",

@@ -165,7 +165,9 @@ class ClientDP(Aggregator):
         self._inner.accept(id, self._noise.clipped(reply))
 
     def result(self) -> Replies:
-        return self._noise.noised(self._inner.result())
+        replies = self._inner.result()
+        self.troubles = self._inner.troubles
+        return self._noise.noised(replies)
 
     def empty(self) -> "ClientDP":
         return ClientDP(self._inner.empty(), self._noise)

@@ -146,7 +146,7 @@ class Collector:
     introduction: Introduction
     length: int
     wrong: dict[int, str] = field(default_factory=dict)
-    _sent: list[int] = field(default_factory=list)
+    _sent: dict[int, None] = field(default_factory=dict)  # the members that sent a vector, as an ordered set
 
     def __post_init__(self) -> None:
         self._keys = self.introduction.keys
@@ -155,7 +155,7 @@ class Collector:
     def add(self, id: int, masked: np.ndarray) -> None:
         """Add a member's masked vector; the order of members does not matter."""
         self._sum += masked
-        self._sent.append(id)
+        self._sent[id] = None
 
     def unmasked(self, answers: Mapping[int, Unmasking], threshold: int) -> np.ndarray:
         """Return the sum of all masked vectors without the masks, uint64 [n].

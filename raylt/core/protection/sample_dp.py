@@ -126,6 +126,7 @@ class SampleDP(Aggregator):
 
     def result(self) -> Replies:
         noisy = self._inner.result()
+        self.troubles = self._inner.troubles
         mended = {name: self._noise.mended(name, value, self._parts) for name, value in noisy.items()}
         return Replies(mended, noisy.weights)
 

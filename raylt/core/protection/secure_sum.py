@@ -28,7 +28,7 @@ from raylt.core.fleet.reductions import Reduction
 from raylt.core.protection.masking import HASH_BYTES, KEY_BYTES, SHARE_BYTES, Collector, Member, introduce
 from raylt.core.protection.survivors import fewest_survivors
 from raylt.errors import ConfigError, Overflow
-from raylt.tree import LeafPath, Tree, leaf_paths
+from raylt.tree import LeafPath, Tree, from_leaf_paths, leaf_paths
 
 # Magnitudes for which digits are set aside where a part declares none, or larger ones: of parameters and gradients, and
 # of sums over a client's samples. Whole numbers may use everything within 62 bits.
@@ -191,18 +191,16 @@ class FixedPoint:
         """
         numbers = torch.from_numpy(total.view(np.int64).copy())
         counts = dict(zip(self._optional, numbers[self.length - len(self._optional) :].tolist(), strict=True))
-        parts: Tree = {name: {} for name, part in self._parts.items() if isinstance(part.template, dict)}
+        leaves: dict[LeafPath, Any] = {}
         start = 0
         for entry in self._entries:
             value = numbers[start : start + entry.size]
             start += entry.size
             if counts.get(entry.path[:2], 1) == 0:
                 continue
-            parent = parts
-            for name in entry.path[:-1]:
-                parent = parent.setdefault(name, {})
-            parent[entry.path[-1]] = self._restored(entry, value, weight)
-        return parts
+            leaves[entry.path] = self._restored(entry, value, weight)
+        empty = {name: {} for name, part in self._parts.items() if isinstance(part.template, dict)}
+        return empty | from_leaf_paths(leaves)
 
     def _restored(self, entry: VectorEntry, value: Tensor, weight: float) -> Any:
         like = entry.like

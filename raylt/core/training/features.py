@@ -55,7 +55,8 @@ def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
         teacher: the teacher's name.
         projected: whether to return features of unit length in the joint space, or those before the projection.
     """
-    if "teacher" not in client.cache:
+    key = f"teacher {teacher}" if projected else f"teacher {teacher}, not projected"
+    if key not in client.cache:
         source = open_teacher(teacher)
         if client.samples.encoded and not teacher.startswith("npz:"):  # features of the teacher's own tower
             h = client.samples.x[:, 0]
@@ -63,5 +64,5 @@ def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
             h = source.images(client.samples)
             projection = source.projection(client.device) if projected else None
             h = h if projection is None else h @ projection
-        client.cache["teacher"] = (F.normalize(h, dim=1) if projected else h).half()
-    return client.cache["teacher"]
+        client.cache[key] = (F.normalize(h, dim=1) if projected else h).half()
+    return client.cache[key]

@@ -113,15 +113,17 @@ def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
     momenta = {layer: layer.momentum for layer in model.modules() if isinstance(layer, _BatchNorm)}
     for layer in momenta:
         layer.momentum = None  # a moving average over few batches would keep most of the initial statistics
-    left = client.steps()
-    while left:
-        for batch in islice(client.samples.in_order(local.batch), left):
-            if len(batch.y) > 1:
-                with autocast(client):
-                    model(batch.x)
-                left -= 1
-    for layer, momentum in momenta.items():
-        layer.momentum = momentum
+    try:
+        left = client.steps()
+        while left:
+            for batch in islice(client.samples.in_order(local.batch), left):
+                if len(batch.y) > 1:
+                    with autocast(client):
+                        model(batch.x)
+                    left -= 1
+    finally:  # the next client has the same model, also after the device was full
+        for layer, momentum in momenta.items():
+            layer.momentum = momentum
 
 
 def balanced(client: Client, epochs: float | None = None, size: int | None = None) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -38,6 +39,8 @@ ARM = "from raylt.own_code.top_level_names import claim; claim(); from tune.arm 
 
 
 Count = Literal["steps", "passes"]
+Metric = Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou", "local", "worst_decile"]
+MOST_SPLITS = 20
 UNITS: dict[Count, str] = {"steps": "client-steps", "passes": "client-steps of FedAvg"}
 
 
@@ -61,9 +64,9 @@ class Tuning(Section):
     count: Count = "steps"
     ranges: dict[str, str] = Field(default={})
     fields: dict[str, list[str]] = Field(default={})
-    metric: Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou"] = "accuracy"
+    metric: Metric = "accuracy"
     searcher: Literal["tpe", "random"] = "tpe"
-    splits: int = Field(default=1, ge=1, le=20)
+    splits: int = Field(default=1, ge=1, le=MOST_SPLITS)
 
 
 @closed
@@ -288,6 +291,8 @@ def _run_searches(
     """
     free = list(slots)
     running: set[subprocess.Popen[str]] = set()
+    lock = threading.Lock()  # of `running` and `stopping`
+    stopping = threading.Event()
 
     def search(job: dict[str, Any]) -> Tuned:
         slot = free.pop()
@@ -302,12 +307,16 @@ def _run_searches(
                 start_new_session=True,
                 env=os.environ | slot.environment,
             ) as process:
-                running.add(process)
+                with lock:
+                    running.add(process)
+                    if stopping.is_set():  # this thread took the job before the others were cancelled
+                        _close_input(process)
                 if slot.cores and hasattr(os, "sched_setaffinity"):
                     os.sched_setaffinity(process.pid, slot.cores)
                 assert process.stdout is not None
                 answer = process.stdout.read()
-                running.discard(process)
+                with lock:
+                    running.discard(process)
             return _outcome(job["arm"], answer)
         finally:
             free.append(slot)
@@ -318,11 +327,18 @@ def _run_searches(
             for job, future in zip(jobs, futures, strict=True):
                 yield job, future.result()
         finally:
+            with lock:
+                stopping.set()
+                for process in running:
+                    _close_input(process)
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(running):
-                assert process.stdin is not None
-                with suppress(OSError):
-                    process.stdin.close()
+
+
+def _close_input(process: "subprocess.Popen[str]") -> None:
+    """Close a search process's standard input, at whose end it stops."""
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.close()
 
 
 def _outcome(arm: str, answer: str) -> Tuned:

@@ -202,6 +202,7 @@ def test_a_run_says_how_many_predictions_are_no_numbers(tiny_task, tmp_path, own
     report = experiment.step()
     models = "clients' models" if own else "the global model"
     assert f" of {models} are not numbers; they count as wrong" in report.figures["predictions"]
+    assert " of the global model are not numbers" in report.figures["predictions"]  # both where both are judged
     if not own:
         right = metrics.unpacked(report.answers, len(tiny_task.test))
         assert right.mean() == pytest.approx(report.accuracy)

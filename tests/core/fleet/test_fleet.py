@@ -93,6 +93,15 @@ def write_late(client: Client, message: Message) -> Reply:
             kept.add_(1)
         case "default":
             default.add_(1)
+        case "merged":
+            state, merged = client.state, torch.ones(2)
+            state |= {"merged": merged}
+            merged.add_(1)
+        case "removed":
+            client.state.pop("kept")
+            del client.state["default"]
+            kept.add_(1)
+            default.add_(1)
     return reply
 
 
@@ -527,14 +536,21 @@ def test_over_selection_leaves_no_client_out_of_a_call_for_everyone(make_fleet):
 
 @pytest.mark.parametrize(
     ("change", "path"),
-    [("reply", "reply.model.w"), ("state", "state.kept"), ("nested", "state.deep.kept"), ("default", "state.default")],
+    [
+        ("reply", "reply.model.w"),
+        ("state", "state.kept"),
+        ("nested", "state.deep.kept"),
+        ("default", "state.default"),
+        ("merged", "state.merged"),
+    ],
 )
 def test_a_tensor_that_is_changed_after_it_was_handed_over_is_an_error_that_names_it(make_fleet, change, path):
     fleet = make_fleet(retries=0)
     with refused("reply.too-few", TooFewReplies, client=1, cause="reply.late-write") as caught:
         fleet.ask(write_late, [1], {"change": change}, model=mean)
     assert f"client 1: {path} was changed" in str(caught.value)
-    assert fleet.ask(write_late, [1], {"change": "nothing"}, model=mean)["model"]["w"].tolist() == [1, 1]
+    for harmless in ("nothing", "removed"):
+        assert fleet.ask(write_late, [1], {"change": harmless}, model=mean)["model"]["w"].tolist() == [1, 1]
 
 
 def test_what_is_handed_over_may_share_memory_with_a_model_that_is_left_as_it_is(make_fleet):
@@ -583,6 +599,27 @@ def test_sample_takes_every_client_equally_often(tiny_task):
     # 400 rounds of 4 clients out of 10: each is drawn 160 times, standard deviation sqrt(400 * 0.4 * 0.6) = 9.8
     drawn = [id for round in range(400) for id in sample(tiny_task, 10, range(10), round, participation=0.4)]
     assert all(abs(drawn.count(id) - 160) < 4 * 9.8 for id in range(10))
+
+
+def test_a_cohort_names_each_client_once_and_needs_no_more_answers_than_clients():
+    with pytest.raises(ValueError, match="client 3 is named twice"):
+        Cohort([3, 1, 3])
+    with pytest.raises(ValueError, match="needed: 3 answers of 2 clients"):
+        Cohort([1, 2], 3)
+    assert Cohort([2, 1], 1).ids == (1, 2)
+
+
+def test_an_evaluation_leaves_its_clients_with_problems_in_the_statistics_and_no_bytes(make_fleet):
+    fleet = make_fleet(retries=0)
+    fleet.ask(tell, IDS, {}, **parts_of_tell(each))
+    before = dataclasses.asdict(fleet.round_stats)
+    with fleet.judging():
+        fleet.ask(tell, IDS, {}, **parts_of_tell(each))
+        fleet.ask(remember, IDS, message({2: "raises"}), **parts_of_remember(each))
+    after = dataclasses.asdict(fleet.round_stats)
+    assert after.pop("lost") == [2]
+    before.pop("lost")
+    assert after == before
 
 
 def test_traffic_counts_bytes_by_function(make_fleet):

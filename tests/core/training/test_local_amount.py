@@ -128,6 +128,24 @@ def test_running_statistics_are_not_taken_from_a_last_batch_of_one_sample(tiny_t
     assert set(momenta) == {0.1}
 
 
+def test_momentum_of_running_statistics_comes_back_where_the_device_was_full(tiny_task, monkeypatch):
+    client = open_client(tiny_task, FedAvg(), 2, configure())
+    client.model.local_buffers = frozenset(n for n, _ in client.model.named_buffers())
+
+    def full(x):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(client.model, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        training.take_statistics(client)
+    assert {layer.momentum for layer in client.model.modules() if isinstance(layer, nn.BatchNorm2d)} == {0.1}
+
+
+def test_batches_of_one_sample_are_refused_as_all_would_be_dropped():
+    with pytest.raises(ValueError, match="a batch of 1 is dropped"):
+        configure().local.step_count(5, epochs=1, batch=1)
+
+
 def test_running_statistics_are_taken_from_as_many_batches_as_are_trained_on(tiny_task):
     client = client_of(tiny_task, steps=7)
     client.model.local_buffers = frozenset(n for n, _ in client.model.named_buffers())

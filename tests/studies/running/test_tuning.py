@@ -1,5 +1,7 @@
 """Arms that are tuned with equal budgets before their seeds run."""
 
+import time
+
 import pytest
 from made import record as finished
 from made import write_run
@@ -13,7 +15,9 @@ from raylt.studies import study as study_module
 from raylt.studies.analysis.comparison import compare
 from raylt.studies.definition import define
 from raylt.studies.report import comparison_tables
+from raylt.studies.running import tuning
 from raylt.studies.running.tuning import FILE, Tuning, describe, search_arms, search_hash, write_tuned
+from raylt.studies.running.worker_slots import WorkerSlot
 from raylt.studies.study import Study
 from tune.arm import tune_arm
 from tune.loop import sizes
@@ -287,3 +291,22 @@ def test_a_study_tunes_its_arms_then_runs_its_seeds_and_does_neither_again(tmp_p
     assert [line[:4] for line in results.compare().tuned] == ["feda", "prox", "prox"]
     with refused("study.changed", CheckpointError):
         Study.create(define(TUNED | {"tune": {"runs": 4}}), tmp_path).run()
+
+
+# an arm's process that fails at once, or ends with its standard input and at most 30 s later
+PROCESS = """
+import json, select, sys
+if json.loads(sys.argv[1])["arm"] == "fails":
+    print(json.dumps({"problem": "out of memory"}))
+else:
+    select.select([sys.stdin], [], [], 30)
+"""
+
+
+def test_a_search_that_fails_ends_the_searches_that_wait_for_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "ARM", PROCESS)
+    start = time.monotonic()
+    jobs = [{"arm": "fails"}, {"arm": "waits"}, {"arm": "waits, too"}]
+    with refused("study.tuning-failed", arm="fails"):
+        list(tuning._run_searches(jobs, [WorkerSlot(frozenset(), {})], tmp_path))
+    assert time.monotonic() - start < 20
