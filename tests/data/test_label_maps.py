@@ -87,6 +87,15 @@ def test_clients_of_by_class_get_images_with_their_classes_while_there_are_any()
     assert table[parts[0], 0].all()  # class 0 is in every image
 
 
+def test_the_client_with_the_rarest_class_draws_first():
+    table = np.zeros((8, 2), bool)
+    table[:, 0] = True  # class 0 is in every image, class 1 in three
+    table[[1, 4, 6], 1] = True
+    for seed in range(5):
+        parts = by_class(table, 2, 1, 1.0, np.random.default_rng(seed))
+        assert {1, 4, 6} <= set(parts[1].tolist())
+
+
 def test_the_seed_alone_decides_by_class():
     lists = [
         [part.tolist() for part in partition(shows(), DataConfig(partition="classes", clients=5, seed=seed), None)]

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from raylt.core.training.features import features
 from raylt.core.training.sgd import balanced
+from raylt.methods import balancefl
 from raylt.methods.balancefl import POOL, BalanceFL, mean_entropy
 from raylt.methods.fedavg import FedAvg
 
@@ -145,6 +146,16 @@ def test_features_are_perturbed_as_often_as_their_class_is_rare_with_the_pooled_
     assert noise.square().sum(1).mean().item() == pytest.approx(np.trace(expected), rel=0.2)
     assert POOL == 500
     assert len(noise.unique(dim=0)) <= POOL
+
+
+def test_rows_of_the_perturbation_give_the_pooled_covariance_exactly(tiny_task, monkeypatch):
+    client = open_client(tiny_task, BalanceFL(), 0)  # class counts 12, 6, 4, 2
+    z, y = features(client)
+    handed = []
+    monkeypatch.setattr(balancefl, "perturb_along", lambda rows, *how: handed.append(rows) or torch.zeros(POOL, 1))
+    BalanceFL().augmentation(client)
+    expected = sum(size * np.cov(z[y == c].double().numpy().T) for c, size in enumerate([12, 6, 4, 2])) / 24
+    assert np.allclose(handed[0].double().numpy().T @ handed[0].double().numpy(), expected, rtol=1e-4, atol=1e-9)
 
 
 def test_perturbation_is_of_the_loss_alone_that_tells_classes(tiny_task, monkeypatch):

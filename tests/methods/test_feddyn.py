@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import naive
 import pytest
 import torch
@@ -109,6 +111,11 @@ def test_first_round_differs_from_fedavg_by_the_pull_and_the_weights_alone(tiny_
     updates = private_states(experiment)[0]["state"]["updates"]
     for name, update in updates.items():
         assert torch.allclose(message["model"][name] + update, weak[name], atol=1e-4), name
+
+
+def test_clients_that_join_late_do_not_count_in_the_mean_number_of_samples(tiny_task, tmp_path):
+    experiment = start(replace(tiny_task, new_clients=(0,)), tmp_path, FedDyn())
+    assert experiment.server.state["mean_samples"] == (14 + 9 + 1 + 12) / 4
 
 
 def test_alpha_changes_the_model(tiny_task, tmp_path):

@@ -17,6 +17,12 @@ def test_loss_by_hand():
     assert focal_loss(logits, tensor([0, 0]), 2.0).item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_loss_of_a_prediction_that_is_nearly_sure():
+    p = 1 - 1e-5
+    logits = tensor([[math.log(p / (1 - p)), 0.0]], dtype=torch.float64)
+    assert focal_loss(logits, tensor([0]), 1.0).item() == pytest.approx(1e-10, rel=1e-3)
+
+
 def test_gamma_of_zero_is_fedavg(tiny_task, tmp_path):
     ends = [flat(run(tiny_task, tmp_path, method)) for method in (FedAvg(), FedFocal(gamma=0))]
     assert torch.allclose(*ends, atol=1e-6, rtol=0)

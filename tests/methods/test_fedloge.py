@@ -119,6 +119,21 @@ def test_client_that_joins_late_trains_its_own_classifier_alone(tiny_task):
             assert torch.equal(after[name], value), name
 
 
+def test_client_that_joins_late_trains_it_by_plain_cross_entropy(tiny_task):
+    client, settled = (open_client(tiny_task, FedLoGe(), 1, configure(local={"epochs": 2})) for _ in range(2))
+    message = {"model": {name: value.clone() for name, value in FedLoGe().shared(client.model).items()}}
+    FedLoGe().settle(settled, message)
+    model, personal = client.model, client.model.get_submodule("personal")
+    model.train()
+    optimiser = torch.optim.SGD(personal.parameters(), client.config.local.lr, client.config.local.momentum)
+    for batch in client.batches(None, 8):
+        optimiser.zero_grad()
+        F.cross_entropy(personal(model.encoder(batch.x).detach()), batch.y).backward()
+        optimiser.step()
+    for name, value in personal.state_dict().items():
+        assert torch.allclose(settled.model.get_submodule("personal").state_dict()[name], value, atol=1e-6)
+
+
 def test_client_without_a_frame_says_so(tiny_task):
     with pytest.raises(RuntimeError, match=r"did not take part in FedLoGe\.join"):
         FedLoGe().objective(open_client(tiny_task, FedLoGe()), {})

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import naive
 import pytest
 import torch
@@ -23,6 +25,11 @@ def test_logits_are_scaled_cosines_by_hand():
 def test_prototypes_start_as_orthonormal_rows(tiny_task, tmp_path):
     w = start(tiny_task, tmp_path, FedNH()).server.model.state_dict()[PROTOTYPES]
     assert torch.allclose(w @ w.T, torch.eye(4), atol=1e-5)
+
+
+def test_more_prototypes_than_dimensions_have_length_one():
+    head = FedNH().build(SimpleNamespace(classes=6), SimpleNamespace(dim=3)).classifier
+    assert dict(head.named_buffers())["weight"].norm(dim=1).tolist() == pytest.approx([1.0] * 6)
 
 
 @pytest.mark.parametrize("asked", [[[0, 1, 2, 3, 5]] * 2, [[0, 1], [2, 3]]], ids=["all", "some"])

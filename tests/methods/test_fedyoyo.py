@@ -30,6 +30,11 @@ def test_estimates_are_steadied_from_round_to_round():
     assert steadied(torch.tensor([2e4, 3e4]), None).tolist() == [1, 1]
 
 
+def test_an_estimate_may_leap_by_a_multiple_of_the_one_before():
+    # 0.9 * 300 + 0.1 * 5000 = 770; 0.9 * 0.5 + 0.1 * 600 = 60.45 is more than a hundred times 0.5 away
+    assert steadied(torch.tensor([5000.0, 600.0]), torch.tensor([300.0, 0.5])).tolist() == pytest.approx([770, 0.5])
+
+
 def test_only_what_the_weak_view_gets_right_teaches_and_nothing_moves_it():
     weak = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]], requires_grad=True)
     strong = torch.tensor([[0.0, 1.0], [5.0, 0.0], [0.5, 0.5]], requires_grad=True)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from raylt.errors import ConfigError
+from raylt.methods import flea
 from raylt.methods.flea import FLea, distance_correlation, halves, shared_fault
 from raylt.models import SplitModel, build_model
 from raylt.ops.distillation import divergence
@@ -183,6 +184,26 @@ def test_two_rounds_are_those_of_naive_code(tiny_task, tmp_path):
     method.round(experiment.server, experiment.fleet)
     second = naive_round(tiny_task, model, buffer, None, method)
     assert naive.differences(naive.entries(experiment.server.model), second, atol=TOLERANCE) == {}
+
+
+@pytest.mark.parametrize(("message", "steps"), [({}, 12), ({"buffer": {}}, 4)], ids=["first round", "later"])
+def test_a_number_of_steps_is_that_of_a_later_round(tiny_task, monkeypatch, message, steps):
+    client = open_client(tiny_task, FLea(), 0, configure(local={"steps": 4}))
+    taken = []
+
+    def count(method, client, message, epochs):
+        taken.append(client.steps(epochs))
+        return {}
+
+    monkeypatch.setattr(flea, "train_model", count)
+    FLea().train(client, {"model": {}} | message)
+    assert taken == [steps]
+
+
+def test_distance_correlation_of_near_points_is_nearly_that_of_its_definition():
+    generator = torch.Generator().manual_seed(0)
+    x, a = (0.05 * torch.randn(8, 3, generator=generator) for _ in range(2))
+    assert distance_correlation(x, a).item() == pytest.approx(correlation(x, a), abs=0.02)
 
 
 def test_shared_samples_are_the_same_in_every_round(tiny_task, tmp_path):

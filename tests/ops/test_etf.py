@@ -46,3 +46,8 @@ def test_first_step_of_adam_goes_a_rate_along_the_sign_of_the_gradient():
     moved = (start != 0) & (e.grad.abs() > 1e-5)
     assert torch.allclose((end - start)[moved], -1e-3 * e.grad.sign()[moved], atol=2e-5)
     assert not (end - start)[start == 0].any()
+
+
+def test_frame_of_fedloge_moves_by_the_rate_of_its_code():
+    start, end = (sparse_etf(3, 8, 0.25, steps, torch.Generator().manual_seed(0)) for steps in (0, 1))
+    assert (end - start).abs().max().item() == pytest.approx(1e-4, rel=1e-2)

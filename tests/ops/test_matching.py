@@ -5,7 +5,7 @@ import torch
 from torch import nn, tensor
 from torch.nn import functional as F
 
-from raylt.ops.matching import class_gradients, gradients_fault, match_features, mean_gradients
+from raylt.ops.matching import _gradient, class_gradients, gradients_fault, match_features, mean_gradients
 
 C, D = 4, 6
 
@@ -66,6 +66,13 @@ def test_gradient_of_samples_that_are_nearly_sure_keeps_its_direction():
     (gradient,) = class_gradients(z, y, head).values()
     head = head.double()
     assert torch.allclose(gradient.double(), by_autograd(head, z.double(), y), rtol=1e-5, atol=1e-14)
+
+
+def test_gradient_of_synthetic_features_that_are_nearly_sure_keeps_its_direction():
+    h, weight, bias = torch.ones(1, 1, 1), torch.zeros(3, 1), tensor([20.0, 1.0, 0.0])  # p = 1 - 8e-9
+    gradient = _gradient(h, tensor([0]), weight, bias)[0, :, 1].double()
+    p = bias.double().softmax(0)
+    assert torch.allclose(gradient, p - tensor([1.0, 0.0, 0.0]).double(), rtol=1e-5, atol=0)
 
 
 def test_mean_counts_each_client_that_owns_a_class_the_same():

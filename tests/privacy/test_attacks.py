@@ -9,7 +9,7 @@ import pytest
 import torch
 from refusals import refused
 from small_runs import make_run, make_tiny_run
-from torch import tensor
+from torch import nn, tensor
 
 from raylt.config import load
 from raylt.core.fleet.schema import Schema
@@ -22,6 +22,7 @@ from raylt.methods.fedavg import FedAvg
 from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.sfd.method import SFD
 from raylt.ops.matching import class_gradients
+from raylt.privacy import gradient_inversion
 from raylt.privacy.attack import _Attacker, attack
 from raylt.privacy.attacker_view import (
     NOT_ATTACKED,
@@ -130,6 +131,16 @@ def test_a_one_sample_gradient_is_inverted_and_anothers_is_not(fresh):
     assert nearness(made, fresh.private.x[40:41]).ssim < 0.6
 
 
+def test_of_several_starts_the_one_with_the_nearest_gradient_is_kept(monkeypatch):
+    distances = iter([0.9, 0.5, 0.7])  # of the three ends; the starts have no steps
+    monkeypatch.setattr(gradient_inversion, "_cosine_distance", lambda *_: torch.tensor(next(distances)))
+    monkeypatch.setattr(gradient_inversion, "gradient_of", lambda *_: [])
+    monkeypatch.setattr(gradient_inversion, "label_of", lambda _: tensor([0]))
+    image = invert_gradient(nn.Identity(), [], (4, 4, 1), torch.zeros(1), torch.ones(1), steps=0, tries=3)
+    second = torch.rand(1, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(image, second)
+
+
 def test_heads_that_take_no_part_in_a_prediction_are_left_out_of_its_gradient(fresh):
     setup = resolve(load(None, ["method=sfd"]))
     model = setup.new_model(fresh.task.spec).eval()
@@ -154,6 +165,18 @@ def test_equal_images_are_as_near_as_can_be():
     assert far.psnr == pytest.approx(20, abs=1e-3)
     assert far.mae == pytest.approx(0.1)
     assert nearness(torch.rand(2, 3, 32, 32), torch.rand(2, 3, 32, 32)).ssim < 0.1
+
+
+def test_an_image_is_identified_among_the_candidates_of_its_class_alone():
+    made, candidates = torch.full((1, 1, 8, 8), 0.5), torch.stack([torch.full((1, 8, 8), x) for x in (0.6, 0.5)])
+    assert nearness(made, candidates[:1], candidates, tensor([0]), tensor([0, 1])).identified == 1.0
+    assert nearness(made, candidates[:1], candidates, tensor([0]), tensor([0, 0])).identified == 0.0
+
+
+def test_a_decoder_gets_each_dimension_of_the_features_at_its_own_scale():
+    z = torch.randn(400, 2, generator=torch.Generator().manual_seed(0)) * tensor([1.0, 100.0])
+    scale = Inverter(z, torch.rand(400, 1, 8, 8), epochs=0).std
+    assert scale.tolist() == pytest.approx([1.0, 100.0], rel=0.1)
 
 
 @pytest.mark.parametrize("shape", [(8, 8, 1), (32, 32, 3), (30, 45, 3)])

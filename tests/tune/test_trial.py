@@ -279,6 +279,7 @@ def test_local_validation_is_on_the_images_taken_from_each_client(method, tmp_pa
         batch = samples.batch(torch.from_numpy(np.flatnonzero(task.validation_clients == id)))
         means.append((model(batch.x).argmax(1) == batch.y).float().mean().item())
     assert figures["local"] == pytest.approx(sum(means) / 3)
+    assert figures["worst_decile"] == pytest.approx(min(means))
 
 
 def test_a_search_of_personal_methods_goes_by_the_clients_own_images():

@@ -75,6 +75,11 @@ def test_trimmed_mean_leaves_one_of_three_on_either_side():
     assert got["w"].tolist() == [5.0]
 
 
+def test_trimmed_mean_of_ten_leaves_two_on_either_side():
+    rows = part(*(([float(x)], 0.0) for x in (*range(8), 1e6, 1e6)))
+    assert robust_mean("trimmed_mean", rows, [1] * 10)["w"].tolist() == [4.5]  # of 2 to 7
+
+
 def test_norm_clipped_mean_draws_in_what_is_far():
     # medians (0, 0), distances 1, 1, 0, 1, 1000, so radius 1; (1 - 1 + 0 + 0 + 1) / 5 and (0 + 0 + 0 - 1 + 0) / 5
     rows = [{"w": tensor(row)} for row in ([1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [0.0, -1.0], [1000.0, 0.0])]

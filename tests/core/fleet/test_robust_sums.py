@@ -40,6 +40,12 @@ def test_a_class_is_summed_by_the_means_of_its_clients(rule, mean):
     assert summed[1] == {"n": 7, "z": tensor([35.0])}  # a class with one client has the plain sum
 
 
+@pytest.mark.parametrize(("means", "kept"), [((1.0, 2.0, 1e4), 1.5), ((1.0, 2.0, 3.0, 1e4, 1e4), 2.0)])
+def test_a_quarter_of_the_clients_is_trimmed_rounded_up(means, kept):
+    summed = robust_sum("trimmed_mean", CLASSES, [{0: entry(1, mean)} for mean in means], [1] * len(means))
+    assert summed[0]["z"].item() == pytest.approx(len(means) * kept)
+
+
 def test_blocks_are_of_two_clients_where_ten_have_the_class():
     values = [{0: entry(1, float(i))} for i in range(10)]  # the means of the blocks are 0.5, 2.5, 4.5, ...
     assert robust_sum("median", CLASSES, values, [1] * 10)[0]["z"].item() == pytest.approx(10 * 4.5)

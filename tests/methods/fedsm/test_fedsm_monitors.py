@@ -74,6 +74,11 @@ def test_drift_by_hand():
     assert drift(before, after, tensor([0, 0, 1]), tensor([[0.0, 0.0]])) == 0
 
 
+def test_drift_is_relative_to_the_mean_distance_of_two_prototypes():
+    before, after = tensor([[0.0], [5.0]]), tensor([[1.0], [6.0]])
+    assert drift(before, after, tensor([0, 1]), tensor([[0.0], [1.0], [3.0]])) == pytest.approx(1 / 2)  # of 1, 2, 3
+
+
 def test_drift_is_that_of_local_training_on_the_first_batch(tiny_task, npz):
     method = FedSM(teacher=npz, **QUICK)
     client, twin = (open_client(tiny_task, method, state=states_of(tiny_task)) for _ in range(2))
