@@ -286,7 +286,7 @@ def deal_clients(run: str, groups: Sequence[Sequence[int]], bundles: Sequence[Se
         bundles: numbers of the actors' bundles, by node.
     """
     shares = np.concatenate([np.arange(len(group)) / len(group) for group in groups])
-    ids = np.concatenate(groups)[np.argsort(shares, kind="stable")]  # a part of it has the same part of each group
+    ids = np.concatenate(groups)[np.argsort(shares, kind="stable")]  # each stretch has the same share of every group
     actors = sum(map(len, bundles))
     slots: list[ActorSlot] = []
     for node, numbers in enumerate(bundles):

@@ -164,11 +164,13 @@ def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan)
     try:
         _get(server.__ray_ready__.remote(), START_TIMEOUT_S)
     except GetTimeoutError:
+        labels = "".join(f", on a node with label {key}={value}" for key, value in chosen.server_labels.items())
         raise ConfigError(
             f"resources: no room for the server actor within {START_TIMEOUT_S} s (it takes {chosen.server_gpus} of a "
-            "GPU). Wait until the cluster is free.",
+            f"GPU{labels}). Wait until the cluster is free, or start a node that has them.",
             code="cluster.busy",
             gpus=chosen.server_gpus,
+            labels=dict(chosen.server_labels),
             timeout_s=START_TIMEOUT_S,
         ) from None
     # references inside lists stay references: the server never receives the clients' data

@@ -90,9 +90,10 @@ def _together(parts: Sequence[Stored]) -> Stored:
     if len(parts) == 1:
         return parts[0]
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    mapped = [part for part in parts if isinstance(part, Mapped)]
+    assert not (arrays and mapped), "a task's images are all in memory or all in a file"
     if arrays:
         return np.concatenate(arrays)
-    mapped = [part for part in parts if isinstance(part, Mapped)]
     assert len({part.path for part in mapped}) == 1, "a task's images are one file"
     return Mapped(mapped[0].path, np.concatenate([part.rows for part in mapped]))
 

@@ -28,6 +28,7 @@ from ray.tune.search.optuna import OptunaSearch
 from raylt.config import Config, check, yaml_text
 from raylt.errors import RayltError, on_one_line
 from raylt.hyper import Choice
+from raylt.runs.folder.summary import percent
 from raylt.store import Folder, folder_for
 from raylt.typed_json import as_json
 from tune.drawing import draw_pareto, shown
@@ -167,7 +168,7 @@ class _EndedTrials(ray_tune.Callback):
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         figures = trial.last_result
-        first, *others = (_percent(figures.get(name)) for name in self._metrics)
+        first, *others = (percent(figures.get(name)) for name in self._metrics)
         scores = "".join([first, *(f"  {name} {text}" for name, text in zip(self._metrics[1:], others, strict=True))])
         values = " ".join(f"{key}={shown(value)}" for key, value in trial.config.items())
         print(f"{trial.trial_id}  ended after round {figures.get('round', 0)}  {scores}  {values}", file=sys.stderr)
@@ -246,10 +247,6 @@ def _row(result: ray_tune.Result, plan: RaySearchPlan) -> dict[str, Any]:
         **{key: config.get(key) for key in plan.space},
         "failed": None if result.error is None else _last_line(result.error),
     }
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f} %"
 
 
 def _last_line(error: Exception) -> str:

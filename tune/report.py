@@ -17,7 +17,7 @@ from raylt.config import yaml_text
 from raylt.errors import CheckpointError, count_of
 from raylt.registry import plugin_files
 from raylt.runs.folder.reader import Files
-from raylt.runs.folder.summary import percent
+from raylt.runs.folder.summary import in_percent, percent
 from raylt.store import Folder
 from raylt.typed_json import as_json
 from tune.drawing import draw, draw_pareto, shown
@@ -208,9 +208,9 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> Table:
             cells["trial"],
             "front" if record in front else cells["state"],
             str(cells["round"] or "-"),
-            _percent(cells["score"]),
-            *(_percent(record.figures.get(name)) for name in plan.other_metrics),
-            _percent(cells.get("test_accuracy")),
+            in_percent(cells["score"]),
+            *(in_percent(record.figures.get(name)) for name in plan.other_metrics),
+            in_percent(cells.get("test_accuracy")),
             *(f"{cells['client_steps']:,}" for _ in cost),
             *(shown(cells.get(key)) for key in keys),
         ]
@@ -238,7 +238,3 @@ def importance_lines(folder: Path) -> list[str]:
         for method, by_setting in shares.items()
         if by_setting
     ]
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f}"

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from raylt.errors import count_of
 from raylt.runs.callbacks.base import Callback, TrialReport
 from raylt.runs.callbacks.console import PlainConsole
+from raylt.runs.folder.summary import percent
 
 
 class SearchProgress(Callback):
@@ -54,9 +55,5 @@ def _outcome_of(trial: TrialReport) -> str:
         return f"failed: {trial.failed}"
     if trial.score is None:
         return "ended, to be compared with earlier trials"
-    others = "".join(f"  {name} {_percent(value)}" for name, value in trial.other_scores.items())
-    return f"{trial.state} after round {trial.round}  {_percent(trial.score)}{others}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f} %"
+    others = "".join(f"  {name} {percent(value)}" for name, value in trial.other_scores.items())
+    return f"{trial.state} after round {trial.round}  {percent(trial.score)}{others}"

@@ -12,6 +12,7 @@ from rich.table import Table
 from raylt.cli.options import Format, err, out, print_json
 from raylt.config import Config
 from raylt.errors import CheckpointError, ConfigError, count_of
+from raylt.runs.folder.summary import in_percent
 from raylt.store import followed
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def _show(result: "RaySearchResult", format: Format) -> None:
             table.add_column(column.rpartition(".")[2], justify="left" if column == "trial" else "right")
     for row in result.rows[:SHOWN]:
         cells = ((column in result.metrics, value) for column, value in row.items() if column != "failed")
-        table.add_row(*(_percent(value) if is_metric else _text(value) for is_metric, value in cells))
+        table.add_row(*(in_percent(value) if is_metric else _text(value) for is_metric, value in cells))
     if len(result.rows) > SHOWN:
         table.add_row(f"... {len(result.rows) - SHOWN} more in trials.csv")
     out.print(table)
@@ -200,10 +201,6 @@ def _show(result: "RaySearchResult", format: Format) -> None:
     out.print(f"best: {result.rows[0]['trial']}; {run_command(result.folder)}", soft_wrap=True)
     if result.exchanged:
         out.print("pbt changed values while trials ran: best.yaml has the best trial's last ones")
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f}"
 
 
 def _text(value: Any) -> str:

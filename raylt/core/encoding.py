@@ -28,13 +28,13 @@ from raylt.data.images.cache import Stored, load, take
 from raylt.data.images.cache_builder import ABOUT
 from raylt.data.task import Holdings, Shard, Task, TaskSpec
 from raylt.errors import DataError, quoted
-from raylt.models.trainable import FrozenEncoder, frozen_entries
+from raylt.models.trainable import FrozenEncoder, frozen_entries, trains_on_features
 from raylt.store import Folder, folder_for
 
 BATCH = 64  # batches are always full, since their size affects the last bits of a feature
 CHUNK = 1024  # rows that are looked up and computed at a time; an interrupted run finds those before
 KEY_BYTES = 16
-FIXED_VIEWS = 64  # images that an augmentation is told by, so many that one which acts on few of them is noticed
+FIXED_VIEWS = 64  # images whose views identify an augmentation; enough that one that changes few images still shows
 
 Report = Callable[[str], object]
 
@@ -51,7 +51,8 @@ def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tupl
         task: one without pixels, or with features already, is returned as it is.
         report: called with a sentence on the images that were encoded.
     """
-    if not trains_on_features(setup, task) or len(task.test.x.shape) != 4 or 0 in task.test.x.shape:
+    shape = task.test.x.shape
+    if not trains_on_features(setup.config.trainable, task.kind) or len(shape) != 4 or 0 in shape:
         return setup, task
     model = setup.new_model(task.spec)
     encoder = next(module for module in model.modules() if isinstance(module, FrozenEncoder))
@@ -79,11 +80,6 @@ def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tupl
     random = "; its weights are random, since weights is not set" if setup.has_random_frozen_parts else ""
     report(f"{setup.config.model} is frozen: {computed:,} images encoded, {from_cache:,} found in {fast.path}{random}")
     return replace(setup, augment=draw_view if views else None), task
-
-
-def trains_on_features(setup: Setup, spec: TaskSpec) -> bool:
-    """Return whether clients train on features: the encoder is frozen and gives one feature vector per image."""
-    return setup.config.trainable == "classifier" and spec.kind == "classification"
 
 
 class FeatureFiles:

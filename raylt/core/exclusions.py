@@ -18,7 +18,7 @@ from raylt.data.task import TaskSpec
 from raylt.errors import ConfigError
 from raylt.models.image_text import PREFIX, open_tower
 from raylt.models.split import SplitModel
-from raylt.models.trainable import whole_model
+from raylt.models.trainable import trains_on_features, whole_model
 
 DEFAULTS = PrivacyConfig()
 RISK = 0.01  # the largest accepted chance that Poisson sampling leaves some round without enough clients
@@ -48,7 +48,7 @@ class PlannedRun:
     @property
     def on_features(self) -> bool:
         """Return whether clients train on features instead of images, see raylt/core/encoding.py."""
-        return self.config.trainable == "classifier" and self.spec.kind == "classification"
+        return trains_on_features(self.config.trainable, self.spec.kind)
 
     @property
     def shares_nothing_that_learns(self) -> bool:
@@ -255,7 +255,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "method",
         lambda run: run.config.federation.rounds == 0 and not (run.method.sums_samples and run.method.finishes),
         lambda run: f"{run.method.name} learns in rounds, and there are none",
-        "Choose fedncm, fed3r, ccvr, sfd or noisymeans, or set federation.rounds to at least 1",
+        "Choose a method that finishes with clients' sums, such as ccvr, or set federation.rounds to at least 1",
     ),
     Exclusion(
         "federation.rounds",

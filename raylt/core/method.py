@@ -276,7 +276,7 @@ class Method(BaseModel):
 
     def other_model(self, client: Client, name: str) -> SplitModel:
         """Return the client's model of this name in `other_models`, after the client received the shared entries."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lists {name!r} in other_models. Define other_model.")
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the logits of images [B, channels, H, W]: [B, C], or [B, C, H, W] for segmentation."""

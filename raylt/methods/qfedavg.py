@@ -67,7 +67,7 @@ class QFedAvg(Method):
         """
         client.receive(message["model"])
         f = self.risk(client)  # F_k(w_t)
-        lipschitz = self.bound(client)  # L
+        lipschitz = self.lipschitz_constant(client)  # L
         loss = sgd(client, self.objective(client, message))
         start, _ = trained_and_rest(client.model, message["model"])
         end, rest = trained_and_rest(client.model, self.shared(client.model))
@@ -76,7 +76,7 @@ class QFedAvg(Method):
         h = self.q * f ** (self.q - 1) * square + lipschitz * f**self.q
         return client.reply(delta=tree.scale(dw, f**self.q), h=h, rest=rest, loss=loss)
 
-    def bound(self, party: Client | Server) -> float:
+    def lipschitz_constant(self, party: Client | Server) -> float:
         """Return the Lipschitz constant L of line 4. With `lipschitz=step` it includes the momentum [2]."""
         momentum = party.config.local.momentum if self.lipschitz == "step" else 0.0
         return (1 - momentum) / learning_rate(party)
@@ -101,7 +101,7 @@ class QFedAvg(Method):
             rest=mean.like(rest),
             loss=mean.like(0.0),
             delta=mean.like(w).up_to(1e18),
-            h=mean.like(0.0).over_samples(partial(step_fault, q=self.q, lipschitz=self.bound(server))),
+            h=mean.like(0.0).over_samples(partial(step_fault, q=self.q, lipschitz=self.lipschitz_constant(server))),
         )
         server.step(tree.sub(w, tree.scale(got["delta"], 1 / got["h"])) | got["rest"])  # [4]
         server.log(loss=got["loss"], mean_h=got["h"])

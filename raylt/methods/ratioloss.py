@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from raylt.config import Config
 from raylt.core.client import Client, Message
-from raylt.core.method import Method
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.method import Method, train_clients
 from raylt.core.server import Server
 from raylt.core.training.sgd import Objective
 from raylt.data.task import Task
@@ -86,9 +87,12 @@ class RatioLoss(Method):
         ).mean()
 
     def message(self, server: Server) -> Message:
-        weights = self.weights(server)
-        server.log(largest_weight=weights.max().item())
-        return super().message(server) | {"weights": weights}
+        return super().message(server) | {"weights": self.weights(server)}
+
+    def round(self, server: Server, fleet: Fleet) -> None:
+        message = self.message(server)
+        server.log(largest_weight=message["weights"].max().item())
+        train_clients(self, server, fleet, message=message)
 
     @torch.no_grad()
     def weights(self, server: Server) -> Tensor:

@@ -136,7 +136,7 @@ def _blocks_of_stage(module: nn.Module) -> list[nn.Module]:
 
 
 def _has_layers(module: nn.Module) -> bool:
-    """Return whether a module has several layers, beside normalisation. A convolution with its own is one layer."""
+    """Return whether a module has several layers apart from normalisation. A convolution with its own is one layer."""
     layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
     return sum(not _normalises(layer) for layer in layers) > 1
 
@@ -366,6 +366,16 @@ def _adaptable(encoder: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]
 
 def _is_pointwise(layer: nn.Conv2d) -> bool:
     return layer.kernel_size == (1, 1) and layer.groups == 1 and layer.padding in ((0, 0), "same", "valid")
+
+
+def trains_on_features(trainable: str, kind: str) -> bool:
+    """Return whether clients train on features: the encoder is frozen and gives one feature vector per image.
+
+    Args:
+        trainable: `Config.trainable`.
+        kind: of the task, "classification" or "segmentation".
+    """
+    return trainable == "classifier" and kind == "classification"
 
 
 def whole_model(model: SplitModel) -> SplitModel:

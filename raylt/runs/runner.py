@@ -9,7 +9,7 @@ from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Seal
 from raylt.core.checkpoint.frozen import check_frozen
 from raylt.core.device import one_thread
-from raylt.core.encoding import encode, trains_on_features
+from raylt.core.encoding import encode
 from raylt.core.experiment import ENDED_EARLY
 from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.local_fleet import LocalFleet
@@ -18,6 +18,7 @@ from raylt.core.setup import Setup
 from raylt.core.training.stacked_sgd import SAMPLES
 from raylt.data.task import Task, judged_images_of
 from raylt.errors import ConfigError, ServerLost, describe_error
+from raylt.models.trainable import trains_on_features
 from raylt.own_code.top_level_names import claim
 from raylt.runs import stopping
 from raylt.runs.callbacks.base import Callback
@@ -148,7 +149,7 @@ def _take_steps(
     if saved is not None:
         check_frozen(saved.read("server"), model, setup.config)
     setup, task = encode(setup, task, callback.on_message)
-    if setup.has_random_frozen_parts and not trains_on_features(setup, task.spec):
+    if setup.has_random_frozen_parts and not trains_on_features(setup.config.trainable, task.kind):
         callback.on_message(f"the frozen parts of {setup.config.model} are random, since weights is not set")
     if setup.method.finishes:
         with one_thread(), seeded(0):

@@ -5,7 +5,7 @@ odd.
 
     python eight_shops.py shops
     raylt data data.source=folder:shops data.size=32 data.bad=skip
-    raylt run method=fedper data.source=folder:shops data.size=32 data.bad=skip model=resnet8 --fleet local
+    raylt run method=fedper data.source=folder:shops data.size=32 data.bad=skip --fleet local
 
 The pictures are drawn, so nothing is downloaded. Each kind of thing has a shape; each shop has a background, a colour
 cast and noise.

@@ -110,7 +110,7 @@ class ClientHost:
             try:
                 outcomes |= self._run_stack(fn, message, round, stack)
             except (Exception, SystemExit) as error:
-                # if the clients have no error of their own, nobody would know that they do not train in stacks
+                # without this nobody notices that clients which raise no error alone do not train in stacks
                 warnings.warn(f"a stack of clients failed, and each trains alone: {one_line(error)}", stacklevel=2)
         return outcomes
 
@@ -233,7 +233,7 @@ class ClientHost:
 
     @staticmethod
     def _set_threads(number: int) -> None:
-        if torch.get_num_threads() != number:  # setting it anew takes longer than asking
+        if torch.get_num_threads() != number:  # setting it again takes longer than asking
             torch.set_num_threads(number)
 
     def _called(self, work: Callable[[], T], entries: Callable[[], Params]) -> T:

@@ -1,8 +1,8 @@
 """`Outliers`: tells a reply whose values are far longer than those of all other clients from honest replies.
 
-A model of a thousand times the usual length has values that a model may have, and leaves other clients a mean on which
-their training diverges. So the server compares lengths: the Euclidean norm of all float tensors of a part. A reply is
-rejected if one of its parts is longer than SHORT and longer than FACTOR times each of
+A model of a thousand times the usual length passes the limits on single values, yet the mean that contains it makes the
+training of other clients diverge. So the server compares lengths: the Euclidean norm of all float tensors of a part. A
+reply is rejected if one of its parts is longer than SHORT and longer than FACTOR times each of
 
 - the median length of the part over the replies to the call,
 - the part as the server sent it, where the template has values.

@@ -61,8 +61,8 @@ def _columns(values: Sequence[Tree]) -> dict[LeafPath, Tensor]:
 def _middle(column: Tensor, trimmed: float) -> Tensor:
     """Return the trimmed mean of each entry [K, ...], which leaves out the share `trimmed` at either end.
 
-    At least one value of three is cut on either side, and one or two values in the middle stay. Of whole numbers the
-    lower middle one is returned.
+    Of three values or more at least one is cut at either end, and one or two values in the middle stay. Of whole
+    numbers the lower middle one is returned.
     """
     ordered = column.sort(0).values
     k = len(column)

@@ -2,10 +2,10 @@
 
 Neighbours are two federations that differ in one client, which only one of them has. Every client's update, all entries
 of the model together, is cut to the length S, `privacy.update_clip`, and counts once whatever its samples. The server
-adds the updates' sum over q K, the number of clients that a round asks on average, and noise of deviation z S / (q K)
-in every entry; z is `privacy.noise_multiplier`. Opacus's accountant composes the rounds. It credits sampling only where
-clients are sampled as it assumes: by `federation.sampling=poisson`, drawn from the operating system's entropy like the
-noise.
+adds to the model the sum of the updates, divided by q K, the number of clients that a round asks on average. It also
+adds noise of deviation z S / (q K) to every entry; z is `privacy.noise_multiplier`. Opacus's accountant composes the
+rounds. It credits sampling only where clients are sampled as it assumes: by `federation.sampling=poisson`, drawn from
+the operating system's entropy like the noise.
 
 The server is trusted to add the noise. Losses are not reported: they would tell of clients. Counters stay as they were,
 and running variances positive.

@@ -53,7 +53,7 @@ class Terms:
         return added(terms)
 
     def split(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of a batch by name. Who calls this sets `norms`."""
+        """Return the terms of a batch by name. The caller sets `norms`."""
         return self._terms(batch)
 
 

@@ -42,7 +42,7 @@ from raylt.models.stacked import (
 from raylt.models.trainable import FrozenEncoder
 from raylt.tree import nbytes
 
-FEW = 8  # clients of one task that are worth fewer tasks for each process, where they train in stacks
+FEW = 8  # clients of a task; up to this many, larger tasks pay even if each process gets fewer of them
 SAMPLES = 128  # of the largest client that trains in a stack
 MOST_WORK = 40e6  # multiplications of a client's forward step, beyond which a stack is not faster than single clients
 MOST_WEIGHTS = 100_000  # trained numbers of a client, beyond which memory bounds a step, and not the number of calls
@@ -134,7 +134,7 @@ def has_avx512() -> bool:
     """Return whether the processor has AVX-512.
 
     Without it, torch's convolutions in groups choose other kernels by the number of groups, so that a client's last
-    bits depend on the clients that train beside it.
+    bits depend on the other clients of its stack.
     """
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 

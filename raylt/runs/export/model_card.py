@@ -6,7 +6,7 @@ import shlex
 from raylt.data.task import JudgedImages
 from raylt.metrics import LOCAL
 from raylt.runs.export.artefact import ModelDescription
-from raylt.runs.folder.summary import with_images
+from raylt.runs.folder.summary import percent, with_images
 
 FIGURES = {
     "accuracy": "accuracy on the test set",
@@ -89,7 +89,7 @@ def _input(description: ModelDescription) -> list[str]:
 
 def _figures(description: ModelDescription) -> list[str]:
     figures = {name: value for name, value in description["figures"].items() if value is not None}
-    rows = [f"| {FIGURES.get(name, name.replace('_', ' '))} | {_percent(value)} |" for name, value in figures.items()]
+    rows = [f"| {FIGURES.get(name, name.replace('_', ' '))} | {percent(value)} |" for name, value in figures.items()]
     return ["## Figures", "", "| figure | |", "|---|---|", *rows, "", *_basis(description.get("tests"))]
 
 
@@ -168,7 +168,3 @@ def _code(text: str) -> str:
 
 def _row(values: list[float]) -> str:
     return "(" + ", ".join(f"{value:.4f}" for value in values) + ")"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f} %"

@@ -492,8 +492,13 @@ def _short(count: int) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return a share as text in percent, or "-" for None."""
-    return "-" if value is None else f"{100 * value:.2f} %"
+    """Return a share as text in percent with the sign, or "-" for None."""
+    return "-" if value is None else f"{in_percent(value)} %"
+
+
+def in_percent(value: float | None) -> str:
+    """Return a share as text in percent without the sign, or "-" for None."""
+    return "-" if value is None else f"{100 * value:.2f}"
 
 
 def with_images(value: float | None, images: int | None) -> str:

@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
+from raylt.runs.folder.summary import in_percent
 from raylt.studies.papers.printed_tables import PAPERS
 from raylt.studies.papers.reproduce import command
 from raylt.studies.papers.verdicts import KINDS, LEAST_SEEDS, WIDEST, Verdict, count
@@ -109,9 +110,9 @@ def _columns(verdict: Verdict) -> list[str]:
         cell.arm,
         cell.measure if cell.at == "last" else f"{cell.measure}, {cell.at}",
         printed if cell.std is None else f"{printed} (sd {100 * cell.std:.1f})",
-        "" if verdict.ours is None else f"{margin(verdict.ours, _percent)} ({verdict.seeds} seeds)",
+        "" if verdict.ours is None else f"{margin(verdict.ours, in_percent)} ({verdict.seeds} seeds)",
         "" if verdict.printed_difference is None else f"{100 * verdict.printed_difference:+.2f}",
-        "" if verdict.difference is None else margin(verdict.difference.difference, _percent, sign=True),
+        "" if verdict.difference is None else margin(verdict.difference.difference, in_percent, sign=True),
         f"{verdict.kind} ({'; '.join(notes)})" if notes else verdict.kind,
     ]
 
@@ -163,7 +164,3 @@ def _without_runs(judged: Sequence[Verdict]) -> list[str]:
         note = f"; {cell.note}" if cell.note else ""
         lines.append(f"| {' | '.join(_columns(verdict)[:5])} | {remedy}{note.replace('|', '/')} |")
     return [*lines, "", "</details>"]
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f}"

@@ -15,6 +15,7 @@ from raylt.errors import CheckpointError, ConfigError, count_of, spoken
 from raylt.methods import METHODS
 from raylt.metrics import GROUPS
 from raylt.runs.callbacks.console import UNSAFE
+from raylt.runs.folder.summary import in_percent
 from raylt.studies.analysis.comparison import Comparison, Row, judged_on
 from raylt.studies.analysis.measures import measure_of, value_of
 from raylt.studies.papers.verdicts import verdicts
@@ -275,9 +276,9 @@ def _verdicts(study: Study, done: Sequence[RunRecord], mix_versions: bool) -> li
     return [
         (
             verdict,
-            _percent(verdict.cell.value),
-            margin(verdict.ours, _percent),
-            "" if verdict.difference is None else margin(verdict.difference.difference, _percent, sign=True),
+            in_percent(verdict.cell.value),
+            margin(verdict.ours, in_percent),
+            "" if verdict.difference is None else margin(verdict.difference.difference, in_percent, sign=True),
         )
         for verdict in verdicts(done, mix_versions=mix_versions)
         if verdict.ours is not None
@@ -321,10 +322,6 @@ def _departures(names: set[str]) -> list[tuple[str, str, str]]:
             text = inspect.cleandoc(sys.modules[method.__module__].__doc__ or "")
             departures.append((name, method.paper, text))
     return departures
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f}"
 
 
 def _safe(drawing: str) -> Markup:
