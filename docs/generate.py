@@ -18,7 +18,14 @@ from sphinx.pycode import ModuleAnalyzer
 ROOT = Path(__file__).resolve().parents[1]
 GROUND_COLUMNS = ("arm", "accuracy", "many", "medium", "few", "matched", "worst_decile")  # as wide as a page
 TIED = "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}"  # conf.py does this for pages, but not for what they include
-WITHOUT_MODEL = ("local", "fedproto", "fedic", "mupfl")  # methods of which no mean of models is taken
+WITHOUT_MODEL = (
+    "local",
+    "fedproto",
+    "fedic",
+    "mupfl",
+    "fednova",
+    "qfedavg",
+)  # methods of which no mean of models is taken
 WITHOUT_PAPER = ("local", "noisymeans", "oracle")  # baselines and controls of raylt
 
 
