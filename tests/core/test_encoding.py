@@ -1,5 +1,6 @@
 """Frozen encoders run once: features are cached by weights and pixels, and training on them gives the same run."""
 
+import hashlib
 import os
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from actors.shards import packs
 from raylt import metrics, tree
 from raylt.contract.case import Case
 from raylt.contract.trace import private_states
-from raylt.core.encoding import KEY_BYTES, FeatureFiles, _write, encode
+from raylt.core.encoding import KEY_BYTES, FeatureCache, FeatureFiles, _key_of_view, _write, encode
 from raylt.data.augment import AUGMENTATIONS, crop_flip, draw_view, normalise
 from raylt.data.images.cache import caches, load
 from raylt.data.samples import Samples
@@ -109,6 +110,10 @@ def shard_of_none(shard):
     return replace(shard, x=shard.x[:0], y=shard.y[:0])
 
 
+def one_of(shard):
+    return replace(shard, x=shard.x[:1], y=shard.y[:1])
+
+
 @pytest.mark.parametrize("change", ["weights", "normalisation", "precision"])
 def test_features_of_another_encoder_are_not_used(tiny_task, tmp_path, change):
     setup = setup_for(tmp_path)
@@ -123,6 +128,35 @@ def test_features_of_another_encoder_are_not_used(tiny_task, tmp_path, change):
         assert f"{size_of(task) - judged} images encoded, {judged} found" in said[0]
     else:
         assert f"{size_of(task)} images encoded, 0 found" in said[0]
+
+
+def test_models_are_judged_on_validation_features_in_float32(tiny_task, tmp_path):
+    shards = tiny_task.shards[:1]
+    task = replace(tiny_task, shards=shards, test=one_of(tiny_task.test), validation=shards[0])
+    half, single = (
+        encode(setup_for(tmp_path / precision, local={"precision": precision}), task)[1]
+        for precision in ("bfloat16", "float32")
+    )
+    assert np.array_equal(features_of(half.validation), features_of(single.validation))
+    assert not np.array_equal(features_of(half.shards[0]), features_of(single.shards[0]))
+
+
+def test_each_view_of_an_image_is_drawn_from_a_seed_of_its_own(tiny_task, tmp_path):
+    setup = setup_for(tmp_path, augment="crop_flip", views=8)
+    shards = tiny_task.shards
+    few = replace(tiny_task, shards=(one_of(shards[0]), *map(shard_of_none, shards[1:])), test=one_of(tiny_task.test))
+    _, task = encode(setup, few)
+    features = torch.from_numpy(features_of(task.shards[0]))
+    image = load(few.shards[0].x)
+    assert len(features[0, 1:].unique(dim=0)) > 4  # of eight views, which repeat by chance alone
+    # of the third view, by hand
+    encoder = setup.new_model(tiny_task.spec).encoder
+    cache = FeatureCache(setup, tiny_task.spec, encoder, CPU, "float32")
+    pixels = hashlib.blake2b(image[0].tobytes(), digest_size=KEY_BYTES).digest()
+    seed = int.from_bytes(_key_of_view(pixels, cache._augmentation, 3)[:7], "big")
+    x, _ = crop_flip(torch.from_numpy(image), torch.zeros(1), torch.Generator().manual_seed(seed))
+    z = encoder(normalise(x, torch.tensor(tiny_task.mean), torch.tensor(tiny_task.std)))
+    assert torch.allclose(features[0, 3], z[0], atol=1e-6)
 
 
 def test_views_follow_from_the_pixels_and_batches_take_one_of_them(tiny_task, tmp_path):

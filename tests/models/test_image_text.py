@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,20 @@ def test_images_of_any_size_are_prepared_as_open_clip_prepares_them(size):
     expected = transform(Image.fromarray(smooth.permute(1, 2, 0).numpy()))
     assert given.shape == (1, 3, 24, 24)
     assert torch.allclose(given[0], torch.as_tensor(expected), atol=0.02)  # open_clip rounds to 8 bits after resizing
+
+
+def test_pixels_of_an_enlarged_image_stay_between_black_and_white():
+    """Bicubic interpolation overshoots at edges, and images of 8 bits cut that off."""
+    from PIL import Image
+
+    stripes = (torch.arange(8) % 2 * 255).repeat(8, 1)
+    settings = {"size": 32, **PREPROCESS, "interpolation": "bicubic", "resize_mode": "squash"}
+    about = TowerDescription(dim=DIM, vision={}, quick_gelu=False, preprocessing=settings, length=1.0)
+    resized = ImageTower(torch.nn.Flatten(), about)._resized((stripes / 255).expand(1, 3, 8, 8))
+    enlarged = Image.fromarray(stripes.to(torch.uint8).numpy()).resize((32, 32), Image.Resampling.BICUBIC)
+    expected = torch.as_tensor(np.array(enlarged)) / 255
+    assert (resized.min(), resized.max()) == (0, 1)
+    assert torch.allclose(resized, expected.expand(1, 3, 32, 32), atol=1 / 255)
 
 
 def test_grey_images_count_as_three_equal_colours(clip_name):

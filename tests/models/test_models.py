@@ -146,6 +146,13 @@ def test_convolutions_start_with_the_spread_of_creffs_code():
             assert not module.bias.any()
 
 
+def test_the_grey_stem_of_resnet50_starts_with_that_spread_too(grey_resnet50):
+    weight = grey_resnet50.encoder.stem[0].weight
+    std = math.sqrt(2 / (49 * 64))
+    assert weight.shape == (64, 1, 7, 7)
+    assert abs(weight.std().item() - std) < 5 * std / math.sqrt(2 * weight.numel())
+
+
 def test_block_with_zero_branch_is_the_rectified_shortcut():
     block = BasicBlock(8, 8, stride=1).eval()
     nn.init.zeros_(block.bn2.weight)

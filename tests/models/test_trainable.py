@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from refusals import refused
 from tiny import configure, make_setup, tiny_pretrained
 from torch import nn
+from torchvision.ops import StochasticDepth
 
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
@@ -87,6 +88,16 @@ def test_frozen_batchnorm_stays_in_evaluation_mode_and_learning_batchnorm_does_n
         assert all((norm.num_batches_tracked == 0) == frozen for norm in norms)
 
 
+def test_stochastic_depth_of_torchvision_drops_nothing_in_a_frozen_block():
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), StochasticDepth(0.9, "row"), nn.Linear(8, 5))
+    limited = limit(SplitModel(encoder, 5, 3), "last:1")
+    expected = limited.eval()(X)
+    limited.train()
+    assert torch.equal(limited(X), expected)
+    assert torch.equal(limited(X), expected)
+
+
 def test_a_frozen_encoder_passes_features_on():
     limited = model("classifier")
     assert isinstance(limited.encoder, FrozenEncoder)
@@ -145,6 +156,27 @@ def test_adapters_start_at_zero_and_their_product_is_added():
     assert torch.allclose(layer(z), expected, atol=1e-6)
     layer.train()
     assert torch.allclose(layer(z), expected, atol=1e-6)
+
+
+def test_adapters_start_as_a_linear_layer_of_torch_does():
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 32))
+    down = limit(SplitModel(encoder, 32, 3), "lora:8").encoder.get_submodule("1").down
+    assert down.shape == (8, 64)
+    assert 0.9 / 64**0.5 < down.abs().max() <= 1 / 64**0.5
+
+
+def test_grouped_convolutions_have_no_adapter():
+    torch.manual_seed(0)
+    encoder = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 1, groups=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    )
+    plain = SplitModel(encoder, 5, 3)
+    expected = plain(X)
+    limited = limit(plain, "lora:1")
+    assert [type(layer).__name__ for layer in limited.encoder][1::3] == ["Conv2d", "LowRankLinear"]
+    assert torch.equal(limited(X), expected)
+    assert torch.equal(limited.eval()(X), expected)
 
 
 class Attention(nn.Module):

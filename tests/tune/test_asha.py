@@ -16,6 +16,11 @@ def test_rungs_are_at_a_ninth_and_a_third_of_the_rounds():
     assert rungs(30, grace=4) == [4, 12]
 
 
+def test_a_trial_past_half_of_the_rounds_is_not_stopped():
+    assert rungs(10, grace=1) == [1, 3]  # 9 of 10 rounds would save one
+    assert rungs(18, grace=1) == [1, 3, 9]
+
+
 def test_one_trial_in_three_continues():
     # rung 1 records .5, best of 1; .4, second of 2; .6, best of 3; .55, second of 4, of which two continue
     results = outcomes([progress(0.5), progress(0.4), progress(0.6), progress(0.55)], [1, 3], 9)

@@ -4,10 +4,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from test_plan import plan, run, sizes
+from test_plan import BASE, plan, run, sizes
 
-from tune.importance import importance
+from tune.importance import _scores_of_one_step, importance
 from tune.plan import SearchState
+from tune.records import Score, TrialRecord
 from tune.space import Grid
 
 
@@ -30,6 +31,15 @@ def test_it_does_not_depend_on_the_timing_of_the_trials():
     settings, state = searched(scheduler="asha")
     other = run(SearchState(settings, sizes), random.Random(5), 2)
     assert importance(settings, other, "fedprox") == importance(settings, state, "fedprox")
+
+
+def test_trials_are_compared_after_the_last_step_that_nearly_all_of_them_reached():
+    records = [TrialRecord(f"t{number}", "fedprox", {}, BASE, 9) for number in range(9)]
+    for number, record in enumerate(records):
+        scores = {1: number / 10, 10: 1 - number / 10} | ({30: 0.5} if number < 8 else {})
+        record.scores = {step: Score(step, "round", value, 0, {}, {}) for step, value in scores.items()}
+    found = _scores_of_one_step(records)  # eight of nine are fewer than nine tenths
+    assert found == {f"t{number}": 1 - number / 10 for number in range(9)}
 
 
 def test_too_few_trials_or_settings_have_none():

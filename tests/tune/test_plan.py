@@ -9,9 +9,10 @@ from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Uniform
 from tune.asha import Outcome
 from tune.drawing import draw
-from tune.plan import OVER, WAIT, SearchPlan, SearchState, client_steps, cost_of, front_of
+from tune.plan import OVER, WAIT, SearchPlan, SearchState, _propose, client_steps, cost_of, front_of
 from tune.records import Score, TrialRecord
 from tune.report import table_of
+from tune.space import draw as drawn_values
 
 SPACE = {"method.mu": LogUniform(1e-4, 1.0), "local.lr": LogUniform(0.01, 0.3)}
 BASE = Config(method="fedavg", federation={"rounds": 9}, data={"validation": 0.2, "clients": 3})
@@ -73,6 +74,31 @@ def test_tpe_goes_where_scores_are_good():
         away = [distance(r.values["local.lr"]) for r in state.trials]
         first, later = first + sum(away[:10]) / 10, later + sum(away[10:]) / 20
     assert later < 0.75 * first
+
+
+@pytest.mark.parametrize(("samples", "random_trials"), [(6, 4), (20, 6), (60, 10), (None, 10)])
+def test_tpe_learns_after_a_third_of_the_samples_and_from_four_to_ten_trials(samples, random_trials):
+    state = SearchState(plan(samples=samples, lag=1, scheduler="none"), sizes)
+    for number in range(random_trials + 1):
+        record = state.next()
+        assert (record.values == drawn_values(SPACE, 0, "fedprox", number)) == (number < random_trials)
+        record.scores[9] = Score(9, "final", score(record.values, 0), 0, {}, {})
+        state.update(record)
+
+
+def test_tpe_learns_from_the_scores_of_stopped_trials():
+    trials = []
+    for number in range(30):
+        values = drawn_values(SPACE, 0, "fedprox", number)
+        trials.append(TrialRecord(f"t{number}", "fedprox", values, BASE, 9))
+
+    def proposed(value):
+        """Return how far from 0.1 the proposed rates are, where a rate has this score."""
+        for trial in trials:
+            trial.outcome = Outcome("stopped", 3, value(trial.values["local.lr"]))
+        return sum(distance(_propose(SPACE, trials, seed)["local.lr"]) for seed in range(8)) / 8
+
+    assert proposed(lambda lr: 1 - distance(lr)) < 0.5 * proposed(distance)
 
 
 def test_the_best_is_one_that_went_to_its_end():

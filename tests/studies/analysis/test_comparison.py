@@ -2,15 +2,17 @@ import json
 from dataclasses import replace
 
 import pytest
-from made import record
+from made import record, summary
 from refusals import refused
 from rich.console import Console
+from scipy import stats
 
 from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
 from raylt.studies.analysis.claims import Claim, read_claim
 from raylt.studies.analysis.comparison import compare, judged_on
 from raylt.studies.analysis.measures import value_of
+from raylt.studies.analysis.statistics import improvement, over_cells
 from raylt.studies.analysis.time_to_accuracy import reached
 from raylt.studies.records.record import RunRecord
 from raylt.studies.report import comparison_tables
@@ -43,6 +45,23 @@ def test_rows_by_hand():
     assert list(b.values) == [0, 1, 2, 3, 4, 5]
     assert b.optimism == pytest.approx(0)  # the curve rises up to its last round
     assert [overall.arm for overall in compared.overall] == ["a", "b"]
+
+
+def test_every_interval_has_the_level_of_the_comparison():
+    compared = compare(records(), "a", [Claim("b", "a", "accuracy")], level=0.8)
+
+    def expected(values):
+        return stats.t.interval(0.8, len(values) - 1, stats.tmean(values), stats.sem(values))
+
+    for row in compared.rows:
+        assert (row.mean.low, row.mean.high) == pytest.approx(expected(list(row.values.values())))
+    differences = [row.difference.difference for row in compared.rows if row.difference is not None]
+    differences += [each.difference.difference for each in compared.claims]
+    for found, cell in zip(differences, CELLS * 2, strict=True):
+        assert (found.low, found.high) == pytest.approx(expected(ABOVE[cell]))
+    a, b = ([list(row.values.values()) for row in compared.rows if row.arm == arm] for arm in "ab")
+    assert [each.iqm for each in compared.overall] == [over_cells(a, 0.8), over_cells(b, 0.8)]
+    assert compared.overall[1].improvement == improvement(b, a, 0.8)
 
 
 def test_claims_are_one_family_and_each_has_its_verdict():
@@ -277,6 +296,13 @@ def test_last_ten_and_best_come_from_the_judged_rounds():
     assert value_of(one, "accuracy", "last") == 1.0
     assert value_of(one, "accuracy", "last10") == pytest.approx(0.5)  # of rounds 1 to 3: 0.1, 0.9
     assert value_of(one, "accuracy", "best") == 1.0  # the finish counts too
+
+
+def test_the_finish_is_not_one_of_the_last_ten_rounds():
+    curve = {"accuracy": [0.5] * 12 + [0.9]}
+    finished = record("a", 0, 0.9, curve=curve, summary=summary(0.9, 12, 0.9, steps=13))
+    assert value_of(finished, "accuracy", "last10") == 0.5
+    assert value_of(finished, "accuracy", "last") == 0.9
 
 
 def test_a_round_is_chosen_on_validation_samples_and_the_finish_may_be_it():

@@ -55,6 +55,10 @@ def test_figure_of_one_of_several_models_is_found_by_its_name(name, value):
     assert "@" not in name or (measure.every_round is None and name.partition("@")[2] in measure.what)
 
 
+def test_less_is_better_of_bytes_and_seconds_alone():
+    assert {name for name, measure in MEASURES.items() if not measure.higher} == {"bytes_up", "bytes_down", "seconds"}
+
+
 @pytest.mark.parametrize("name", ["accuracies", "bytes_up@w_i", "matched@", "@w_i"])
 def test_measure_that_is_not_there_is_refused(name):
     with refused("config.unknown-name", ConfigError, key="measure", name=name):

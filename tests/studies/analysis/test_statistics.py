@@ -28,6 +28,12 @@ def test_paired_agrees_with_scipys_test_of_related_samples():
     assert (found.difference.low, found.difference.high) == (pytest.approx(low), pytest.approx(high))
 
 
+def test_interval_of_a_difference_has_the_level_that_is_asked_for():
+    # differences 1 2 3 4 5: 3 +- t(0.95, 4) * sqrt(2.5 / 5) = 3 +- 2.131847 * 0.707107 = 3 +- 1.507443
+    found = paired([2, 4, 6, 8, 10], [1, 2, 3, 4, 5], 0.9).difference
+    assert (found.estimate, found.low, found.high) == (3.0, pytest.approx(1.492557), pytest.approx(4.507443))
+
+
 def test_no_p_value_under_six_seeds_or_without_any_spread():
     assert paired([1, 2, 3, 4, 6], [0, 0, 0, 0, 0]).p is None
     assert paired([1, 2, 3, 4, 5, 7], [0] * 6).p is not None
@@ -61,11 +67,49 @@ def test_over_cells_draws_the_same_every_time_and_asks_for_two_cells_of_three_se
     assert over_cells(cells) == over_cells(cells)
     assert over_cells([[1, 2, 3]]).low is None
     assert over_cells([[1, 2], [3, 4]]).low is None
+    assert over_cells([[0.1, 0.2, 0.3], [0.5]]).low is None  # three seeds of each cell
 
 
 def test_probability_of_improvement_counts_pairs_and_ties_half():
     # cell 1: (2, 3) over (1, 2): 2>1, 2=2, 3>1, 3>2, so 3.5 / 4; cell 2: none
     assert improvement([[2, 3], [0, 0]], [[1, 2], [1, 1]]).estimate == (3.5 / 4 + 0) / 2
+
+
+def test_intervals_over_cells_have_the_level_that_is_asked_for():
+    rng = np.random.default_rng(3)
+    arm, reference = rng.normal(0.6, 0.05, (2, 6)), rng.normal(0.57, 0.05, (2, 6))  # [cell, seed]
+    seeds = rng.integers(6, size=(4000, 2, 6))  # seeds are drawn in each cell, for both arms together
+    drawn, drawn_reference = (np.take_along_axis(values[None], seeds, axis=2) for values in (arm, reference))
+    middles = np.sort(drawn.reshape(4000, 12))[:, 3:9].mean(1)
+    wins = (drawn[..., :, None] > drawn_reference[..., None, :]).mean((1, 2, 3))
+    ties = (drawn[..., :, None] == drawn_reference[..., None, :]).mean((1, 2, 3))
+    for of_level, statistics in (
+        (lambda level: over_cells(arm.tolist(), level), middles),
+        (lambda level: improvement(arm.tolist(), reference.tolist(), level), wins + ties / 2),
+    ):
+        half, most = of_level(0.5), of_level(0.95)
+        assert most.low < half.low < half.estimate < half.high < most.high
+        for found, quantiles in ((half, (0.25, 0.75)), (most, (0.025, 0.975))):
+            # draws of other numbers, whose quantiles differ by a small part of the spread
+            expected = np.quantile(statistics, quantiles)
+            assert (found.low, found.high) == pytest.approx(expected, abs=0.15 * statistics.std())
+
+
+def test_claims_that_hold_one_by_one_are_open_as_a_family():
+    # six differences m - 1, m + 1, m - 1, ... have the standard error 1 / sqrt(5), so t = m sqrt(5)
+    cells = {"c0": 0.03, "c1": 0.04}
+    claim = Claim("a", "b", "accuracy")
+    better = {
+        ("a", cell): {seed: stats.t.isf(p / 2, 5) / 5**0.5 + (-1) ** seed for seed in range(6)}
+        for cell, p in cells.items()
+    }
+    worse = {("b", cell): dict.fromkeys(range(6), 0.0) for cell in cells}
+    figures = ClaimFigures(claim, "last", better, worse, {}, dict.fromkeys(cells, 6))
+    together = judge([figures], list(cells), 0.95)
+    assert [each.difference.p for each in together] == pytest.approx([0.03, 0.04])
+    assert [each.p for each in together] == pytest.approx([0.06, 0.06])  # twice 0.03, and no less than that
+    assert [each.verdict for each in together] == ["open", "open"]
+    assert [judge([figures], [cell], 0.95)[0].verdict for cell in cells] == ["holds", "holds"]
 
 
 @pytest.mark.slow

@@ -74,6 +74,14 @@ def test_fewer_rounds_and_one_seed_claim_nothing():
     assert verdict(run(MUPFL, 0, 0.9411)).kind == "too few seeds"
 
 
+def test_the_difference_to_the_base_is_of_runs_with_as_many_rounds():
+    short = [run(cell, seed, value, rounds=4) for cell, value in ((MUPFL, 0.5), (FEDAVG, 0.4)) for seed in range(3)]
+    whole_base = [run(FEDAVG, seed, 0.8) for seed in range(3)]
+    judged = verdict(*short, *whole_base)
+    assert (judged.kind, judged.scale) == ("at reduced scale", 0.1)
+    assert judged.difference.difference.estimate == pytest.approx(0.1)
+
+
 def test_two_seeds_and_more_rounds_claim_nothing_either():
     two = verdict(run(MUPFL, 0, 0.80), run(MUPFL, 1, 0.99))
     assert (two.kind, two.seeds) == ("too few seeds", 2)
@@ -97,11 +105,17 @@ def test_an_interval_that_holds_nearly_anything_reproduces_nothing():
     assert "outside by -10.11 points, the difference is known to ± 10.2 points" in judged.why
 
 
-def ablation(*differences, level=0.0):
-    """Return the verdict on Table 6's BAVD row, given the differences to FedAvg by seed and a shift of the level."""
+def ablation(*differences, level=0.0, rise=0.002):
+    """Return the verdict on Table 6's BAVD row.
+
+    Args:
+        differences: to FedAvg, by seed.
+        level: shift of all values.
+        rise: of FedAvg from one seed to the next.
+    """
     table = select("mupfl", "6", {"dataset": "fashion_mnist"})
     bavd = next(e for e in table if e.method == "MuPFL[BAVD]")
-    base = [run(FEDAVG, seed, bavd.value + level - 0.05 + seed / 500) for seed in range(len(differences))]
+    base = [run(FEDAVG, seed, bavd.value + level - 0.05 + seed * rise) for seed in range(len(differences))]
     values = [
         record.summary["clients"]["by"]["matched"]["mean"] + d for record, d in zip(base, differences, strict=True)
     ]
@@ -120,6 +134,16 @@ def test_a_row_of_an_ablation_is_reproduced_by_its_difference_and_never_by_its_l
     assert ablation(printed - 0.001, printed)[1].kind == "too few seeds"
     alone = verdicts([run(bavd, seed, bavd.value + seed / 1000) for seed in range(3)], [bavd])[0]
     assert alone.kind == "cannot be told"
+
+
+def test_a_level_that_is_not_known_well_leaves_an_ablation_with_its_difference():
+    # values rise by 4 points from seed to seed about the printed one: +- 4.30 * 4 / sqrt(3) = 9.9
+    printed = ablation(0.0)[0].value - FEDAVG.value
+    inside = (printed - 0.001, printed, printed + 0.001)
+    bavd, judged = ablation(*inside, level=0.05 - printed - 0.04, rise=0.04)
+    assert judged.ours.holds(bavd.value)
+    assert judged.ours.half == pytest.approx(0.1, abs=0.005)
+    assert (judged.difference.difference.half < 0.05, judged.kind) == (True, "difference reproduced")
 
 
 def test_the_base_of_an_ablation_is_fedavg_of_its_setting_in_another_table():
