@@ -8,10 +8,12 @@ import torch
 import torchvision.models
 from refusals import refused
 from torch import nn
+from torch.nn import functional as F
 from torchvision.models import GoogLeNet, get_model, get_model_weights, list_models
 
 from raylt.errors import ConfigError
 from raylt.models import MODELS, SEGMENTERS, SplitModel, build_model
+from raylt.models.pretrained import for_channels
 from raylt.models.resnet import BasicBlock
 from raylt.models.torchvision_timm import HALVES, IMAGENET_MEAN, IMAGENET_STD, PreparedFeatures, library_model
 
@@ -279,3 +281,13 @@ def test_weights_of_timm_that_cannot_be_fetched_are_one_error_and_no_warnings(mo
     assert not caplog.records
     logging.getLogger("huggingface_hub.utils._http").warning("of somebody else")
     assert [record.message for record in caplog.records] == ["of somebody else"]
+
+
+def test_weights_of_three_channels_fit_any_number_of_channels():
+    weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 1, 9, 9, generator=torch.Generator().manual_seed(1))
+    colour = F.conv2d(x.expand(-1, 3, -1, -1), weight)
+    for channels in (1, 6):  # equal channels have the response of three equal colours
+        response = F.conv2d(x.expand(-1, channels, -1, -1), for_channels(weight, channels))
+        assert torch.allclose(response, colour, atol=1e-5)
+    assert torch.equal(for_channels(weight, 4)[:, 3], 0.75 * weight[:, 0])  # the colours in turn

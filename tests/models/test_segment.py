@@ -116,3 +116,9 @@ def test_imagenet_weights_that_cannot_be_fetched_name_the_way_out(monkeypatch):
 def test_weights_for_a_model_that_takes_none_are_refused():
     with refused("config.conflict", ConfigError, key="weights", model="small"):
         build_model("small", 4, (8, 8, 3), "imagenet")
+
+
+def test_running_statistics_of_the_backbone_follow_in_tens_of_steps():
+    """torchvision's backbone has a momentum of 0.01 for runs of many steps; a client has few."""
+    encoder = build_model("lraspp", 3, (32, 32, 3)).encoder
+    assert {layer.momentum for layer in encoder.modules() if isinstance(layer, nn.BatchNorm2d)} == {0.1}
