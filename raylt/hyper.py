@@ -69,10 +69,10 @@ def hp(default: Any, range: Range, source: str, **checks: Any) -> Any:
     """Declare a pydantic field that also carries its search range and its source.
 
     Args:
-        default: The paper's value.
-        range: The values that a search draws from. The default is one of them.
-        source: The meaning of the field and its equation or section, in a few words.
-        checks: Constraints of pydantic (`ge`, `gt`, `le`, `lt`).
+        default: the paper's value.
+        range: the values that a search draws from. The default is one of them.
+        source: the meaning of the field and its equation or section, in a few words.
+        checks: constraints of pydantic (`ge`, `gt`, `le`, `lt`).
     """
     extra: Any = {"range": range}
     return Field(default, description=source, json_schema_extra=extra, **checks)

@@ -27,9 +27,9 @@ def confusion(predicted: Tensor, truth: Tensor, classes: int, ignore: int | None
     """Return the confusion matrix, int64 [C, C].
 
     Args:
-        predicted: Predicted classes in 0..C-1, int64 of any shape.
+        predicted: predicted classes in 0..C-1, int64 of any shape.
         truth: True classes, of the same shape.
-        classes: The number of classes, C.
+        classes: the number of classes, C.
         ignore: A true class that is not counted (unlabelled pixels).
     """
     import torch
@@ -66,7 +66,7 @@ def class_accuracy(matrix: Tensor) -> Tensor:
     It is NaN for a class without test samples.
 
     Args:
-        matrix: Counts [..., C, C].
+        matrix: counts [..., C, C].
     """
     return _hits(matrix) / matrix.sum(dim=-1)
 
@@ -82,8 +82,8 @@ def group_accuracy(matrix: Tensor, groups: Sequence[str]) -> dict[str, float | N
     It is None for a group without test samples.
 
     Args:
-        matrix: Counts [C, C].
-        groups: Group of each class: "many", "medium" or "few".
+        matrix: counts [C, C].
+        groups: group of each class: "many", "medium" or "few".
     """
     figures: dict[str, float | None] = {}
     for group in GROUPS:
@@ -97,8 +97,8 @@ def owned_accuracy(matrix: Tensor, client_counts: Tensor) -> Tensor:
     """Return the mean class accuracy over a client's owned classes (BPFed, Eq. 4, 5 and 21), float64 [...].
 
     Args:
-        matrix: Counts of one or several clients, int64 [..., C, C]; a shared model has size 1 for the clients.
-        client_counts: Training samples of each client and class, int64 [..., C].
+        matrix: counts of one or several clients, int64 [..., C, C]; a shared model has size 1 for the clients.
+        client_counts: training samples of each client and class, int64 [..., C].
     """
     return _mean(class_accuracy(matrix), (client_counts > 0).double())
 
@@ -115,8 +115,8 @@ def long_tailed_accuracy(matrix: Tensor, counts: Tensor) -> Tensor:
     """Return the accuracy on a test set with the class mix of all clients' samples together, float64 [...].
 
     Args:
-        matrix: As for `owned_accuracy`.
-        counts: Training samples of each class, int64 [C].
+        matrix: as for `owned_accuracy`.
+        counts: training samples of each class, int64 [C].
     """
     return _mean(class_accuracy(matrix), counts.double())
 
@@ -162,8 +162,8 @@ def as_seen(matrix: Tensor, view: Tensor) -> Tensor:
     """Return a confusion matrix with the classes mapped to those that one client distinguishes.
 
     Args:
-        matrix: Counts [C, C].
-        view: Class that the client sees for each class, int64 [C]; see raylt/data/label_maps.py.
+        matrix: counts [C, C].
+        view: class that the client sees for each class, int64 [C]; see raylt/data/label_maps.py.
     """
     import torch
 
@@ -175,9 +175,9 @@ def seen_by_each(matrices: Mapping[int, Tensor] | Tensor, views: Tensor, ids: It
     """Return confusion matrices by client id, with the classes mapped to those that each client distinguishes.
 
     Args:
-        matrices: Counts of each client's own model by client id, or the counts of one shared model.
-        views: View of each client, int64 [K, C].
-        ids: Clients that share the one model.
+        matrices: counts of each client's own model by client id, or the counts of one shared model.
+        views: view of each client, int64 [K, C].
+        ids: clients that share the one model.
     """
     import torch
 
@@ -190,8 +190,8 @@ class Computed(Mapping[int, "Tensor"]):
     """A mapping from client id to confusion matrix that computes each matrix on access, to save memory.
 
     Args:
-        ids: The clients, in their order.
-        matrix: Returns a client's matrix.
+        ids: the clients, in their order.
+        matrix: returns a client's matrix.
     """
 
     def __init__(self, ids: Iterable[int], matrix: Callable[[int], Tensor]):
@@ -247,9 +247,9 @@ def by_client(
     class.
 
     Args:
-        matrices: Counts by client id, as `seen_by_each` returns them.
-        client_counts: Training samples of each client and class, int64 [K, C].
-        own: Counts on each client's own test images by client id; None where clients have none.
+        matrices: counts by client id, as `seen_by_each` returns them.
+        client_counts: training samples of each client and class, int64 [K, C].
+        own: counts on each client's own test images by client id; None where clients have none.
     """
     import torch
 
@@ -313,9 +313,9 @@ def quality(probabilities: Tensor, truth: Tensor, bins: int = 15) -> dict[str, f
     """Return the AUC and the calibration error of predicted probabilities, or None if the model has diverged.
 
     Args:
-        probabilities: Rows that sum to 1, [n, C].
+        probabilities: rows that sum to 1, [n, C].
         truth: True classes, int64 [n].
-        bins: Number of equal parts of [0, 1] for the calibration error.
+        bins: number of equal parts of [0, 1] for the calibration error.
 
     Returns:
         "auc": the mean over classes of the area under the ROC curve of the class against the rest. Classes with all
@@ -347,8 +347,8 @@ def _area(positive: np.ndarray, scores: np.ndarray) -> float:
     Importing scikit-learn would cost each process a second and 70 MB.
 
     Args:
-        positive: Bool [n], with both values.
-        scores: Scores [n].
+        positive: bool [n], with both values.
+        scores: scores [n].
     """
     order = np.argsort(-scores, kind="stable")
     last = np.append(np.flatnonzero(np.diff(scores[order])), len(order) - 1)  # last place of each score

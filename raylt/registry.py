@@ -47,10 +47,10 @@ class Plugin:
     """A registered method, model, data source or augmentation that is not part of raylt.
 
     Attributes:
-        kind: Kind of the value.
-        name: Name in a configuration.
-        value: The method, or the function.
-        origin: Name of the plugin's file, the package with its version, or "value".
+        kind: kind of the value.
+        name: name in a configuration.
+        value: the method, or the function.
+        origin: name of the plugin's file, the package with its version, or "value".
         sha256: SHA-256 of the file with its source; None without a file (a notebook).
     """
 
@@ -76,8 +76,8 @@ def register(value: Any, name: str | None = None, *, kind: PluginKind | None = N
             source (DataConfig) -> Source, an augmentation (x, y, generator) -> (x, y), a partition
             (labels, clients, generator, DataConfig) -> rows of each client, a schedule
             (LocalConfig, round, rounds) -> learning rate.
-        name: Name in a configuration; by default the method's `name`, or the function's.
-        kind: Kind of a function; a method needs none.
+        name: name in a configuration; by default the method's `name`, or the function's.
+        kind: kind of a function; a method needs none.
 
     Returns:
         The name.
@@ -216,8 +216,8 @@ def check_origins(recorded: list[dict[str, Any]], folder: Path) -> None:
     """Check that a run's plugins are registered and unchanged. Code from a run folder is never run.
 
     Args:
-        recorded: Records of the run's plugins.
-        folder: The run folder, for errors.
+        recorded: records of the run's plugins.
+        folder: the run folder, for errors.
 
     Raises:
         ConfigError: A plugin is missing or has another source.

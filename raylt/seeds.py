@@ -16,8 +16,8 @@ def seed_for(seed: int, *keys: str | int) -> int:
     It is the same on every machine and in every process; Python's own `hash` is not.
 
     Args:
-        seed: Seed of the run.
-        keys: Purpose, round, client and so on. An integer and its text are different keys.
+        seed: seed of the run.
+        keys: purpose, round, client and so on. An integer and its text are different keys.
     """
     text = "\0".join([str(seed), *(f"{type(k).__name__}:{k}" for k in keys)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -49,8 +49,8 @@ class Folder:
     """A folder with an open handle, which finds the folder's files even if its path changes.
 
     Args:
-        path: Path that errors name.
-        handle: Handle of the open folder; `__exit__` closes it.
+        path: path that errors name.
+        handle: handle of the open folder; `__exit__` closes it.
     """
 
     def __init__(self, path: Path, handle: int):
@@ -203,8 +203,8 @@ class Folder:
         """Take the named lock and return its handle. Closing the handle releases the lock.
 
         Args:
-            name: Name of the lock's file.
-            wait: Wait while another process has the lock; otherwise return None.
+            name: name of the lock's file.
+            wait: wait while another process has the lock; otherwise return None.
         """
         with self._errors(name):
             handle = self._plain(name, os.O_RDWR | os.O_CREAT)

@@ -197,8 +197,8 @@ class RunningSum:
         """Add another running sum to this one. The other sum stays unchanged.
 
         Args:
-            later: The other sum.
-            maximum: If true, integer tensors take the maximum, as in a mean.
+            later: the other sum.
+            maximum: if true, integer tensors take the maximum, as in a mean.
         """
         _merge(self.total, self._like, later.total, later._like, maximum)
         self.weight += later.weight

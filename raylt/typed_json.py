@@ -17,10 +17,10 @@ def as_json(content: bytes | str, kind: "TypeAdapter[T]", what: str, error: type
     """Parse a JSON text and check it strictly against a type: a string, for example, is not a number.
 
     Args:
-        content: The JSON.
-        kind: Adapter of the type.
-        what: Name of the content in errors.
-        error: Class of the error for content that is not JSON or has another type.
+        content: the JSON.
+        kind: adapter of the type.
+        what: name of the content in errors.
+        error: class of the error for content that is not JSON or has another type.
     """
     return check_json(parse_json(content, what, error), kind, what, error)
 
@@ -48,9 +48,9 @@ def parse_json(content: bytes | str, what: str, error: type[RayltError] = Checkp
     """Return the value of a JSON text.
 
     Args:
-        content: The JSON.
-        what: Name of the content in errors.
-        error: Class of the error for a text that is not JSON, or that has a key twice in one object.
+        content: the JSON.
+        what: name of the content in errors.
+        error: class of the error for a text that is not JSON, or that has a key twice in one object.
     """
     try:
         return json.loads(content, object_pairs_hook=unique_keys)

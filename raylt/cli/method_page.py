@@ -42,10 +42,10 @@ def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, 
     `cost` is a client's passes in a round as a multiple of FedAvg's, see `relative_cost`.
 
     Args:
-        methods: The methods by name.
-        model: Name of the model that calls are measured with; None: calls are not measured.
+        methods: the methods by name.
+        model: name of the model that calls are measured with; None: calls are not measured.
         image: HEIGHTxWIDTHxCHANNELS.
-        classes: Number of classes.
+        classes: number of classes.
 
     Raises:
         ConfigError: There is no such model, or it does not take these images.

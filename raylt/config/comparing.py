@@ -22,8 +22,8 @@ def followed(config: Config, recorded: Config) -> Config:
     """Return a planned configuration in which the values that depend on data come from a run on the same data.
 
     Args:
-        config: The planned configuration.
-        recorded: The configuration of a run over the same data.
+        config: the planned configuration.
+        recorded: the configuration of a run over the same data.
     """
     data = config.data
     source = recorded.data
@@ -38,7 +38,7 @@ def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
     The default of a new setting is what older versions did.
 
     Args:
-        recorded: Nested settings, as `settled` returns them.
+        recorded: nested settings, as `settled` returns them.
     """
     tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in recorded.items()}
     for section, name, default in _defaults():
@@ -61,9 +61,9 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], key: str = 
     """Yield each setting that differs as (key, old value, new value), with None for a missing value.
 
     Args:
-        before: Nested settings, as `settled` returns them.
-        after: The settings to compare them with.
-        key: Start of the keys.
+        before: nested settings, as `settled` returns them.
+        after: the settings to compare them with.
+        key: start of the keys.
     """
     for name in {**before, **after}:
         old, new, whole = before.get(name), after.get(name), f"{key}{name}"

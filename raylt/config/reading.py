@@ -55,8 +55,8 @@ def load(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Confi
     The file or the overrides must name the method.
 
     Args:
-        path: Path of the file, or recipe:NAME for one that comes with raylt; None reads no file.
-        overrides: Settings as `key=value`, the value in YAML. The last one of a key counts.
+        path: path of the file, or recipe:NAME for one that comes with raylt; None reads no file.
+        overrides: settings as `key=value`, the value in YAML. The last one of a key counts.
 
     Raises:
         ConfigError: The file cannot be read, a key is unknown, a value has the wrong type or is out of range, or no
@@ -117,9 +117,9 @@ def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
     """Build a pydantic model from a mapping; raise ConfigError if a value is wrong.
 
     Args:
-        kind: Class of the model.
-        tree: Settings by name, with a mapping for each section.
-        prefix: Start of the keys in errors.
+        kind: class of the model.
+        tree: settings by name, with a mapping for each section.
+        prefix: start of the keys in errors.
 
     Raises:
         ConfigError: The first mistake, with its key and value.
@@ -305,9 +305,9 @@ def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[
     keyword is the last part of a setting's key, such as `rounds` for federation.rounds, or a field of the method.
 
     Args:
-        tree: The settings.
-        keywords: Values by keyword.
-        fields: Names of the method's fields.
+        tree: the settings.
+        keywords: values by keyword.
+        fields: names of the method's fields.
 
     Raises:
         ConfigError: No setting, or more than one, has a key that ends with a keyword.

@@ -28,10 +28,10 @@ def setting(default: Any, description: str, takes: str | None = None, **checks: 
     """Declare a setting with its default, help text and bounds, as a pydantic field.
 
     Args:
-        default: Its default; `...` where there is none.
-        description: Its meaning, in sentences.
-        takes: The values that a user may choose, where the type does not say so.
-        checks: Constraints of pydantic (`ge`, `gt`, `le`, `lt`).
+        default: its default; `...` where there is none.
+        description: its meaning, in sentences.
+        takes: the values that a user may choose, where the type does not say so.
+        checks: constraints of pydantic (`ge`, `gt`, `le`, `lt`).
     """
     extra: Any = None if takes is None else {"takes": takes}
     return Field(default=default, description=description, json_schema_extra=extra, **checks)
@@ -410,9 +410,9 @@ class LocalConfig(Section):
         """Return the number of SGD steps for this many samples. A last batch of one sample is dropped.
 
         Args:
-            samples: Number of samples of the client.
-            epochs: Passes; by default as local.steps and local.epochs say.
-            batch: Batch size; by default local.batch.
+            samples: number of samples of the client.
+            epochs: passes; by default as local.steps and local.epochs say.
+            batch: batch size; by default local.batch.
 
         Raises:
             ValueError: The batch size is under 2.

@@ -181,11 +181,11 @@ class Case:
     """A method and the two rounds that it ran on a small test problem, on which some clients have few or no samples.
 
     Attributes:
-        method: The method, with the fields that it is checked with.
-        kind: The kind of problem.
-        folder: Folder for checkpoints.
-        trainable: The part of the model that learns, as in a configuration.
-        raised: Exceptions that client functions raised in the user's own code; the fleet keeps one line of each.
+        method: the method, with the fields that it is checked with.
+        kind: the kind of problem.
+        folder: folder for checkpoints.
+        trainable: the part of the model that learns, as in a configuration.
+        raised: exceptions that client functions raised in the user's own code; the fleet keeps one line of each.
     """
 
     method: Method

@@ -362,9 +362,9 @@ class Result:
     """The result of one check.
 
     Attributes:
-        case: The method and the kind of problem.
-        what: The rule that was checked.
-        fault: How the method breaks it; None if it does not.
+        case: the method and the kind of problem.
+        what: the rule that was checked.
+        fault: how the method breaks it; None if it does not.
     """
 
     case: str

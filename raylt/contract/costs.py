@@ -44,12 +44,12 @@ class CallCost:
 
     Attributes:
         when: "join", "round" or "finish".
-        name: Name of the function.
-        sends: Reduction of each part of the reply: mean, total or each.
-        up: Bytes of the reply.
-        down: Bytes of the message.
-        trained: Passes over the client's samples with activations kept for a gradient.
-        read: Passes without.
+        name: name of the function.
+        sends: reduction of each part of the reply: mean, total or each.
+        up: bytes of the reply.
+        down: bytes of the message.
+        trained: passes over the client's samples with activations kept for a gradient.
+        read: passes without.
     """
 
     when: str
@@ -74,14 +74,14 @@ def measure(
     """Measure the calls of a method at one client: before the first round, in a round, and after the last.
 
     Args:
-        method: The method. Fields in SHORT and REPLACED are replaced.
-        factory: Makes the model.
-        shape: Height, width and channels of an image.
-        classes: The number of classes, C.
-        cut: End the last phase when the server begins a stage that it times, for a method that asks no client after it.
+        method: the method. Fields in SHORT and REPLACED are replaced.
+        factory: makes the model.
+        shape: height, width and channels of an image.
+        classes: the number of classes, C.
+        cut: end the last phase when the server begins a stage that it times, for a method that asks no client after it.
         epochs: local.epochs of the run.
-        finish: Measure the last phase too.
-        lacking: Number of classes that each client lacks, at most half of all.
+        finish: measure the last phase too.
+        lacking: number of classes that each client lacks, at most half of all.
     """
     kind = type(method)
     short = {name: value for name, value in SHORT.items() if name in kind.model_fields}
@@ -137,7 +137,7 @@ def relative_cost(
         method, factory, shape, classes: as in `measure`.
         epochs: local.epochs. The tiny run has one batch in a pass, so the cost at a fraction lies on the line through
             whole numbers.
-        asked: Number of rounds of a run that ask a client. With it passes on joining and in the last phase count too,
+        asked: number of rounds of a run that ask a client. With it passes on joining and in the last phase count too,
             distributed over these rounds. Without it they do not count.
     """
     lacking = LACKING if classes >= 2 * LACKING else 0

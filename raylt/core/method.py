@@ -40,18 +40,18 @@ class Method(BaseModel):
     """Base class of all methods: one federated algorithm. The defaults are FedAvg (McMahan et al., AISTATS 2017).
 
     Attributes:
-        name: The name in configurations.
-        paper: Authors, venue and year.
-        link: Address of the paper or its code.
+        name: the name in configurations.
+        paper: authors, venue and year.
+        link: address of the paper or its code.
         personal: True if each client is judged by its own model.
-        problems: Kinds of problems that the algorithm is defined for; others are refused.
-        later: For each stage, the fields that act from that stage on and not before; see `stages`. Fields of the stage
+        problems: kinds of problems that the algorithm is defined for; others are refused.
+        later: for each stage, the fields that act from that stage on and not before; see `stages`. Fields of the stage
             "judging" act on evaluations of clients' own models alone, the last one and those of evaluation.personal.
-        trains_as: Name of the method whose rounds this one shares, where the two differ in the last phase only.
-        group: The part of the algorithm that it changes: training of the one model (global), what clients keep
+        trains_as: name of the method whose rounds this one shares, where the two differ in the last phase only.
+        group: the part of the algorithm that it changes: training of the one model (global), what clients keep
             (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or
             personal.
-        privileged: What it needs that a federation does not have, in words; None for most methods.
+        privileged: what it needs that a federation does not have, in words; None for most methods.
         sums_samples: True if clients upload, after the last round, sums to which each sample adds no more than a
             declared length (`Reduction.bounded`), so that noise can hide it.
         learns_prompts: True if it learns the words before class names and nothing else. The model must then be an
@@ -59,7 +59,7 @@ class Method(BaseModel):
         stackable: True if small clients can train as one stack (`local.stacked`). `train` is the one of this class. The
             objective draws no numbers, keeps nothing from step to step, and applies `client.model`, its encoder and
             its classifier to the batch alone. It may use the model's parameters.
-        other_models: Names of further models of a client, judged after the last step next to `client_model`, where a
+        other_models: names of further models of a client, judged after the last step next to `client_model`, where a
             paper does not say whose accuracy it reports.
     """
 
@@ -100,7 +100,7 @@ class Method(BaseModel):
         A run can be branched at these steps.
 
         Args:
-            rounds: The number of rounds, R.
+            rounds: the number of rounds, R.
         """
         return {"finish": rounds, "judging": rounds + self.finishes}
 
@@ -309,10 +309,10 @@ def train_clients(
     """Ask clients to train, average their models into the next global model, and log their loss.
 
     Args:
-        cohort: The method's `sample` by default.
-        message: The method's `message` by default.
-        weights: The weight of each client's reply in the means, by id; their numbers of samples by default.
-        parts: Further parts of the replies.
+        cohort: the method's `sample` by default.
+        message: the method's `message` by default.
+        weights: the weight of each client's reply in the means, by id; their numbers of samples by default.
+        parts: further parts of the replies.
     """
     message = method.message(server) if message is None else message
     got = fleet.ask(

@@ -133,9 +133,9 @@ class FedAFA(Method):
         """Choose samples of a batch to replace; return their positions and the activations that replace them.
 
         Args:
-            glob: The global model's upper layers.
-            a: Activations at the cut, [B, C', H', W'].
-            y: Labels, int64 [B].
+            glob: the global model's upper layers.
+            a: activations at the cut, [B, C', H', W'].
+            y: labels, int64 [B].
         """
         n, draws = client.counts.double().cpu(), client.order
         class_sizes = n[y.cpu()]  # [B]
@@ -167,10 +167,10 @@ def adversarial(
     Return the new activations and their probabilities of the target class.
 
     Args:
-        upper: Maps activations to logits; it is not changed.
-        noise: Uniform in [0, 1), of the shape of `a`.
-        steps: Number of descent steps on the cross-entropy.
-        step: Length of a step for each activation.
+        upper: maps activations to logits; it is not changed.
+        noise: uniform in [0, 1), of the shape of `a`.
+        steps: number of descent steps on the cross-entropy.
+        step: length of a step for each activation.
     """
     highest, middle = a.max(), (a.max() + a.min()) / 2
     a = (a + (noise - middle).renorm(2, 1, 1.0)).clamp(min=0).minimum(highest)  # [4]

@@ -160,7 +160,7 @@ class Frame(nn.Module):
     """Fixed classifier with a learnt temperature [2]. Its `weight` is a buffer, not a parameter.
 
     Args:
-        weight: The frame, [C, d].
+        weight: the frame, [C, d].
     """
 
     weight: Tensor

@@ -102,7 +102,7 @@ class Balancer:
     The exempt classes are drawn on the host.
 
     Attributes:
-        state: Tensors [C] by name. `difference` sums, for each class, its positive gradients minus its negative ones;
+        state: tensors [C] by name. `difference` sums, for each class, its positive gradients minus its negative ones;
             `last` and `before_last` are the last two errors; `output` is the controller's output.
     """
 

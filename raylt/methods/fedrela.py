@@ -76,9 +76,9 @@ def relabel(p: Tensor, y: Tensor, counts: Tensor, share: float, generator: torch
     classes would take a sample, the most probable one does.
 
     Args:
-        p: Predicted probabilities [n, C].
-        y: Labels, int64 [n].
-        counts: Samples per class at the client, int64 [C].
+        p: predicted probabilities [n, C].
+        y: labels, int64 [n].
+        counts: samples per class at the client, int64 [C].
     """
     scores = torch.zeros_like(p)
     for c in y.unique():

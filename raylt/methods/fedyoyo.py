@@ -131,8 +131,8 @@ def effective_samples(centred: Tensor, y: Tensor, classes: int) -> Tensor:
     It is 1 / |mean direction|^2 of the class's features, at most 1e6.
 
     Args:
-        centred: Features without the mean of their class, [B, d].
-        y: Labels, int64 [B].
+        centred: features without the mean of their class, [B, d].
+        y: labels, int64 [B].
     """
     one_hot = F.one_hot(y, classes).float()  # [B, C]
     sums = one_hot.T @ F.normalize(centred.float(), dim=1)  # [C, d]
@@ -154,8 +154,8 @@ def steadied(effective: Tensor, before: Tensor | None) -> Tensor:
     """Return each class's effective number of samples, smoothed over rounds, with outliers replaced, [C] [2].
 
     Args:
-        effective: The estimate of this round, [C].
-        before: The estimate after the round before; None in the first round.
+        effective: the estimate of this round, [C].
+        before: the estimate after the round before; None in the first round.
     """
     if before is None:
         odd = effective > ODD
@@ -171,9 +171,9 @@ def distillation(weak: Tensor, strong: Tensor, y: Tensor, temperature: float) ->
     weak views' predictions.
 
     Args:
-        weak: Logits of the weak views, [B, C].
-        strong: Logits of the strong views, [B, C].
-        y: Labels, int64 [B].
+        weak: logits of the weak views, [B, C].
+        strong: logits of the strong views, [B, C].
+        y: labels, int64 [B].
     """
     target = (weak.detach() / temperature).log_softmax(1)
     apart = F.kl_div((strong / temperature).log_softmax(1), target, reduction="none", log_target=True).sum(1)

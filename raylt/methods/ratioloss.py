@@ -114,7 +114,7 @@ def ratios(pulls: Tensor, rival: float) -> Tensor:
     Only weights where p pulls alone count.
 
     Args:
-        pulls: Change of the classifier by one step on images of class p, [P, C, d] with P = C.
+        pulls: change of the classifier by one step on images of class p, [P, C, d] with P = C.
         rival: A class is not alone at a weight where another's pull exceeds this share of the strongest upward pull.
 
     Returns:

@@ -15,7 +15,7 @@ def nearest_mean_classifier(means: Tensor, present: Tensor) -> Params:
     The classifier never predicts a class without a mean.
 
     Args:
-        means: Means of the classes, [C, d].
+        means: means of the classes, [C, d].
         present: True for classes that have a mean, bool [C].
     """
     return {"weight": F.normalize(means, dim=1), "bias": torch.where(present, 0.0, NEVER)}
@@ -27,10 +27,10 @@ def ridge_classifier(a: Tensor, b: Tensor, ridge: float, normalise: bool = True)
     A class without samples is never predicted.
 
     Args:
-        a: Sum of [z; 1] [z; 1]^T, float64 [d + 1, d + 1].
-        b: Sum of [z; 1] e_y^T, float64 [d + 1, C].
+        a: sum of [z; 1] [z; 1]^T, float64 [d + 1, d + 1].
+        b: sum of [z; 1] e_y^T, float64 [d + 1, C].
         ridge: lambda.
-        normalise: Scale each class's weights to length 1 and divide its bias by the same number.
+        normalise: scale each class's weights to length 1 and divide its bias by the same number.
     """
     solution = ridge_regression(a, b, ridge)
     if normalise:
@@ -44,10 +44,10 @@ def ridge_sums_fault(n: int, parts: Tree, longest: float | None = None, negative
     """Return why Fed3R's sums `a` and `b` in a client's reply are impossible, or None.
 
     Args:
-        n: Number of the client's samples.
-        parts: All parts of its reply.
-        longest: Length of the longest feature, without its 1; None: 1e4.
-        negative: Whether a feature may be negative; False behind a ReLU.
+        n: number of the client's samples.
+        parts: all parts of its reply.
+        longest: length of the longest feature, without its 1; None: 1e4.
+        negative: whether a feature may be negative; False behind a ReLU.
     """
     longest = LONGEST_FEATURE if longest is None else longest
     b = parts["b"]

@@ -10,7 +10,7 @@ def distillation(logits: Tensor, log_teacher: Tensor, temperature: float) -> Ten
     It is computed in float32, also under autocast.
 
     Args:
-        logits: The student's, [B, C]; p is their softmax at the temperature.
+        logits: the student's, [B, C]; p is their softmax at the temperature.
         log_teacher: log q, [B, C].
         temperature: the temperature T.
     """

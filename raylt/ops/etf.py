@@ -15,9 +15,9 @@ def simplex_etf(classes: int, dim: int, generator: torch.Generator) -> Tensor:
     sqrt(C / (C - 1)) P (I - 1 1^T / C) with the columns of P orthonormal, Eq. 3 of FedETF, transposed.
 
     Args:
-        classes: The number of classes, C.
+        classes: the number of classes, C.
         dim: d, at least C.
-        generator: On the CPU.
+        generator: on the CPU.
 
     Raises:
         ConfigError: There are less than two classes.
@@ -50,8 +50,8 @@ def sparse_etf(
     nearest grows.
 
     Args:
-        zeros: Share of the entries that are 0, at random places.
-        steps: Number of steps of Adam.
+        zeros: share of the entries that are 0, at random places.
+        steps: number of steps of Adam.
     """
     e = simplex_etf(classes, dim, generator)
     zeroed = torch.randperm(e.numel(), generator=generator)[: int(zeros * e.numel())]

@@ -33,8 +33,8 @@ def class_sums(z: Tensor, y: Tensor) -> dict[int, Tree]:
     difference of large second moments.
 
     Args:
-        z: Features [n, d].
-        y: Labels, int64 [n].
+        z: features [n, d].
+        y: labels, int64 [n].
     """
     sums: dict[int, Tree] = {}
     for c in y.unique().tolist():
@@ -47,9 +47,9 @@ def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
     """Return, for each class that occurs, the count `n` and `z`, which is n times the mean feature, float32 [d].
 
     Args:
-        z: Features [n, d].
-        y: Labels, int64 [n].
-        unit: Scale each mean to length 1 first.
+        z: features [n, d].
+        y: labels, int64 [n].
+        unit: scale each mean to length 1 first.
     """
     sums: dict[int, Tree] = {}
     for c in y.unique().tolist():
@@ -105,11 +105,11 @@ def sums_fault(
     Counts are checked where they are declared (`Reduction.counting`).
 
     Args:
-        n: Number of the client's samples.
-        parts: All parts of its reply.
-        longest: Length of the longest feature, `privacy.clip` where it is cut; None: 1e4.
-        part: Name of the part with the sums.
-        negative: Whether a feature may be negative; False behind a ReLU.
+        n: number of the client's samples.
+        parts: all parts of its reply.
+        longest: length of the longest feature, `privacy.clip` where it is cut; None: 1e4.
+        part: name of the part with the sums.
+        negative: whether a feature may be negative; False behind a ReLU.
     """
     longest = LONGEST_FEATURE if longest is None else longest
     for c, of_class in parts[part].items():
@@ -131,11 +131,11 @@ def scatter_fault(n: int, parts: Tree, classes: int, weight: str, longest: float
     """Return why the packed scatter in a client's reply is impossible, or None.
 
     Args:
-        n: Number of the client's samples.
-        parts: All parts of its reply.
-        classes: Number of classes, C.
-        weight: As of `class_scatter`.
-        longest: Length of the longest feature; None: 1e4.
+        n: number of the client's samples.
+        parts: all parts of its reply.
+        classes: number of classes, C.
+        weight: as of `class_scatter`.
+        longest: length of the longest feature; None: 1e4.
     """
     least = n if weight == "n" else n - min(n, classes)
     most = n if weight == "n" else n - 1
@@ -159,7 +159,7 @@ def is_covariance(matrix: Tensor, precision: torch.dtype = torch.float64) -> boo
     """Return whether a symmetric matrix, float64 [d, d], has no negative eigenvalue beyond rounding errors.
 
     Args:
-        precision: Type in which the matrix was sent.
+        precision: type in which the matrix was sent.
     """
     slack = 4 * len(matrix) * torch.finfo(precision).eps * matrix.diagonal().abs().max() + 1e-30
     return not torch.linalg.cholesky_ex(matrix + slack * torch.eye(len(matrix), dtype=matrix.dtype)).info
@@ -229,8 +229,8 @@ def class_residuals(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, in
     Each row is a feature minus its class's mean, times a factor of its class. Rows are float64.
 
     Args:
-        z: Features [n, d].
-        y: Labels, int64 [n].
+        z: features [n, d].
+        y: labels, int64 [n].
         weight: "n" or "n-1", the weight of a class with n samples. One sample has no covariance and counts as zero.
     """
     rows = torch.empty_like(z, dtype=torch.float64)
@@ -260,7 +260,7 @@ def perturb_along(rows: Tensor, n: int, generator: torch.Generator) -> Tensor:
     entries.
 
     Args:
-        generator: On the CPU, so that every device gets the same numbers.
+        generator: on the CPU, so that every device gets the same numbers.
     """
     if len(rows) > rows.shape[1]:
         return perturb(rows.T @ rows, n, generator)
@@ -274,7 +274,7 @@ def perturb(covariance: Tensor, n: int, generator: torch.Generator) -> Tensor:
     M [d, d] may lack full rank, with which a Cholesky factor would fail.
 
     Args:
-        generator: On the CPU, so that every device gets the same numbers.
+        generator: on the CPU, so that every device gets the same numbers.
     """
     values, vectors = torch.linalg.eigh(covariance.double())
     xi = torch.randn(n, len(values), generator=generator, dtype=torch.float64).to(values.device)

@@ -273,10 +273,10 @@ class ScaledLinear(nn.Module):
     It copies the weights, so that a failed call leaves nothing behind.
 
     Args:
-        start: The classifier to start from.
-        crt: Train W and b.
-        lws: Train s.
-        restart: Start from new random W and b.
+        start: the classifier to start from.
+        crt: train W and b.
+        lws: train s.
+        restart: start from new random W and b.
     """
 
     def __init__(self, start: nn.Linear, crt: bool, lws: bool, restart: bool):
@@ -304,10 +304,10 @@ def smooth_labels(counts: Tensor, delta: float, gamma: float, everywhere: bool =
     Rows of classes that the client lacks are zero.
 
     Args:
-        counts: Samples per class, int64 [C], before balancing.
-        delta: Smoothing of the largest class.
-        gamma: Exponent of the class size.
-        everywhere: Spread the removed share over all other classes, not over the owned ones only.
+        counts: samples per class, int64 [C], before balancing.
+        delta: smoothing of the largest class.
+        gamma: exponent of the class size.
+        everywhere: spread the removed share over all other classes, not over the owned ones only.
     """
     owned = counts > 0
     g = delta * (counts / counts.max()).pow(gamma)  # [C]
@@ -323,7 +323,7 @@ def undecided(labels: Tensor, owned: Tensor) -> int:
     """Count the client's classes whose smoothed label gives another class at least as much weight as the true class.
 
     Args:
-        labels: From `smooth_labels`, [C, C].
+        labels: from `smooth_labels`, [C, C].
         owned: True for the client's classes, bool [C].
     """
     own = labels.diagonal()

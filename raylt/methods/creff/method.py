@@ -93,8 +93,8 @@ class CReFF(Method):
         Directions are compared row by row. Return the mean cosine [3].
 
         Args:
-            gradients: Sums of the clients' gradients by class, [C, d + 1] each.
-            penalty: Scalar of the matched features [K, m, d], minimised with the distance.
+            gradients: sums of the clients' gradients by class, [C, d + 1] each.
+            penalty: scalar of the matched features [K, m, d], minimised with the distance.
         """
         h = server.state["features"]
         device = server.device

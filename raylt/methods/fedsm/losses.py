@@ -19,8 +19,8 @@ def hint(z: Tensor, u: Tensor) -> Tensor:
     A mean over the dimensions would have 1/d of the gradient, which is negligible next to the cross-entropy's.
 
     Args:
-        z: The student's features, [B, d].
-        u: The teacher's features, [B, d].
+        z: the student's features, [B, d].
+        u: the teacher's features, [B, d].
     """
     return 0.5 * (z.float() - u).square().sum(1).mean()
 
@@ -31,11 +31,11 @@ def margin_softmax(u: Tensor, y: Tensor, text: Tensor, margin: float, scale: flo
     It lowers the true class's logit by s m (1 - cos(t_y, t_j)) more than that of class j.
 
     Args:
-        u: Unit image features, [B, d].
-        y: Labels, int64 [B].
-        text: Unit text features T, [C, d].
-        margin: The margin m.
-        scale: The scale s.
+        u: unit image features, [B, d].
+        y: labels, int64 [B].
+        text: unit text features T, [C, d].
+        margin: the margin m.
+        scale: the scale s.
     """
     return F.cross_entropy(scale * (u - margin * text[y]) @ text.T, y)
 
@@ -59,10 +59,10 @@ class Projection:
     `client.state["projection"]`.
 
     Args:
-        client: The client that trains it.
-        teacher: Name of the teacher.
-        lr: Learning rate of AdamW.
-        unit: Return features of length 1.
+        client: the client that trains it.
+        teacher: name of the teacher.
+        lr: learning rate of AdamW.
+        unit: return features of length 1.
     """
 
     def __init__(self, client: Client, teacher: str, lr: float, unit: bool):
@@ -75,7 +75,7 @@ class Projection:
         """Train the projection by one step; return the projected features [B, d] from before the step.
 
         Args:
-            h: Features of the image tower, [B, w]. The others are as for `margin_softmax`.
+            h: features of the image tower, [B, w]. The others are as for `margin_softmax`.
         """
         with torch.autocast(h.device.type, enabled=False):
             raw = h.float() @ self.matrix

@@ -310,7 +310,7 @@ class FedSM(Method):
         The function returns the teacher's features [B, d] from before the step.
 
         Args:
-            text: Unit text features, [C, d].
+            text: unit text features, [C, d].
         """
         unit = self.target == "unit"
         if self.teacher_trains == "encoder":

@@ -17,10 +17,10 @@ def relevance(text: Tensor, similarity: Similarity, temperature: float | None = 
     The similarity of a class with itself would dominate: it is replaced by the mean of its row, itself among them.
 
     Args:
-        text: Text features, [C, d].
-        similarity: Cosine; or, of the vectors as they are, the dot product or 1 / (1 + distance).
-        temperature: Temperature of the softmax over each row, the optional non-linearity; None for none.
-        inverted: Mirror each row of similarities between its smallest and its largest, so that the class least similar
+        text: text features, [C, d].
+        similarity: cosine; or, of the vectors as they are, the dot product or 1 / (1 + distance).
+        temperature: temperature of the softmax over each row, the optional non-linearity; None for none.
+        inverted: mirror each row of similarities between its smallest and its largest, so that the class least similar
             to class i becomes the most relevant, with equally unequal weights: a control.
     """
     if similarity == "cosine":
@@ -42,7 +42,7 @@ def total_variation(alpha: Tensor) -> float:
     It lies in [0, 1 - 1/C]; rows without any weight count as uniform.
 
     Args:
-        alpha: From `relevance`, [C, C].
+        alpha: from `relevance`, [C, C].
     """
     total = alpha.sum(1, keepdim=True)
     distribution = torch.where(total > 0, alpha / total, 1 / alpha.shape[1])
@@ -68,11 +68,11 @@ def draw_partners(
     All tensors are on the CPU.
 
     Args:
-        alpha: From `relevance`, [C, C]. A row without weight on any class of `y` counts as uniform.
-        classes: Classes that have a prototype, int64 [P].
-        y: Labels of the samples, int64 [n].
-        size: Draws per class.
-        partner: Classes drawn with probability alpha (probabilistic, inverted), or in proportion to the rank of their
+        alpha: from `relevance`, [C, C]. A row without weight on any class of `y` counts as uniform.
+        classes: classes that have a prototype, int64 [P].
+        y: labels of the samples, int64 [n].
+        size: draws per class.
+        partner: classes drawn with probability alpha (probabilistic, inverted), or in proportion to the rank of their
             alpha among the classes of `y` (ranked), the most relevant class other than the class itself
             (deterministic), or any class (random).
         unit: "class": draw a class, then one of its samples, with replacement. "sample": draw a sample, weighted by its
@@ -108,8 +108,8 @@ def mix_features(z: Tensor, prototypes: Tensor, lam: Tensor) -> Tensor:
     """Mix features with prototypes: (1 - lam) z + lam Z_c, Eq. 4 of FedSM.
 
     Args:
-        z: Local features, [P, S, d].
+        z: local features, [P, S, d].
         prototypes: Z_c, [P, d].
-        lam: Shares of the prototypes, [P, S].
+        lam: shares of the prototypes, [P, S].
     """
     return (1 - lam)[..., None] * z + lam[..., None] * prototypes[:, None]

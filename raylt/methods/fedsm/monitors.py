@@ -15,8 +15,8 @@ def answers(client: Client, logits: Tensor) -> Tree:
     """Count a client's images per class (`n`) and those that the teacher classifies correctly (`right`), int64 [C].
 
     Args:
-        client: The client.
-        logits: Logits of the teacher, [n, C].
+        client: the client.
+        logits: logits of the teacher, [n, C].
     """
     y, classes = client.samples.y, client.model.classes
     return {
@@ -31,9 +31,9 @@ def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str
     Classes without a sample and groups without a class are left out.
 
     Args:
-        n: Sum of the `n` of `answers`, int64 [C].
-        right: Sum of the `right` of `answers`, int64 [C].
-        thresholds: Samples per class that divide the groups, as for `shot_groups`.
+        n: sum of the `n` of `answers`, int64 [C].
+        right: sum of the `right` of `answers`, int64 [C].
+        thresholds: samples per class that divide the groups, as for `shot_groups`.
     """
     present = n > 0
     accuracy = right[present] / n[present]
@@ -61,8 +61,8 @@ def towards(client: Client, teacher: Tensor) -> float:
     """Return the mean cosine between the student's and the teacher's features of the client's first images.
 
     Args:
-        client: The client.
-        teacher: Features of the client's images, [n, d], or of its first ones, [B, d].
+        client: the client.
+        teacher: features of the client's images, [n, d], or of its first ones, [B, d].
     """
     z, _ = some_features(client)
     return F.cosine_similarity(z, teacher[: len(z)], dim=1).mean().item()
@@ -75,9 +75,9 @@ def drift(before: Tensor, after: Tensor, y: Tensor, prototypes: Tensor) -> float
     fewer than two prototypes.
 
     Args:
-        before: Features under the encoder of the prototypes, [B, d].
-        after: Features under the trained encoder, [B, d].
-        y: Labels, int64 [B].
+        before: features under the encoder of the prototypes, [B, d].
+        after: features under the trained encoder, [B, d].
+        y: labels, int64 [B].
         prototypes: [P, d].
     """
     if len(prototypes) < 2:

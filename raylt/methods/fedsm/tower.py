@@ -16,10 +16,10 @@ class ImageTower:
     statistics do not change. Between rounds its parameters are private to the client, in `client.state["tower"]`.
 
     Args:
-        client: The client that trains it.
-        teacher: Name of the teacher, a model of open_clip.
-        lr: Learning rate of AdamW.
-        unit: Return features of length 1.
+        client: the client that trains it.
+        teacher: name of the teacher, a model of open_clip.
+        lr: learning rate of AdamW.
+        unit: return features of length 1.
     """
 
     def __init__(self, client: Client, teacher: str, lr: float, unit: bool):
@@ -38,7 +38,7 @@ class ImageTower:
         """Return the features [B, d] of some of the client's images, without augmentation.
 
         Args:
-            rows: Positions of the images among the client's samples, int64 [B].
+            rows: positions of the images among the client's samples, int64 [B].
         """
         images = self._source.preprocessed(self._client.samples.x[rows])
         with torch.autocast(images.device.type, enabled=False):
@@ -49,7 +49,7 @@ class ImageTower:
         """Train the tower by one step; return the features [B, d] from before the step.
 
         Args:
-            rows: As for `features`. The others are as for `margin_softmax`.
+            rows: as for `features`. The others are as for `margin_softmax`.
         """
         raw = self.features(rows)
         u = F.normalize(raw, dim=1)

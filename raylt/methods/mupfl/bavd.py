@@ -28,12 +28,12 @@ class BAVD(nn.Module):
 
     Args:
         shape: C, H and W of the activations.
-        kind: Dimensions of M. chw: the mean over the batch, mask [1, C, H, W]. hw: the mean over batch and channels,
+        kind: dimensions of M. chw: the mean over the batch, mask [1, C, H, W]. hw: the mean over batch and channels,
             mask [1, 1, H, W]. bchw: each place of the batch by itself; a batch of another size than the first passes
             unchanged.
-        sign: Sign of psi: +1 is l(t) - l(t - 1) as in Eq. 6, -1 makes it positive where a step lowered the loss.
-        threshold: The mean that M is compared with: of each channel by itself, or over the whole map.
-        keeps: Also zero, in evaluation mode, the places that `keep` fixed. The mask is then an entry of the model,
+        sign: sign of psi: +1 is l(t) - l(t - 1) as in Eq. 6, -1 makes it positive where a step lowered the loss.
+        threshold: the mean that M is compared with: of each channel by itself, or over the whole map.
+        keeps: also zero, in evaluation mode, the places that `keep` fixed. The mask is then an entry of the model,
             "mask", bool [1, C or 1, H, W].
     """
 
@@ -134,7 +134,7 @@ class WithMaps:
     """Training objective that also updates the maps of the BAVD layers with each batch's loss.
 
     Args:
-        reset_each_epoch: Reset the maps at the start of each epoch.
+        reset_each_epoch: reset the maps at the start of each epoch.
     """
 
     def __init__(self, client: Client, layers: Sequence[BAVD], reset_each_epoch: bool):
@@ -168,9 +168,9 @@ def add_bavd(
     """Append a BAVD layer to the chosen stages of the encoder. Each stage must end with an activation.
 
     Args:
-        shape: Height, width and channels of an image.
-        stages: Names of the stages.
-        kind: As for `BAVD`, like the arguments after it.
+        shape: height, width and channels of an image.
+        stages: names of the stages.
+        kind: as for `BAVD`, like the arguments after it.
 
     Raises:
         ConfigError: The encoder has no such stage.

@@ -30,8 +30,8 @@ class Clustering(NamedTuple):
     """A partition of n clients into clusters.
 
     Attributes:
-        labels: Cluster of each participant, numbered 0, 1, ... by first member.
-        silhouettes: Mean silhouette for each number of clusters that was tried.
+        labels: cluster of each participant, numbered 0, 1, ... by first member.
+        silhouettes: mean silhouette for each number of clusters that was tried.
     """
 
     labels: list[int]
@@ -82,7 +82,7 @@ def embed(similarity: Tensor) -> Tensor:
     They are the rows of U sqrt(Lambda), from the eigenvalues Lambda and eigenvectors U of the similarity.
 
     Args:
-        similarity: Positive semi-definite with a diagonal of ones, as mixtures of cosine matrices are, float64 [n, n].
+        similarity: positive semi-definite with a diagonal of ones, as mixtures of cosine matrices are, float64 [n, n].
     """
     values, vectors = torch.linalg.eigh(similarity)
     noise = len(values) * torch.finfo(values.dtype).eps * values.max()
@@ -97,8 +97,8 @@ def cluster(similarity: Tensor, kappas: Sequence[int], seed: int) -> Clustering:
 
     Args:
         similarity: float64 [n, n].
-        kappas: Numbers of clusters, each in 1..n, ascending. If none can be reached, all form one cluster.
-        seed: Seed of k-means.
+        kappas: numbers of clusters, each in 1..n, ascending. If none can be reached, all form one cluster.
+        seed: seed of k-means.
     """
     from sklearn.cluster import KMeans  # a second of imports
     from sklearn.exceptions import ConvergenceWarning
@@ -161,8 +161,8 @@ def check_last_updates(clients: int, size: int) -> None:
     The other half is for the model, the data and the replies of a round.
 
     Args:
-        clients: Number of clients with samples.
-        size: Bytes of one client's update and map.
+        clients: number of clients with samples.
+        size: bytes of one client's update and map.
     """
     room = total_memory() // 2
     if clients * size <= room:
@@ -213,11 +213,11 @@ def form_clusters(
     The server's state keeps the similarities of KEPT_ROUNDS rounds.
 
     Args:
-        updates: The trained model less the start of the training, by client id, ascending, Eq. 7.
-        maps: With BAVD, the map M of each of these clients, float32 [size]; else empty.
-        alpha: Share of updates, not maps, in Eq. 8.
-        kappa: Fixed number of clusters. None: the best of 2 to `kappa_max`, Eq. 13.
-        kappa_max: Largest number of clusters to try.
+        updates: the trained model less the start of the training, by client id, ascending, Eq. 7.
+        maps: with BAVD, the map M of each of these clients, float32 [size]; else empty.
+        alpha: share of updates, not maps, in Eq. 8.
+        kappa: fixed number of clusters. None: the best of 2 to `kappa_max`, Eq. 13.
+        kappa_max: largest number of clusters to try.
     """
     names = [name for name, p in server.model.named_parameters() if p.requires_grad]
     similarity = cosines(update_gram(list(updates.values()), names))

@@ -365,9 +365,9 @@ def end_fault(n: int, parts: Tree, whole: Params) -> str | None:
     """Return why a client's start and update make no model, or None.
 
     Args:
-        n: Number of the client's samples.
-        parts: All parts of its reply.
-        whole: The model that was sent.
+        n: number of the client's samples.
+        parts: all parts of its reply.
+        whole: the model that was sent.
     """
     start: Params = whole | parts["start"]
     for name, update in parts["update"].items():

@@ -78,7 +78,7 @@ def match(
     """Update the server's features h_glo for the classes that any participant has, Eq. 17-20 [7] [11].
 
     Args:
-        gradients: The result of `class_gradients` at each participant, Eq. 16.
+        gradients: the result of `class_gradients` at each participant, Eq. 16.
     """
     classes, targets = mean_gradients(gradients)  # Eq. 17
     start, device = server.state["features"][classes], server.device

@@ -15,12 +15,12 @@ def draw_frequencies(dim: int, features: int, gamma: float, kind: FourierKind, s
     """Draw the frequencies Omega of random Fourier features. The same seed gives all parties the same frequencies.
 
     Args:
-        dim: The width of a feature, d.
+        dim: the width of a feature, d.
         features: D, even.
-        gamma: Parameter of the kernel.
+        gamma: parameter of the kernel.
         kind: "iid": rows from N(0, 2 gamma I). "orf": rows of random orthogonal matrices with the lengths of "iid"
             rows, which approximate the kernel better.
-        seed: Seed of the draw.
+        seed: seed of the draw.
 
     Returns:
         float32 [D/2, d], on the CPU.
@@ -45,8 +45,8 @@ def fourier(z: Tensor, omega: Tensor) -> Tensor:
     They are phi(z) = sqrt(2/D) [cos(z Omega^T), sin(z Omega^T)].
 
     Args:
-        z: Features, [n, d].
-        omega: Frequencies, [D/2, d].
+        z: features, [n, d].
+        omega: frequencies, [D/2, d].
 
     Returns:
         [n, D], all cosines first.
@@ -69,11 +69,11 @@ def bootstrap_floor(phi: Tensor, omega: Tensor, mean: Tensor, cov: Tensor, size:
     a frequency's two features follows from cos^2 + sin^2 = 1; their difference is that of normal angles.
 
     Args:
-        phi: Mean of the real features' random Fourier features, float64 [D].
-        omega: Frequencies of these features, [D/2, d].
-        mean: Mean of the real features, float64 [d].
-        cov: Covariance of the real features, float64 [d, d].
-        size: The number of features, M.
+        phi: mean of the real features' random Fourier features, float64 [D].
+        omega: frequencies of these features, [D/2, d].
+        mean: mean of the real features, float64 [d].
+        cov: covariance of the real features, float64 [d, d].
+        size: the number of features, M.
     """
     omega = omega.double()
     scale = math.sqrt(len(omega))  # phi is (cos, sin) / sqrt(D/2)

@@ -12,8 +12,8 @@ def adjusted_prior(counts: Tensor, beta: float) -> Tensor:
     """Return class counts in which each missing class gets `beta` times the smallest count, Eq. 6.
 
     Args:
-        counts: Samples per class at this client, int64 [C], at least one positive.
-        beta: Share of the smallest present count given to a missing class, in [0, 1].
+        counts: samples per class at this client, int64 [C], at least one positive.
+        beta: share of the smallest present count given to a missing class, in [0, 1].
 
     Returns:
         float32 [C]. With beta = 0 a missing class stays 0.
@@ -31,7 +31,7 @@ def logit_shift(prior: Tensor, gamma: float) -> Tensor:
 
     Args:
         prior: float32 [C], not negative.
-        gamma: Strength of the adjustment.
+        gamma: strength of the adjustment.
     """
     return torch.zeros_like(prior) if gamma == 0 else gamma * prior.log()
 
@@ -42,11 +42,11 @@ def adaptive_supcon(
     """Return a supervised contrastive loss that repels frequent classes more strongly, Eq. 7.
 
     Args:
-        h: Projected features of unit length, [B, h], B >= 2.
-        y: Labels, int64 [B].
+        h: projected features of unit length, [B, h], B >= 2.
+        y: labels, int64 [B].
         log_counts: log n of each class at this client, [C]; the values of missing classes do not matter.
-        tau: Temperature.
-        delta: Samples whose similarity is raised by log n in the denominator: all others, those of other classes, or
+        tau: temperature.
+        delta: samples whose similarity is raised by log n in the denominator: all others, those of other classes, or
             none (plain SupCon).
         with_self: A(i) holds i, as the paper defines it. Without, an anchor alone in its class is left out.
 

@@ -33,8 +33,8 @@ class Target(NamedTuple):
     Attributes:
         mean: mu, float64 [d].
         factor: L_g, the lower triangular Cholesky factor of the covariance, float64 [d, d].
-        phi: Mean of the real features' random Fourier features, float64 [D].
-        omega: Frequencies of these features, float32 [D/2, d].
+        phi: mean of the real features' random Fourier features, float64 [D].
+        omega: frequencies of these features, float32 [D/2, d].
     """
 
     mean: Tensor
@@ -78,8 +78,8 @@ def cholesky(cov: Tensor, jitter: float, limit: float = 1e-2) -> tuple[Tensor, f
 
     Args:
         cov: float64 [d, d], symmetric.
-        jitter: The first jitter to try.
-        limit: The last jitter to try.
+        jitter: the first jitter to try.
+        limit: the last jitter to try.
 
     Raises:
         ValueError: The matrix is not positive definite with the last jitter.
@@ -161,8 +161,8 @@ class Prepared:
         mean: mu [d].
         waves: Omega L_g [D/2, d].
         offset: Omega mu [D/2].
-        cosines: First half of the target's Fourier mean, [D/2].
-        sines: Second half of the target's Fourier mean, [D/2].
+        cosines: first half of the target's Fourier mean, [D/2].
+        sines: second half of the target's Fourier mean, [D/2].
     """
 
     parts: Parts
@@ -195,11 +195,11 @@ def first_bank(target: Target, size: int, start: Start, generator: torch.Generat
     """Draw the initial features of Algorithm 1, float32 [M, d].
 
     Args:
-        size: The number of features, M.
+        size: the number of features, M.
         start: "noise": N(0, I). "scaled": N(0, s^2 I), where s^2 is the mean variance of the class's features over the
             dimensions. "mean": N(mu, s^2 I). With the aligner, which takes mean and covariance out of the bank, only
             the first steps differ.
-        generator: On the CPU, so that all devices start from the same bank.
+        generator: on the CPU, so that all devices start from the same bank.
     """
     raw = torch.randn(size, len(target.mean), generator=generator).to(target.mean.device)
     if start == "noise":
@@ -222,10 +222,10 @@ def synthesise(
     """Synthesise the features of one class by SGD with momentum and a cosine learning rate, Algorithm 1.
 
     Args:
-        size: The number of features, M.
-        generator: On the CPU, so that all devices start from the same bank.
-        start: As for `first_bank`.
-        progress: Called after each step with the steps that are done, and all.
+        size: the number of features, M.
+        generator: on the CPU, so that all devices start from the same bank.
+        start: as for `first_bank`.
+        progress: called after each step with the steps that are done, and all.
 
     Returns:
         Features, float32 [M, d], and both losses before the first step and after the last, whether in use or not.

@@ -147,8 +147,8 @@ def _with_current_names(tuned: Outcomes, methods: Mapping[str, str]) -> Outcomes
     """Return tuning outcomes whose values have the present names of the fields.
 
     Args:
-        tuned: Outcomes by cell and arm.
-        methods: Name of each arm's method.
+        tuned: outcomes by cell and arm.
+        methods: name of each arm's method.
     """
     return {
         cell: {

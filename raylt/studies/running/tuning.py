@@ -188,9 +188,9 @@ def search_hash(
     have. The reference arm counts, since its runs are the unit of the budget.
 
     Args:
-        version: Dotted settings of the version that made the search. Other settings do not count at their defaults,
+        version: dotted settings of the version that made the search. Other settings do not count at their defaults,
             which are what that version did. None: All settings count.
-        former_names: Whether that version had the former names of methods' fields.
+        former_names: whether that version had the former names of methods' fields.
     """
     method = resolve(base).method
     newer = {} if version is None else {key: field.default for key, field in settings() if key not in version}
