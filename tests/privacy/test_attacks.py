@@ -258,6 +258,19 @@ def test_counts_of_a_secure_sum_or_under_noise_tell_less(ended):
     assert all(noisy[0][c]["n"] != n for c, n in counts.items())
 
 
+def test_holders_of_the_rarest_third_are_guessed_from_numbers_of_samples_and_from_parts_of_a_sum():
+    held = np.array([[9, 9, 9, 9, 9, 1, 0], [9, 9, 9, 9, 9, 1, 0]])  # of seven classes the last two are the rarest third
+    attacker = object.__new__(_Attacker)
+    attacker.experiment = SimpleNamespace(task=SimpleNamespace(counts=held.sum(0), classes=7, client_counts=held))
+    attacker.private = SimpleNamespace(client=tensor([0, 0, 1]))
+    [told] = attacker._holders("counts", {id: {5: {"n": 1}} for id in (0, 1)})
+    assert told.guessed == 1
+    assert "the rarest 2," in told.what
+    # each client's part of the sum is 1 and 0.4 samples
+    [summed] = attacker._holders("counts", {-1: {5: {"n": 2}, 6: {"n": 0.8}}})
+    assert summed.guessed == 1
+
+
 @pytest.mark.parametrize(("method", "unit"), [("rucr", True), ("fedsm", True), ("fedncm", False)])
 def test_means_are_attacked_as_they_are_sent(ended, method, unit):
     experiment, norm = ended.experiment(), ["method.norm=l2"] if method == "fedsm" else []
