@@ -151,8 +151,8 @@ def test_class_that_no_client_holds(tmp_path, calibrations, method):
 
 
 def test_fednpc_trains_the_averaged_classifier_on_noise_with_random_labels(tiny_task, tmp_path):
-    """Compare with SGD by hand, in which each step trains on all samples of a new draw."""
-    experiment = run(tiny_task, tmp_path, FedNPC(samples=50, steps=4))
+    """Compare with SGD by hand, in which each step trains on all samples of a new draw, without weight decay."""
+    experiment = run(tiny_task, tmp_path, FedNPC(samples=50, steps=4), local={"weight_decay": 0.1})
     server = experiment.server
     params = [value.clone().requires_grad_() for value in server.model.classifier.state_dict().values()]
     generator, losses = torch.Generator().manual_seed(server.seed("noise")), []
