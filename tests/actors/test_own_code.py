@@ -71,7 +71,7 @@ for name in {names}:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_value_of_a_script_runs_on_ray_beside_files_named_as_packages_and_what_cannot_travel_is_one_line(tmp_path):
+def test_a_script_with_files_named_as_packages_runs_its_own_values_on_ray(tmp_path):
     for name in ("actors", "tune", "data"):
         (tmp_path / f"{name}.py").write_text(IN_PLACE)
     text = (

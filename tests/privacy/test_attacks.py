@@ -258,8 +258,10 @@ def test_counts_of_a_secure_sum_or_under_noise_tell_less(ended):
     assert all(noisy[0][c]["n"] != n for c, n in counts.items())
 
 
-def test_holders_of_the_rarest_third_are_guessed_from_numbers_of_samples_and_from_parts_of_a_sum():
-    held = np.array([[9, 9, 9, 9, 9, 1, 0], [9, 9, 9, 9, 9, 1, 0]])  # of seven classes the last two are the rarest third
+def test_holders_of_the_rarest_third_are_guessed_from_numbers_of_samples():
+    held = np.array(
+        [[9, 9, 9, 9, 9, 1, 0], [9, 9, 9, 9, 9, 1, 0]]
+    )  # of seven classes the last two are the rarest third
     attacker = object.__new__(_Attacker)
     attacker.experiment = SimpleNamespace(task=SimpleNamespace(counts=held.sum(0), classes=7, client_counts=held))
     attacker.private = SimpleNamespace(client=tensor([0, 0, 1]))

@@ -356,7 +356,7 @@ def test_memory_of_gpus_and_of_their_machines_bounds_processes():
     assert most_on_gpu(nodes, Need()) == math.inf
 
 
-def test_what_trials_need_is_measured_where_they_share_a_gpu_and_of_the_largest_that_are_tried(monkeypatch):
+def test_trials_that_share_a_gpu_are_sized_by_the_largest_of_them(monkeypatch):
     from tune import placement as trial_placement
     from tune.search import _place
 
@@ -404,9 +404,7 @@ def command(*arguments):
 
 
 @pytest.mark.slow
-def test_on_ray_two_at_a_time_with_a_killed_process_it_comes_to_the_same_and_leaves_no_actor(
-    undisturbed, ray_session, tmp_path, monkeypatch
-):
+def test_a_search_on_ray_with_a_killed_process_equals_one_without(undisturbed, ray_session, tmp_path, monkeypatch):
     import ray
 
     from tune import ray_backend

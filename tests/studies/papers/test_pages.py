@@ -68,7 +68,7 @@ def test_verdicts_stand_at_eighty_columns_uncut():
         assert all(word in text for word in verdict.cell.arm.split())
 
 
-def test_measures_that_do_not_fit_side_by_side_stand_below_each_other_with_the_arms_beside_each_part():
+def test_wide_comparisons_are_printed_in_parts_that_repeat_the_arms():
     study = Study.open(ROOT / "studies" / "results" / "camvid.json")
     sheet = measures_table(
         [
