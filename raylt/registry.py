@@ -7,6 +7,7 @@ folder records its plugins with the SHA-256 of their sources. To continue the ru
 unchanged.
 """
 
+import functools
 import hashlib
 import inspect
 import sys
@@ -255,16 +256,18 @@ def _add(value: Any, name: str | None, kind: PluginKind | None, origin: str) -> 
             'of a function, as in register(my_net, kind="model").',
             code="plugin.wrong-type",
         )
-    name = name or value.__name__
+    function = _function_of(value)
+    name = name or str(function.__name__)
     registered = TABLES[kind].get(name) if kind != "source" or name not in NAMES else NAMES
     plugin = _plugins.get((kind, name))
-    if registered is not None and registered is not value and (plugin is None or _place(plugin.value) != _place(value)):
+    is_same = registered is value or (plugin is not None and _place(plugin.value) == _place(function))
+    if registered is not None and not is_same:
         raise ConfigError(
             f"register: there is already a {kind} of this name ({name!r}). Give yours another name.",
             code="plugin.name-taken",
             name=name,
         )
-    module = sys.modules.get(value.__module__)
+    module = sys.modules.get(function.__module__)
     if module is not None and module.__name__.startswith(PLUGIN):
         origin = Path(str(module.__file__)).name
     TABLES[kind][name] = value
@@ -272,9 +275,17 @@ def _add(value: Any, name: str | None, kind: PluginKind | None, origin: str) -> 
     return name
 
 
+def _function_of(value: Any) -> Any:
+    """Return the function behind `functools.partial`, or the class of a callable object; other values unchanged."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return value if hasattr(value, "__qualname__") else type(value)
+
+
 def _place(value: Callable[..., Any]) -> tuple[str, str]:
     """Return the module and name of a value, which stay the same if the value is defined again."""
-    return value.__module__.removeprefix(PLUGIN), value.__qualname__
+    function = _function_of(value)
+    return function.__module__.removeprefix(PLUGIN), function.__qualname__
 
 
 def _source_hash(module: ModuleType | None) -> str | None:

@@ -1,5 +1,7 @@
 """A user's own methods, models, sources and augmentations, from a folder outside the package."""
 
+import functools
+import hashlib
 import shutil
 import sys
 from importlib.metadata import EntryPoint
@@ -120,6 +122,22 @@ def test_values_come_through_the_library(tmp_path):
         ("method", "mine", "value"),
         ("model", "two_layers", "value"),
     }
+
+
+def test_a_partial_function_is_recorded_with_the_file_of_its_function(tmp_path):
+    def net(width, classes, shape):
+        raise NotImplementedError
+
+    try:
+        assert raylt.register(functools.partial(net, 3), "narrow", kind="model") == "narrow"
+        raylt.register(functools.partial(net, 4), "narrow", kind="model")  # the same function again
+        plugin = registry._plugins["model", "narrow"]
+        assert plugin.sha256 == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        assert raylt.register(functools.partial(net, 5), kind="model") == "net"
+    finally:
+        for name in ("narrow", "net"):
+            registry._plugins.pop(("model", name), None)
+            registry.TABLES["model"].pop(name, None)
 
 
 def test_installed_packages_offer_theirs_by_entry_points(monkeypatch, shops):

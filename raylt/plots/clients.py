@@ -1,5 +1,6 @@
 """Plot of every client's accuracy in runs over the same split (`raylt plot clients RUN [RUN ...]`)."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -
         positions = [k + (i - (len(runs) - 1) / 2) * width for k in clients]
         ax.bar(
             positions,
-            [100 * (a or 0) for a in values],
+            [math.nan if a is None else 100 * a for a in values],  # a client that was not evaluated has no bar
             width,
             color=colour,
             label=f"{name}: mean {mean:.1f} %",
@@ -202,6 +203,15 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
             run=lacking[0],
         )
     figures = {name: of_run[metric] for name, of_run in judged.items()}
+    if nobody := [name for name, values in figures.items() if all(value is None for value in values)]:
+        raise CheckpointError(
+            f"{spoken('--metric', 'metric')}: no client of {nobody[0]} was evaluated by it ({metric}). Give another "
+            "measure.",
+            code="study.no-figure",
+            key="--metric",
+            value=metric,
+            run=nobody[0],
+        )
     task = runs[0].task
     owned = (task.client_counts > 0).sum(1).tolist()
     judged_images = judged_images_of(task)
@@ -209,7 +219,7 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
     return ClientComparison(
         metric,
         first.sha256,
-        [len(rows) for rows in first.clients],
+        task.sizes.tolist(),
         figures,
         owned,
         first.client_names or (),

@@ -271,15 +271,19 @@ def _check_matrices(files: Files) -> Iterator[Finding]:
     A long run drops its oldest counts, except those of steps with a checkpoint. So after `KEPT` evaluations the first
     files may be missing, but no later file may.
     """
-    steps: list[int] = []
+    hashes: dict[int, str] = {}
     with suppress(CheckpointError):
-        steps = [report["step"] for report in files.lines_alone().reports if report.get("confusion")]
+        hashes = {report["step"]: report["confusion"] for report in files.lines().reports if report.get("confusion")}
+    steps = list(hashes)
     if len(steps) > counts.KEPT:
         absent, spared = counts.missing(files.path, steps), checkpoint.steps(files.path / CHECKPOINTS)
         first = next((step for step in steps if step not in absent and step not in spared), steps[-1])
         steps = [step for step in steps if step >= first or step in spared]
     findings = [
-        finding_of(f"{counts.FOLDER}/{step:06d}.npz", lambda step=step: files.matrices(step).sha256) for step in steps
+        finding_of(
+            f"{counts.FOLDER}/{step:06d}.npz", lambda step=step: counts.read(files.path, step, hashes[step]).sha256
+        )
+        for step in steps
     ]
     damaged = [finding for finding in findings if not finding.whole]
     if steps and not damaged:

@@ -1,3 +1,4 @@
+import math
 import shutil
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def test_runs_over_the_same_split_stand_side_by_side(runs, metric):
 def test_spread_by_hand_leaves_out_clients_that_are_not_judged():
     comparison = ClientComparison("owned", "0", [3, 0, 5], {"one": [0.5, None, 1.0]}, [3, 0, 4])
     assert comparison.spread() == {"one": {"mean": 0.75, "deviation": 0.25, "worst_decile": 0.5}}
+
+
+def test_sizes_are_those_of_the_samples_that_clients_trained_on(tmp_path):
+    run = make_run(tmp_path, "held", *SETTINGS, "method=fedavg", "data.validation=0.3")
+    assert compare_clients([run]).sizes == [len(shard) for shard in run.task.shards]
+
+
+def test_a_client_that_is_not_judged_has_no_bar():
+    bars = draw_clients(ClientComparison("owned", "", [1, 2], {"run": [None, 0.5]}, [1, 1])).axes[0].patches
+    assert math.isnan(bars[0].get_height())
+    assert bars[1].get_height() == 50
 
 
 def test_mean_is_also_shown_without_the_clients_of_at_most_two_classes():

@@ -185,6 +185,14 @@ def test_a_reason_for_which_several_runs_fail_is_said_once(tmp_path):
     assert len([line for line in recorder.lines if "absent.npz" in line]) == 1
 
 
+@pytest.mark.slow
+def test_files_of_the_current_folder_are_no_packages_to_a_worker(tmp_path, monkeypatch):
+    (tmp_path / "queue.py").write_text("raise SystemExit('a file of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    study = Study.create(define({**TINY, "arms": {"fedavg": "fedavg"}}), tmp_path / "out")
+    assert study.run(Recorder(), parallel=1) == []
+
+
 def test_makespan_by_hand():
     assert makespan([3, 1, 2], 2) == 3  # 3 | 2 + 1
     assert makespan([5, 4, 3, 3], 2) == 8  # 5 + 3 | 4 + 3

@@ -57,7 +57,7 @@ def load_images(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, de
 
     Args:
         shape: height, width and channels that the model takes.
-        fit: how an image is brought to that size, see `fitted_image`.
+        fit: how an image is brought to a square, see `fitted_image`; for other shapes it is resized without a cut.
         depth: `data.depth` of the run.
 
     Raises:
@@ -96,7 +96,7 @@ def load_image(file: Path | bytes, shape: tuple[int, int, int], fit: Fit, depth:
     Raises:
         DataError: it cannot be decoded.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     height, width, channels = shape
     if channels not in (1, 3):
@@ -109,4 +109,4 @@ def load_image(file: Path | bytes, shape: tuple[int, int, int], fit: Fit, depth:
     if height == width:
         return fitted_image(file, height, channels, fit, depth)
     image = flat_image(file, depth).convert("L" if channels == 1 else "RGB")
-    return np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)).reshape(shape)
+    return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR)).reshape(shape)

@@ -100,15 +100,19 @@ class Journal:
         """
         _make_folder(folder)
         journal = cls(folder)
-        split.save(folder / "split.json")
-        if origins:
-            journal._open.write(identity.ORIGINS, identity.as_text(list(origins)))
-        if outline is not None:
-            # compact: with a hundred thousand clients it has megabytes, which only programs read
-            journal._open.write(OUTLINE, json.dumps(outline, separators=(",", ":")) + "\n")
-        identity.write(journal._open, identity.identify(config, split, data, origins, parent))
-        if parent is None:  # a branched run has steps to adopt first
-            journal._make_resumable(config)
+        try:
+            split.save(folder / "split.json")
+            if origins:
+                journal._open.write(identity.ORIGINS, identity.as_text(list(origins)))
+            if outline is not None:
+                # compact: with a hundred thousand clients it has megabytes, which only programs read
+                journal._open.write(OUTLINE, json.dumps(outline, separators=(",", ":")) + "\n")
+            identity.write(journal._open, identity.identify(config, split, data, origins, parent))
+            if parent is None:  # a branched run has steps to adopt first
+                journal._make_resumable(config)
+        except BaseException:  # such as a full disk; otherwise the folder would be locked until this process ends
+            journal.__exit__()
+            raise
         return journal
 
     def _make_resumable(self, config: Config) -> None:

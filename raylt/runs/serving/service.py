@@ -223,7 +223,8 @@ class Service:
         _check_pixels(content)
         model = self._model.any
         try:
-            return load_image(content, model.shape, model.fit, model.depth)
+            # in a thread: a large image takes half a second, in which the service would answer nobody
+            return await asyncio.to_thread(load_image, content, model.shape, model.fit, model.depth)
         except Undecodable as error:
             raise Refused(
                 400, f"body: not an image that can be decoded ({error.cause}). Send another.", "data.undecodable"

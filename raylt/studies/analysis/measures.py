@@ -141,7 +141,9 @@ def value_of(record: RunRecord, measure: str, at: At) -> float | None:
     if at == "validation":
         return _chosen(record, definition.every_round)
     # of the rounds that were taken: federation.patience may have ended them early
-    curve = [value for value in record.curve[definition.every_round][: record.summary["rounds"]] if value is not None]
+    curve = [
+        value for value in record.curve.get(definition.every_round, [])[: record.summary["rounds"]] if value is not None
+    ]
     if not curve:
         return None
     return fmean(curve[-10:]) if at == "last10" else max([*curve, last])
@@ -154,7 +156,7 @@ def _chosen(record: RunRecord, key: str) -> float | None:
     """
     judged = [
         (chosen, value)
-        for chosen, value in zip(record.curve.get("validation", []), record.curve[key], strict=False)
+        for chosen, value in zip(record.curve.get("validation", []), record.curve.get(key, []), strict=False)
         if chosen is not None and value is not None
     ]
     return max(judged, key=lambda pair: pair[0])[1] if judged else None

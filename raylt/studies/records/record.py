@@ -164,8 +164,8 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
     fields: dict[str, Any] = {"cell": cell, "arm": arm, "seed": seed, "folder": name or str(folder)}
     files = Files(folder)
     failure = failure_file(folder)
-    state = files.state
     try:
+        state = files.state
         if state == "missing":  # a process that died while it created the folder may have left files
             return _unfinished(fields, "missing", failure)
         config = files.config()

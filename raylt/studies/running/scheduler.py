@@ -215,14 +215,16 @@ class _Pool:
     def _start(self, number: int, log: Any) -> Worker:
         # in a session of its own, so that Ctrl-C reaches only the study, which then stops its workers
         slot = self._slots[number]
+        # -P: otherwise a file of the current folder, such as random.py, would be imported in place of a package
+        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         process = subprocess.Popen(
-            [sys.executable, "-m", "raylt.studies.running.worker"],
+            [sys.executable, "-P", "-m", "raylt.studies.running.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
             start_new_session=True,
-            env=os.environ | slot.environment,
+            env=os.environ | slot.environment | {"PYTHONPATH": path},
         )
         if slot.cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(process.pid, slot.cores)

@@ -1,5 +1,6 @@
 """Worker slots, one per core or per GPU: each holds the resources of one worker process."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ def slot_count(parallel: int | None, fleet: str, runs: Sequence[Config]) -> int:
     With Ray it is one run, since Ray spreads the clients of a run itself. Otherwise it is one run per GPU, or per core
     where there is no GPU that a run may use.
     """
-    return parallel or (1 if fleet == "ray" else _gpus(runs) or len(cores()))
+    return parallel or (1 if fleet == "ray" else len(_gpu_names(runs)) or len(cores()))
 
 
 def worker_slots(parallel: int | None, fleet: str, runs: Sequence[Config]) -> list[WorkerSlot]:
@@ -34,22 +35,27 @@ def worker_slots(parallel: int | None, fleet: str, runs: Sequence[Config]) -> li
     count = min(slot_count(parallel, fleet, runs), len(runs))
     if fleet == "ray":
         return [WorkerSlot(frozenset(), {})] * count
-    gpus = _gpus(runs)
+    gpus = _gpu_names(runs)
     usable = cores()
     slots = []
     for number in range(count):
         own_cores = frozenset(usable[number % len(usable) :: count])  # evaluation uses all cores of its process
         environment = {"OMP_NUM_THREADS": str(max(1, len(own_cores)))}
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
         slots.append(WorkerSlot(own_cores or frozenset(usable), environment))
     return slots
 
 
-def _gpus(runs: Sequence[Config]) -> int:
-    """Return the number of this machine's GPUs, or 0 if none of the runs may use a GPU."""
+def _gpu_names(runs: Sequence[Config]) -> list[str]:
+    """Return the names of this process's GPUs in CUDA_VISIBLE_DEVICES; none if no run may use a GPU.
+
+    A cluster's scheduler may have given this process some GPUs of the machine, by number, UUID or MIG name.
+    """
     if all(config.resources.gpu_share == 0 for config in runs):
-        return 0
+        return []
     from raylt.core.device import gpus  # imports torch, which a study without open runs does not need
 
-    return gpus()
+    count = gpus()
+    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return given[:count] if given else [str(number) for number in range(count)]

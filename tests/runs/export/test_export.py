@@ -26,7 +26,7 @@ from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.methods import METHODS
 from raylt.runs.export import artefact, graph_formats, trained_model
 from raylt.runs.export.export import card_of
-from raylt.runs.export.load import load_images
+from raylt.runs.export.load import load_image, load_images
 from raylt.runs.verify import verify
 
 CASES = [(name, "classification") for name in METHODS] + [(name, "segmentation") for name in ("fedavg", "mupfl")]
@@ -489,3 +489,13 @@ def test_the_figures_are_those_of_the_model_in_the_file(tmp_path):
     about = artefact.read(raylt.export(run)).description
     assert (len(run.reports), about["rounds"]) == (4, 3)
     assert about["figures"]["accuracy"] == run.reports[2]["accuracy"]
+
+
+def test_an_image_for_a_model_of_another_shape_is_resized_without_a_cut(tmp_path):
+    pixels = np.zeros((20, 40, 3), np.uint8)
+    pixels[:, :8] = 255  # a white stripe at the left edge, which a crop to the centre would lose
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    image = load_image(tmp_path / "wide.png", (40, 20, 3), "crop", None)
+    assert image.shape == (40, 20, 3)
+    assert (image[:, :3] > 200).all()
+    assert (image[:, 6:] < 50).all()

@@ -15,8 +15,9 @@ from raylt.config import Config, load
 from raylt.core.checkpoint import checkpoint
 from raylt.core.report import RoundReport
 from raylt.data.splits.split import Split
-from raylt.errors import CheckpointError, FolderHeld
+from raylt.errors import CheckpointError, DiskFull, FolderHeld
 from raylt.runs.folder import provenance
+from raylt.runs.folder.reader import is_locked
 from raylt.runs.folder.writer import Journal
 from raylt.typed_json import hash_json
 
@@ -110,6 +111,16 @@ def test_create_refuses_a_place_where_no_folder_can_be(tmp_path):
         Journal.create(tmp_path / "file" / "run", CONFIG, SPLIT, DATA)
 
 
+def test_a_folder_whose_creation_fails_is_not_held(tmp_path, monkeypatch):
+    def full(*_):
+        raise DiskFull(tmp_path)
+
+    monkeypatch.setattr(Split, "save", full)
+    with pytest.raises(DiskFull):
+        Journal.create(tmp_path / "run", CONFIG, SPLIT, DATA)
+    assert not is_locked(tmp_path / "run")
+
+
 def test_folder_is_held_until_its_block_ends(journal):
     with journal, refused("run.busy", FolderHeld, path=str(journal.folder)):
         Journal(journal.folder)
@@ -121,6 +132,7 @@ def test_folder_held_by_another_process_is_refused_until_that_is_killed(journal)
     script = f"""
 import time
 from pathlib import Path
+from raylt.runs.folder.reader import is_locked
 from raylt.runs.folder.writer import Journal
 journal = Journal(Path({str(journal.folder)!r}))
 print("held", flush=True)

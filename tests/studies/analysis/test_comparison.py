@@ -305,6 +305,12 @@ def test_the_finish_is_not_one_of_the_last_ten_rounds():
     assert value_of(finished, "accuracy", "last") == 0.9
 
 
+@pytest.mark.parametrize("at", ["best", "last10", "validation"])
+def test_a_record_without_a_curve_has_only_its_last_value(at):
+    assert value_of(replace(record("a", 0, 0.9), curve={}), "accuracy", at) is None
+    assert value_of(replace(record("a", 0, 0.9), curve={}), "accuracy", "last") == 0.9
+
+
 def test_a_round_is_chosen_on_validation_samples_and_the_finish_may_be_it():
     curve = {"accuracy": [0.1, 0.8, 0.9, 0.5], "few": [0.0, 0.2, 0.1, 0.4], "validation": [0.3, None, 0.6, 0.5]}
     one = record("a", 0, 0.5, curve=curve, config={"federation": {"rounds": 3, "participation": 1.0}})

@@ -5,6 +5,8 @@ import os
 import pytest
 from made import write_run
 
+from raylt.errors import CheckpointError
+from raylt.runs.folder.reader import Files
 from raylt.studies.definition import define, read_definition
 from raylt.studies.records.record import RunRecord, failure_file, read_run
 from raylt.studies.report.listing import listing
@@ -206,3 +208,13 @@ def test_a_divergence_whose_run_was_removed_is_no_result(tmp_path):
     failure_file(tmp_path / "removed").write_text("training diverged\ntraining.diverged\n")
     record = read_run(tmp_path / "removed")
     assert (record.state, record.diverged) == ("failed", False)
+
+
+def test_a_folder_that_cannot_be_opened_has_a_record_with_the_reason(tmp_path, monkeypatch):
+    def unreadable(self):
+        raise CheckpointError(f"{tmp_path}: cannot be read.", code="file.not-readable")
+
+    monkeypatch.setattr(Files, "state", property(unreadable))
+    record = read_run(tmp_path)
+    assert record.state == "damaged"
+    assert "cannot be read" in record.problem

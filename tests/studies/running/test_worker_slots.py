@@ -25,6 +25,14 @@ def test_a_run_per_gpu_that_sees_no_other():
     assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places] == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("given", ["2,3,5", "GPU-aa, GPU-bb ,GPU-cc"], ids=["numbers", "names"])
+def test_a_run_gets_one_of_the_gpus_that_this_process_was_given(monkeypatch, given):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    places = worker_slots(4, "local", runs(*[{}] * 4))
+    names = [name.strip() for name in given.split(",")]
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places] == [*names, names[0]]
+
+
 @pytest.mark.parametrize("resources", [{"device": "cpu"}, {"gpus_per_client": 0.0}])
 def test_a_run_per_core_where_none_may_use_a_gpu(resources):
     of_study = runs(*[resources] * (CORES + 2))
