@@ -53,13 +53,15 @@ def without_doubles(source: Source) -> Source:
         note = _left_out(len(source.x_test) - len(kept), len(source.x_test), "test")
         return replace(source, **tests, test_ids=ids, notes=(*source.notes, *note))
     kept = _first_copies(source.x_train)
+    ids, client_names, lost = _clients_left(source, kept)
     note = _left_out(len(source.x_train) - len(kept), len(source.x_train), "training")
     return replace(
         source,
         x_train=take(source.x_train, kept),
         y_train=take(source.y_train, kept),
-        ids=None if source.ids is None else source.ids[kept],
-        notes=(*source.notes, *note),
+        ids=ids,
+        client_names=client_names,
+        notes=(*source.notes, *note, *lost),
     )
 
 
@@ -103,6 +105,26 @@ def _first_copies(x: Stored) -> np.ndarray:
         kept[index] = digest not in seen
         seen.add(digest)
     return np.flatnonzero(kept)
+
+
+def _clients_left(
+    source: Source, kept: np.ndarray
+) -> tuple[np.ndarray | None, tuple[str, ...] | None, tuple[str, ...]]:
+    """Return the ids and client names that remain with the training images `kept`, and a note on lost clients."""
+    if source.ids is None:
+        return None, source.client_names, ()
+    everyone = np.unique(source.ids)
+    ids = source.ids[kept]
+    left = np.isin(everyone, ids)
+    if left.all():
+        return ids, source.client_names, ()
+    names = everyone.astype(str).tolist() if source.client_names is None else source.client_names
+    lost = [name for name, stays in zip(names, left, strict=True) if not stays]
+    note = (
+        f"{'1 client has' if len(lost) == 1 else f'{len(lost)} clients have'} only copies of other images and "
+        f"{'is' if len(lost) == 1 else 'are'} left out: {', '.join(lost[:10])}" + ", .." * (len(lost) > 10)
+    )
+    return ids, tuple(name for name, stays in zip(names, left, strict=True) if stays), (note,)
 
 
 def _left_out(count: int, of: int, part: str) -> list[str]:

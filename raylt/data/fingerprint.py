@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ def _hash(parts: Iterable[Stored]) -> str:
 
 
 def _hash_file(file: Path) -> str:
-    """Return the hash of a file of decoded images. Large files are read only if they have changed."""
+    """Return the hash of a file of decoded images. It is read only if it has changed."""
     try:
         now = file.stat()
     except OSError as error:
@@ -74,13 +75,19 @@ def _hash_file(file: Path) -> str:
             key="data.root",
             path=str(file),
         ) from None
+    return _hash_version(file, now.st_size, now.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)  # each client's part names the same file, and its folder may be read-only
+def _hash_version(file: Path, size: int, time_ns: int) -> str:
+    """Return the hash of a file that has this size and modification time."""
     with store.Folder.open(file.parent) as folder:
         with suppress(RayltError):
             saved = folder.read_json(file.name + SIDECAR, _FILE_HASH)
-            if (saved["bytes"], saved["time_ns"]) == (now.st_size, now.st_mtime_ns):
+            if (saved["bytes"], saved["time_ns"]) == (size, time_ns):
                 return saved["sha256"]
         sha256 = folder.hash(file.name)
-        content = json.dumps({"bytes": now.st_size, "time_ns": now.st_mtime_ns, "sha256": sha256})
+        content = json.dumps({"bytes": size, "time_ns": time_ns, "sha256": sha256})
         with suppress(RayltError):  # another user's cache may be read-only
             folder.write(file.name + SIDECAR, content)
     return sha256

@@ -11,6 +11,7 @@ from raylt.config import DataConfig
 from raylt.data.doubles import AT_ONCE, repeated, without_doubles
 from raylt.data.images.cache import Mapped, cut, load
 from raylt.data.sources.sources import open_source
+from raylt.data.splits.draw import draw
 from raylt.data.task import build_task
 from raylt.errors import DataError
 
@@ -105,3 +106,29 @@ def test_copies_are_found_across_many_images(tmp_path):
     np.save(path, images)
     for x in (images, Mapped(str(path), np.arange(len(images)))):
         assert np.flatnonzero(repeated(cut(x, 0, AT_ONCE), cut(x, AT_ONCE, len(images)))).tolist() == [AT_ONCE + 1]
+
+
+@pytest.mark.parametrize(("names", "left"), [(["ann", "bob", "cleo"], ("ann", "cleo")), (None, ("0", "2"))])
+def test_a_client_of_copies_alone_is_left_out_by_name(pictures, tmp_path, names, left):
+    x = np.concatenate([pictures[:6], pictures[:4], pictures[6:12]])
+    ids = np.repeat([0, 1, 2], [6, 4, 6])  # the four images of 1 are copies
+    named = {} if names is None else {"client_names": np.array(names)}
+    np.savez(
+        tmp_path / "it.npz",
+        x_train=x,
+        y_train=np.arange(16) % 2,
+        x_test=x[:2],
+        y_test=np.arange(2),
+        id_train=ids,
+        class_names=np.array(["a", "b"]),
+        **named,
+    )
+    source = replace(open_source(DataConfig(source=f"npz:{tmp_path / 'it.npz'}")), x_test=x[:0], y_test=ids[:0])
+    kept = without_doubles(source)
+    assert kept.client_names == left
+    assert kept.ids.tolist() == [0] * 6 + [2] * 6
+    lost = "bob" if names else "1"
+    assert kept.notes[-1] == f"1 client has only copies of other images and is left out: {lost}"
+    split = draw(kept, DataConfig(clients=2, imbalance=1, partition="by_id"))
+    assert split.client_names == left
+    assert {*kept.ids[split.clients[1]]} == {2}

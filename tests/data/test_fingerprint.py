@@ -12,6 +12,7 @@ from raylt.data import fingerprint
 from raylt.data.fingerprint import hash_data
 from raylt.data.images.cache import Mapped
 from raylt.data.task import build_task
+from raylt.errors import CheckpointError
 
 CONFIG = DataConfig(clients=3, imbalance=5)
 
@@ -76,3 +77,28 @@ def test_a_file_of_decoded_images_is_read_once_and_again_when_it_was_written(tas
     np.save(file, images)
     os.utime(file, ns=(1, known["time_ns"] + 1))
     assert hash_data(mapped)["test images"] != first["test images"]
+
+
+def test_a_file_in_a_read_only_cache_is_read_once_for_all_clients(task, tmp_path, monkeypatch):
+    file = tmp_path / "images.npy"
+    np.save(file, np.zeros((6, 8, 8, 1), np.uint8))
+    shards = [replace(shard, x=Mapped(str(file), np.arange(len(shard)) % 6)) for shard in task.shards]
+    read = []
+
+    def refuse(folder, name, content):
+        raise CheckpointError(f"{name}: the folder is read-only. Copy it.")
+
+    def counted(folder, name, real=fingerprint.store.Folder.hash):
+        read.append(name)
+        return real(folder, name)
+
+    monkeypatch.setattr(fingerprint.store.Folder, "write", refuse)
+    monkeypatch.setattr(fingerprint.store.Folder, "hash", counted)
+    mapped = replace(task, shards=shards)
+    first = hash_data(mapped)
+    assert hash_data(mapped) == first
+    assert read == ["images.npy"]
+    np.save(file, np.ones((6, 8, 8, 1), np.uint8))
+    os.utime(file, ns=(1, 1))
+    assert hash_data(mapped)["training images"] != first["training images"]
+    assert len(read) == 2

@@ -1,6 +1,7 @@
 """Decoded images in memory-mapped arrays, and the cache folders below data.root that hold the arrays."""
 
 import os
+import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -56,7 +57,7 @@ class Mapped:
         except (OSError, ValueError) as error:
             raise DataError(
                 f"data.root: the cache of decoded images {self.path} cannot be read ({error}). "
-                "Set data.root to a folder that every node sees.",
+                "Set data.root to a folder that every node sees; if the cache was removed, run the same command again.",
                 code="data.cache-unreadable",
                 key="data.root",
                 path=self.path,
@@ -156,16 +157,30 @@ def clear(root: Path, name: str) -> list[Cache]:
         )
     for cache in chosen:
         with Folder.open(parent) as folder:
-            with folder.inner(cache.name) as inner:
-                if inner.is_locked("lock"):
-                    raise ConfigError(
-                        f"{parent / cache.name}: a process is decoding images into it. Wait until it ends.",
-                        code="data.cache-busy",
-                        name=cache.name,
-                        path=str(parent),
-                    )
-            folder.remove(cache.name)
+            _remove(folder, cache.name)
     return chosen
+
+
+def _remove(folder: Folder, name: str) -> None:
+    """Delete a cache, unless a process is writing it.
+
+    The folder is renamed under its lock, so a process that waits for the lock finds out that the cache is gone.
+    """
+    with folder.inner(name) as inner:
+        lock = inner.lock("lock")
+    if lock is None:
+        raise ConfigError(
+            f"{folder.path / name}: a process is decoding images into it. Wait until it ends.",
+            code="data.cache-busy",
+            name=name,
+            path=str(folder.path),
+        )
+    removed = f"{name}.{secrets.token_hex(8)}"
+    try:
+        folder.rename(name, removed)
+    finally:
+        os.close(lock)
+    folder.remove(removed)
 
 
 def _describe(folder: Folder, path: Path) -> Cache | None:

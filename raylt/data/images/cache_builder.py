@@ -9,6 +9,7 @@ ended. A cache is a folder `NAME-HASH` under data.root/cache, whose hash covers 
     images.partial, images.state    while it is being made: the array, and the state of each row
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -31,7 +32,7 @@ from raylt.data.images.decoding import Undecodable
 from raylt.data.images.image_files import shown_name
 from raylt.data.images.workers import call_in_processes
 from raylt.disk import file_errors
-from raylt.errors import DataError, RayltError
+from raylt.errors import CheckpointError, DataError, RayltError
 from raylt.machine import cores
 from raylt.store import Folder, folder_for
 
@@ -94,12 +95,35 @@ def unfinished(folder: Folder, path: Path) -> Iterator[bool]:
     if path.exists():
         yield False
         return
-    lock = folder.lock("lock", wait=True)  # trials that start together decode once
+    try:
+        lock = folder.lock("lock", wait=True)  # trials that start together decode once
+    except CheckpointError:
+        if path.parent.exists():
+            raise
+        raise _removed(path) from None
     assert lock is not None
     try:
+        if not _is_in_place(path, lock):
+            raise _removed(path)
         yield not path.exists()
     finally:
         os.close(lock)
+
+
+def _is_in_place(path: Path, lock: int) -> bool:
+    """Return whether the lock of an array's folder is still in that folder, which may have been removed meanwhile."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(lock), os.stat(path.with_name("lock")))
+    return False
+
+
+def _removed(path: Path) -> DataError:
+    return DataError(
+        f"data.root: the cache {path.parent} was removed while this process waited for it. Run the same command again.",
+        code="data.cache-unreadable",
+        key="data.root",
+        path=str(path),
+    )
 
 
 def bad_rows(folder: Folder, path: Path) -> dict[int, str]:
@@ -326,7 +350,7 @@ class _Build:
         reasons: dict[int, str] = {}
         todo = np.flatnonzero((self.states == GONE) | (self.states == BAD))
         unwritten = 0
-        with _array(self.partial, self.shape) as stream:
+        with file_errors(self.path.parent), _array(self.partial, self.shape) as stream:
             try:
                 with _bar(len(todo)) as advance, closing(self._decoded(stream.fileno(), todo)) as shares:
                     for rows, states, bad in shares:
@@ -448,8 +472,14 @@ def _array(path: Path, shape: tuple[int, ...]) -> Iterator[BinaryIO]:
         stream.write(_header(shape))
         stream.truncate(size)
         if hasattr(os, "posix_fallocate"):  # macOS has none
-            with suppress(OSError):  # not every file system can
+            try:
                 os.posix_fallocate(stream.fileno(), 0, size)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    if existing != size:  # it holds no decoded row
+                        path.unlink()
+                    raise
+                # other errors: not every file system can allocate
         stream.flush()
         yield stream
 
@@ -457,10 +487,15 @@ def _array(path: Path, shape: tuple[int, ...]) -> Iterator[BinaryIO]:
 def _drop_channels(path: Path, shape: tuple[int, ...]) -> None:
     """Replace the three equal channels of an array file by a single channel."""
     narrow = path.with_suffix(".narrow")
-    before = np.memmap(path, np.uint8, "r", len(_header(shape)), shape)
-    with narrow.open("wb") as stream:
-        stream.write(_header((*shape[:-1], 1)))
-        for row in range(0, shape[0], AT_ONCE):
-            stream.write(before[row : row + AT_ONCE, ..., :1].tobytes())
-    del before
-    narrow.replace(path)
+    with file_errors(path.parent):
+        before = np.memmap(path, np.uint8, "r", len(_header(shape)), shape)
+        try:
+            with narrow.open("wb") as stream:
+                stream.write(_header((*shape[:-1], 1)))
+                for row in range(0, shape[0], AT_ONCE):
+                    stream.write(before[row : row + AT_ONCE, ..., :1].tobytes())
+        except BaseException:
+            narrow.unlink(missing_ok=True)
+            raise
+        del before
+        narrow.replace(path)

@@ -187,14 +187,17 @@ def _flat(image: "Image.Image", depth: int | None) -> "Image.Image":
     """Convert an image to mode L or RGB."""
     from PIL import Image
 
-    if image.mode in ("L", "RGB"):
+    transparent = "transparency" in image.info
+    if image.mode in ("L", "RGB") and not transparent:
         return image
     if image.mode[0] in "IF":
         return Image.fromarray(eight_bits(np.asarray(image), depth, _bits_of(image)))
-    if image.mode in ("1", "LA", "La"):
+    if image.mode == "RGB" and max(image.info["transparency"]) > 255:  # 16 bits, and pixels keep the upper 8
+        image.info["transparency"] = tuple(level >> 8 for level in image.info["transparency"])
+    if image.mode in ("1", "L", "LA", "La"):
         image = image.convert("LA")
         mode = "L"
-    elif image.mode in ("RGBA", "RGBa", "PA") or "transparency" in image.info:
+    elif image.mode in ("RGBA", "RGBa", "PA") or transparent:
         image = image.convert("RGBA")
         mode = "RGB"
     else:

@@ -15,7 +15,7 @@ from raylt.data.images.image_files import shown_name
 from raylt.errors import DataError, count_of
 
 LISTED = 20  # damaged files that an error names one by one
-FORMAT = 3  # version of the decoding; another version has another cache
+FORMAT = 4  # version of the decoding; another version has another cache
 
 Channels = Literal["auto", 1, 3]
 Bad = Literal["stop", "skip"]
@@ -62,7 +62,7 @@ def decode_tree(
     """
     root = str(folder.resolve())
     paths = [os.path.join(root, file) for file in files]
-    stamps = [(file, *_stamp(path)) for file, path in zip(files, paths, strict=True)]
+    stamps = [(file, *file_stamp(path)) for file, path in zip(files, paths, strict=True)]
     key = [FORMAT, root, how.size, how.channels, how.fit, how.depth, stamps]
     path = place_of(name, key, cache) / "images.npy"
     about = {"of": shown_name(root), "images": len(files), "size": how.size}
@@ -139,7 +139,8 @@ def _dark_note(x: Mapped) -> tuple[str, ...]:
     )
 
 
-def _stamp(path: str) -> tuple[int, int]:
+def file_stamp(path: str | Path) -> tuple[int, int]:
+    """Return the size and the modification time in ns of a file, for the key of a cache; -1 if there is no file."""
     try:
         status = os.stat(path)
     except OSError:  # reported when the file is decoded

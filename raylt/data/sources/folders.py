@@ -66,14 +66,12 @@ class ImageLabels:
         clients: client name of each image; None where none is recorded.
         train: number of training images.
         tested: the other images are test images of the source's own; otherwise there are no others.
-        class_names: names in their order; None for alphabetical order.
     """
 
     classes: Sequence[str]
     clients: Sequence[str] | None
     train: int
     tested: bool
-    class_names: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +201,7 @@ def assemble(name: str, x: Mapped, rows: np.ndarray, labels: ImageLabels, notes:
     Raises:
         DataError: no image of a whole part could be decoded.
     """
-    class_names = sorted({*labels.classes}) if labels.class_names is None else list(labels.class_names)
+    class_names = sorted({*labels.classes})
     client_names = None if labels.clients is None else sorted({*labels.clients})
     coded = CodedLabels(
         classes=_positions(labels.classes, class_names),
@@ -341,9 +339,11 @@ def check_same_names(folder: Path, what: str, train: Sequence[str], test: Sequen
     """Raise an error if a class or client of the test part has no training images."""
     untrained = sorted({*test} - {*train})
     if untrained:
+        names = ", ".join(untrained[:10]) + ", .." * (len(untrained) > 10)
         raise DataError(
-            f"{folder}: train and test have different {what} folders ({sorted({*test} ^ {*train})}). Give "
-            f"{untrained[0]}, which has test images alone, training images too.",
+            f"{folder}: {len(untrained)} {what} folder{'s' * (len(untrained) > 1)} of the test part "
+            f"{'have' if len(untrained) > 1 else 'has'} no training images ({names}). Give every {what} training "
+            "images too.",
             code="data.wrong-layout",
             path=str(folder),
             name=untrained[0],

@@ -7,15 +7,20 @@ A loader script is never executed.
 
 import importlib
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from raylt.config import DataConfig
 from raylt.data.images.cache_builder import place_of
 from raylt.data.images.decoding import Undecodable
 from raylt.data.images.image_trees import FORMAT, How, decode_all
 from raylt.data.sources.arrays import SCOPE, Source
-from raylt.data.sources.folders import ImageLabels, assemble
+from raylt.data.sources.folders import CodedLabels, assemble_coded
+from raylt.data.sources.ray_data import NameCodes
 from raylt.errors import ConfigError, DataError
 
 VALIDATION = ("validation", "valid", "val", "dev")  # names of the part that is judged by where there is no test
@@ -54,17 +59,13 @@ def open_hub(config: DataConfig) -> Source:
             )
     x, rows, damaged = _decode(config, chosen, image)
     names = getattr(chosen[0].features[label], "names", None)
-    clients = None
+    class_names, classes = class_codes((value for part in chosen for value in part[label]), names, name)
+    client_names = clients = None
     if config.client_column is not None:
-        clients = [str(client) for part in chosen for client in part[config.client_column]]
-    labels = ImageLabels(
-        classes=[class_of(value, names, name) for part in chosen for value in part[label]],
-        clients=clients,
-        train=len(chosen[0]),
-        tested=len(chosen) > 1,
-        class_names=names,
-    )
-    return assemble(name, x, rows, labels, (*_note_on(config, parts, test), *damaged))
+        values = (value for part in chosen for value in part[config.client_column])
+        client_names, clients = name_codes("data.client_column", name, values)
+    labels = CodedLabels(classes, class_names, clients, client_names, len(chosen[0]), len(chosen) > 1)
+    return assemble_coded(name, x, rows, labels, (*_note_on(config, parts, test), *damaged))
 
 
 def _test_part(config: DataConfig, parts: dict[str, Any], label: str) -> str | None:
@@ -102,12 +103,46 @@ def _note_on(config: DataConfig, parts: dict[str, Any], test: str | None) -> tup
     return (f"the test set is the part {test} of {config.source}, {why}",)
 
 
-def class_of(label: Any, names: list[str] | None, source: str) -> str:
-    """Return the class name of a label.
+def class_codes(labels: Iterable[Any], names: list[str] | None, source: str) -> tuple[list[str], np.ndarray]:
+    """Return the names of all classes in their order, and the number of each label's class, int64 [N].
+
+    Args:
+        labels: numbers of the classes in `names`, or names of classes.
+        names: names that the data set gives to the numbers; None if it has none.
 
     Raises:
-        DataError: the image has no label, which the library writes as -1, as in a hidden test part.
+        DataError: a label is missing or is no class.
     """
+    labels = list(labels)
+    if names:
+        return list(names), np.array([class_of(label, names, source) for label in labels], np.int64)
+    for label in labels:
+        _check_label(label, source)
+    return name_codes("data.label_column", source, labels)
+
+
+def name_codes(key: str, source: str, values: Iterable[Any]) -> tuple[list[str], np.ndarray]:
+    """Return the distinct names of a column, sorted, and the position of each row's name among them, int64 [N].
+
+    Whole numbers have the order of numbers, other names that of the alphabet.
+
+    Args:
+        key: the setting that names the column.
+        source: `data.source`.
+
+    Raises:
+        DataError: a value is missing, is neither an integer nor a string, or cannot be printed.
+    """
+    # True and False are names
+    plain = [str(value) if isinstance(value, bool) else value for value in values]
+    codes = NameCodes(key, source)
+    codes.add(np.fromiter(plain, dtype=object, count=len(plain)))
+    names, numbers = codes.sorted(not any(isinstance(value, str) for value in plain))
+    return names, numbers.astype(np.int64)
+
+
+def _check_label(label: Any, source: str) -> None:
+    """Raise an error if a label belongs to a problem that raylt does not support."""
     if isinstance(label, list | tuple | dict | float):
         raise DataError(
             f"data.label_column: {source} has labels that are not classes ({label!r}). {SCOPE}: name a column with one "
@@ -116,16 +151,25 @@ def class_of(label: Any, names: list[str] | None, source: str) -> str:
             key="data.label_column",
             value=source,
         )
-    if label is None or (names and not 0 <= label < len(names)):
+
+
+def class_of(label: Any, names: list[str], source: str) -> int:
+    """Return the number of a label's class in `names`.
+
+    Raises:
+        DataError: the label is no class, or is missing, which the library writes as -1, as in a hidden test part.
+    """
+    _check_label(label, source)
+    if label is None or not 0 <= label < len(names):
         raise DataError(
-            f"data.source: {source} has an image whose label is none of its {len(names or ())} classes ({label}). "
+            f"data.source: {source} has an image whose label is none of its {len(names)} classes ({label}). "
             "Leave out images without a label, or a part that has no labels.",
             code="data.malformed",
             key="data.source",
             value=source,
             label=label,
         )
-    return names[label] if names else str(label)
+    return label
 
 
 def _decode(config: DataConfig, parts: list[Any], image: str) -> Any:
@@ -153,8 +197,6 @@ def _load(config: DataConfig) -> dict[str, Any]:
     address = config.source.partition(":")[2]
     path = Path(address).expanduser()
     saved = path.is_dir()
-    if not config.download:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
@@ -175,7 +217,8 @@ def _load(config: DataConfig) -> dict[str, Any]:
             value=config.source,
         )
     try:
-        data = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(name, revision=revision)
+        with _network(config.download):
+            data = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(name, revision=revision)
     except Exception as error:  # the library raises errors of many types
         remedy = "Give a folder that datasets has saved." if saved else "Check the name and the revision."
         if not saved and not config.download:
@@ -188,6 +231,24 @@ def _load(config: DataConfig) -> dict[str, Any]:
         ) from None
     parts = dict(data) if isinstance(data, datasets.DatasetDict) else {"train": data}
     return {part: _undecoded(data, datasets.Image) for part, data in parts.items()}
+
+
+@contextmanager
+def _network(allowed: bool) -> Iterator[None]:
+    """Keep the library from using the network inside the block, unless that is allowed.
+
+    The library reads HF_HUB_OFFLINE only when it is imported, and checks these two constants at each request. It
+    ignores `local_files_only` of its DownloadConfig.
+    """
+    modules: list[Any] = [importlib.import_module(name) for name in ("datasets.config", "huggingface_hub.constants")]
+    earlier = [module.HF_HUB_OFFLINE for module in modules]
+    try:
+        for module, offline in zip(modules, earlier, strict=True):
+            module.HF_HUB_OFFLINE = offline or not allowed
+        yield
+    finally:
+        for module, offline in zip(modules, earlier, strict=True):
+            module.HF_HUB_OFFLINE = offline
 
 
 def _undecoded(data: Any, image: Any) -> Any:

@@ -11,7 +11,8 @@ import numpy as np
 from raylt.data.images.cache import Mapped
 from raylt.data.images.cache_builder import pack, place_of
 from raylt.data.images.decoding import Undecodable, eight_bits, flat_image, open_image, read_npz
-from raylt.data.images.image_trees import FORMAT
+from raylt.data.images.image_files import shown_name
+from raylt.data.images.image_trees import FORMAT, file_stamp
 from raylt.data.label_maps import VOID
 from raylt.data.sources.arrays import Arrays
 from raylt.errors import DataError
@@ -256,7 +257,7 @@ class _ResizedLabels:
     def __call__(self, row: int, given: Path | np.ndarray) -> np.ndarray:
         from PIL import Image
 
-        labels = self.table[given if isinstance(given, np.ndarray) else np.asarray(open_image(given))]
+        labels = self.table[self._indices(row, given)]
         wide, tall = self.before
         if labels.shape != (tall, wide):
             raise DataError(
@@ -267,6 +268,26 @@ class _ResizedLabels:
                 row=row,
             )
         return np.asarray(Image.fromarray(labels).resize((self.width, self.height), Image.Resampling.NEAREST))
+
+    def _indices(self, row: int, given: Path | np.ndarray) -> np.ndarray:
+        """Return a label map as uint8 of any shape.
+
+        Raises:
+            DataError: it holds something else than whole numbers from 0 to 255.
+        """
+        values = given if isinstance(given, np.ndarray) else np.asarray(open_image(given))
+        whole = values.dtype.kind in "biu"
+        if whole and (not values.size or (values.min() >= 0 and values.max() <= 255)):
+            return values.astype(np.uint8)
+        largest = f"largest value {values.max()}" if values.dtype.kind in "iuf" and values.size else "no numbers"
+        shown = f"label map {row}" if isinstance(given, np.ndarray) else f"label map {row} ({shown_name(given)})"
+        raise DataError(
+            f"{self.name}: {shown} does not hold class indices from 0 to 255 ({values.dtype}, {largest}). Convert it "
+            "to indices, best as uint8.",
+            code="data.malformed",
+            name=self.name,
+            row=row,
+        )
 
 
 def _image(given: Path | np.ndarray, depth: int | None) -> "Image.Image":
@@ -332,10 +353,9 @@ def _camvid_files(folder: Path, part: str) -> tuple[Frames, np.ndarray]:
             code="data.not-found",
             path=str(missing[0] if missing else folder / part),
         )
-    key = [folder.resolve().as_posix(), part, [file.name for file in images]]
     # 0001TP_006690.png and 0016E5_01890.png begin with the recording
     recordings = np.array([file.name.partition("_")[0] for file in images])
-    return _file_frames(key, images, labels, _camvid_table()), recordings
+    return _file_frames(folder, part, images, labels, _camvid_table()), recordings
 
 
 def _camvid_arrays(path: Path, part: str) -> tuple[Frames, np.ndarray]:
@@ -404,9 +424,12 @@ def _cityscapes_files(folder: Path, split: str) -> tuple[Frames, np.ndarray]:
     for c in Cityscapes.classes:
         if c.id >= 0:
             table[c.id] = c.train_id
-    key = [folder.resolve().as_posix(), split, [file.name for file in images]]
-    return _file_frames(key, images, labels, table), np.array([file.parent.name for file in images])
+    frames = _file_frames(folder, split, images, labels, table)
+    return frames, np.array([file.parent.name for file in images])
 
 
-def _file_frames(key: list[object], images: list[Path], labels: list[Path], table: np.ndarray) -> Frames:
+def _file_frames(folder: Path, part: str, images: list[Path], labels: list[Path], table: np.ndarray) -> Frames:
+    """Return frames of files. Their key holds the files' sizes and times, so replaced files are decoded again."""
+    stamps = [[(file.name, *file_stamp(file)) for file in files] for files in (images, labels)]
+    key = [folder.resolve().as_posix(), part, *stamps]
     return Frames(key, len(images), lambda row: images[row], lambda row: labels[row], table)

@@ -38,13 +38,17 @@ def _fault(split: Split, source: Source, config: DataConfig) -> str | None:
         before = "no" if split.test is not None else "a"
         now = "a" if split.test is not None else "no"
         return f"{source.name} had {before} test part when the split was drawn and has {now} test part now. {_AGAIN}"
-    rows = np.concatenate([*split.clients, *(split.test or ())])
+    rows = np.concatenate([np.empty(0, np.int64), *split.clients, *(split.test or ())])
     if not len(rows):
         return f"the split lists no sample; it must list at least one. {_AGAIN}"
     if rows.min() < 0 or rows.max() >= len(source.y_train):
         return f"indices must be from 0 to {len(source.y_train) - 1} ({rows.min()} to {rows.max()}). {_AGAIN}"
     if len(np.unique(rows)) != len(rows):
         return f"the split lists a sample more than once. {_AGAIN}"
+    if split.client_names is not None and len(split.client_names) != len(split.clients):
+        return f"it has {len(split.client_names)} client names for {len(split.clients)} clients. {_AGAIN}"
+    if split.test is not None and _has_own_tests(split) and len(split.test) != len(split.clients):
+        return f"it has {len(split.test)} lists of test samples for {len(split.clients)} clients. {_AGAIN}"
     if split.judged is not None and max(split.judged) >= len(split.clients):
         return f"it names a client that it does not have ({max(split.judged)}). {_AGAIN}"
     if split.judged is not None and config.new_clients not in (0, len(split.judged)):
@@ -62,9 +66,14 @@ def _fault(split: Split, source: Source, config: DataConfig) -> str | None:
 _AGAIN = "Draw the split again."
 
 
+def _has_own_tests(split: Split) -> bool:
+    """Return whether the lists in `split.test`, if there are any, are those of the clients."""
+    return split.partition in ("by_id", "imported") and not split.test_pooled
+
+
 def own_tests(source: Source, split: Split) -> IndexLists | None:
     """Return, for each client, the rows of its own test images; None if the data do not record them."""
-    if split.partition not in ("by_id", "imported") or split.test_pooled:
+    if not _has_own_tests(split):
         return None
     if split.test is not None:
         ends = np.cumsum([len(rows) for rows in split.test])

@@ -56,9 +56,9 @@ def hold_out_validation(
 ) -> tuple[IndexLists, np.ndarray]:
     """Move a seeded random share of each class from the clients to the validation set.
 
-    From a class with n samples round(share * n) are taken, at least one and at most n - 1: a class with one sample
-    stays in training. A client's last sample is never taken, so the clients stay the same. Where that leaves too few
-    to choose from, fewer are taken.
+    From a class with n samples share * n are taken, rounded to the nearest whole number and a half to the even one, at
+    least one and at most n - 1: a class with one sample stays in training. A client's last sample is never taken, so
+    the clients stay the same. Where that leaves too few to choose from, fewer are taken.
 
     Args:
         clients: for each client, rows of the training set, int64 [n], ascending.
@@ -100,8 +100,8 @@ def hold_out_validation(
 def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> list[np.ndarray]:
     """Choose a seeded random share of each client's samples of each class as the client's test part.
 
-    From n samples of a class round(share * n) are taken, never the last one. A client that would get no test sample,
-    and has two samples of a class, gives one sample of its largest class.
+    From n samples of a class share * n are taken, rounded to the nearest whole number and a half up, never the last
+    one. A client that would get no test sample, and has two samples of a class, gives one sample of its largest class.
 
     Args:
         ids: client id of each sample, [N].

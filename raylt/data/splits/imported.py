@@ -175,7 +175,9 @@ def _split_of(path: Path, lists: dict[str, _Lists], source: Source, config: Data
     elif not len(source.y_test):
         test, share = test_part(source, config)
         assert test is not None
-        clients = [np.setdiff1d(rows, test.flat) for rows in clients]
+        is_test = np.zeros(len(source.y_train), dtype=bool)
+        is_test[test.flat] = True
+        clients = [rows[~is_test[rows]] for rows in clients]
         pooled = True
     judged = tuple(k for k, name in enumerate(names) if lists[name].judged)
     if len(judged) == len(names):

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import pickle
@@ -13,7 +14,7 @@ from raylt.data.images import cache_builder, decoding
 from raylt.data.images.cache import Mapped, load, take
 from raylt.data.images.decoding import fitted_image
 from raylt.data.images.image_trees import How, decode_tree
-from raylt.errors import DataError
+from raylt.errors import DataError, DiskFull
 
 
 @pytest.fixture
@@ -175,6 +176,47 @@ def test_a_cache_larger_than_the_disk_is_refused(tree, tmp_path):
         decode("it", tree, FILES, 10_000_000, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
+def test_a_disk_that_fills_up_is_named(tree, tmp_path, monkeypatch, call, code):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_builder.os, call, fail)
+        with refused("disk.full", DiskFull):
+            decode("it", tree, FILES, 8, tmp_path / "cache")
+    if call == "posix_fallocate":
+        assert not list((tmp_path / "cache").rglob("images.partial"))  # its space is free again
+    assert len(decode("it", tree, FILES, 8, tmp_path / "cache")) == 6
+
+
+def test_a_file_system_that_cannot_allocate_is_used(tree, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(cache_builder.os, "posix_fallocate", fail)
+    assert len(decode("it", tree, FILES, 8, tmp_path / "cache")) == 6
+
+
+def test_a_disk_that_fills_up_while_channels_are_dropped_keeps_no_copy(tmp_path, monkeypatch):
+    path = tmp_path / "images.partial"
+    path.write_bytes(cache_builder._header((2, 4, 4, 3)) + bytes(96))
+    real = Path.open
+
+    def full(file, *how):
+        stream = real(file, *how)
+        if file.suffix == ".narrow":
+            stream.close()
+            raise OSError(errno.ENOSPC, "full")
+        return stream
+
+    monkeypatch.setattr(Path, "open", full)
+    with refused("disk.full", DiskFull):
+        cache_builder._drop_channels(path, (2, 4, 4, 3))
+    assert [file.name for file in tmp_path.iterdir()] == ["images.partial"]
+
+
 def test_rows_are_taken_alike_from_arrays_and_mapped_images(tree, tmp_path):
     mapped = decode("it", tree, FILES, 8, tmp_path / "cache")
     array, rows = mapped.load(), np.array([4, 1, 1])
@@ -193,5 +235,6 @@ def test_mapped_images_travel_as_a_path(tree, tmp_path):
 
 
 def test_a_cache_that_this_node_cannot_see_is_explained(tmp_path):
-    with refused("data.cache-unreadable", DataError, path=str(tmp_path / "gone.npy")):
+    with refused("data.cache-unreadable", DataError, path=str(tmp_path / "gone.npy")) as caught:
         Mapped(str(tmp_path / "gone.npy"), np.arange(3)).load()
+    assert "if the cache was removed, run the same command again" in str(caught.value)

@@ -10,9 +10,10 @@ from PIL import Image
 from refusals import refused
 
 from raylt.data.images.cache import caches, clear
+from raylt.data.images.cache_builder import unfinished
 from raylt.data.images.image_trees import How, decode_tree
-from raylt.errors import ConfigError
-from raylt.store import folder_for
+from raylt.errors import ConfigError, DataError
+from raylt.store import Folder, folder_for
 
 
 @pytest.fixture
@@ -59,6 +60,37 @@ def test_a_cache_that_is_being_made_stays(root):
             clear(root, cache.name)
         os.close(lock)
     assert clear(root, cache.name) == [cache]
+
+
+def test_a_cache_is_removed_under_its_lock(root, monkeypatch):
+    cache = next(cache for cache in caches(root) if cache.images)
+    locked = []
+    real = Folder.rename
+
+    def rename(folder, old, new):
+        locked.append(folder.inner(old).is_locked("lock"))
+        real(folder, old, new)
+
+    monkeypatch.setattr(Folder, "rename", rename)
+    assert clear(root, cache.name) == [cache]
+    assert locked == [True]
+    assert not (root / "cache" / cache.name).exists()
+    assert cache not in caches(root)
+
+
+def test_a_process_that_waits_for_a_removed_cache_is_told_so(root):
+    name = next(cache.name for cache in caches(root) if cache.images)
+    array = root / "cache" / name / "other.npy"
+    with folder_for(array.parent) as folder:
+        clear(root, name)
+        with refused("data.cache-unreadable", DataError, path=str(array)), unfinished(folder, array):
+            pass
+    with folder_for(array.parent) as folder:  # removed after its lock's file was opened
+        (root / "cache" / name).rename(root / "cache/away")
+        with refused("data.cache-unreadable", DataError, path=str(array)), unfinished(folder, array):
+            pass
+    with folder_for(array.parent) as folder, unfinished(folder, array) as missing:
+        assert missing
 
 
 def test_the_command_lists_and_removes(root):

@@ -15,7 +15,7 @@ from refusals import refused
 from raylt.config import DataConfig
 from raylt.data.images import decoding
 from raylt.data.images.cache import load
-from raylt.data.images.decoding import fitted_image
+from raylt.data.images.decoding import fitted_image, flat_image
 from raylt.data.sources.sources import open_source
 from raylt.errors import DataError
 
@@ -299,6 +299,36 @@ def test_what_is_transparent_lies_on_white_and_grey_stays_grey(tmp_path, image, 
 def test_a_transparent_colour_of_a_palette_lies_on_white(tmp_path):
     Image.new("P", (8, 8), 0).save(tmp_path / "it.png", transparency=0)
     assert fitted_image(tmp_path / "it.png", 8, None)[0, 0].tolist() == [255, 255, 255]
+
+
+@pytest.mark.parametrize(
+    ("image", "transparency", "shape"),
+    [
+        (Image.new("L", (8, 8), 0), 0, (8, 8, 1)),
+        (Image.new("RGB", (8, 8), (0, 0, 0)), (0, 0, 0), (8, 8, 3)),
+        (Image.new("1", (8, 8), 0), 0, (8, 8, 1)),
+    ],
+)
+def test_a_transparent_colour_of_any_png_lies_on_white(tmp_path, image, transparency, shape):
+    image.putpixel((0, 0), 1 if image.mode == "1" else 9 if image.mode == "L" else (9, 9, 9))
+    image.save(tmp_path / "it.png", transparency=transparency)
+    shown = fitted_image(tmp_path / "it.png", 8, None)
+    assert shown.shape == shape
+    assert (shown[1:] == 255).all()
+    assert (shown[0, 0] == (255 if image.mode == "1" else 9)).all()
+
+
+def test_a_transparent_colour_of_16_bits_lies_on_white(tmp_path):
+    head = struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)
+    pixels = struct.pack(">6H", 0x1234, 0x5678, 0x9ABC, 0x1111, 0x2222, 0x3333)
+    chunks = (
+        (b"IHDR", head),
+        (b"tRNS", pixels[:6]),
+        (b"IDAT", zlib.compress(b"\0" + pixels)),
+        (b"IEND", b""),
+    )
+    (tmp_path / "it.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks))
+    assert np.asarray(flat_image(tmp_path / "it.png")).tolist() == [[[255] * 3, [0x11, 0x22, 0x33]]]
 
 
 def test_printing_colours_become_those_of_a_screen(tmp_path):

@@ -14,6 +14,7 @@ from refusals import refused
 from raylt.config import DataConfig
 from raylt.data.fingerprint import hash_data
 from raylt.data.images.cache import load
+from raylt.data.sources.folders import check_same_names
 from raylt.data.splits.check import complete
 from raylt.data.splits.split import Split
 from raylt.data.task import build_task
@@ -260,7 +261,7 @@ def test_a_class_without_test_images_is_named(tmp_path):
         ({"test": {"wien": {"a": 1}}, "wien": {"a": 1}}, r"images lie as wien/a/0\.png"),
         ({"wien": {"a": 1}, "linz": {"a": {"b": 1}}}, r"different depths, as wien/a/0\.png and linz/a/b/0\.png"),
         ({"train": {"a": 1}, "test": {"a": {"b": 1}}}, r"images lie as a/b/0\.png"),
-        ({"train": {"a": {"x": 1}}, "test": {"b": {"x": 1}}}, r"different client folders \(\['a', 'b'\]\)"),
+        ({"train": {"a": {"x": 1}}, "test": {"b": {"x": 1}}}, r"no training images \(b\)\."),
         ({"a": {"x": 0}}, "no images in its folders"),
     ],
 )
@@ -350,3 +351,13 @@ def test_a_tail_that_is_cut_begins_with_the_largest_class(tmp_path):
     task = build_task(config(tmp_path / "it", imbalance=10))
     # a fifth of each class is for the test, so 8, 16 and 32 remain. 10^(-c/2) of n_max = 32: 32, 10, 3
     assert dict(zip(task.class_names, task.counts.tolist(), strict=True)) == {"shoe": 32, "hat": 10, "bag": 3}
+
+
+def test_ten_of_the_untrained_clients_are_named(tmp_path):
+    test = [f"shop {k:02}" for k in range(14)]
+    with refused("data.wrong-layout", DataError, name="shop 02") as caught:
+        check_same_names(tmp_path, "client", [*test[:2], "trained only"], test)
+    assert "12 client folders of the test part have no training images (shop 02, shop 03, " in str(caught.value)
+    assert "shop 11, ..)" in str(caught.value)
+    assert "trained only" not in str(caught.value)
+    check_same_names(tmp_path, "client", test, test[:3])

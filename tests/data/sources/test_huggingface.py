@@ -1,7 +1,9 @@
 """Data sets of the `datasets` library that are saved in a folder."""
 
 import io
+import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -9,7 +11,7 @@ from refusals import refused
 
 from raylt.config import DataConfig
 from raylt.data.images.cache import load
-from raylt.data.sources.huggingface import class_of
+from raylt.data.sources.huggingface import class_codes, name_codes
 from raylt.data.sources.sources import open_source
 from raylt.data.task import build_task
 from raylt.errors import ConfigError, DataError
@@ -166,7 +168,61 @@ def test_a_folder_that_is_no_saved_data_set_is_refused_in_one_line(tmp_path):
 
 @pytest.mark.parametrize("label", [-1, 3, None])
 def test_an_image_without_a_label_is_of_no_class(label):
-    assert class_of(2, ["shoe", "bag", "hat"], "hf:x") == "hat"
-    assert class_of(-1, None, "hf:x") == "-1"  # a number without a name
+    names, codes = class_codes([2, 0], ["shoe", "bag", "hat"], "hf:x")
+    assert (names, codes.tolist()) == (["shoe", "bag", "hat"], [2, 0])
+    assert class_codes([-1, 3], None, "hf:x")[0] == ["-1", "3"]  # numbers without names
     with refused("data.malformed", DataError, value="hf:x", label=label):
-        class_of(label, ["shoe", "bag", "hat"], "hf:x")
+        class_codes([label], ["shoe", "bag", "hat"], "hf:x")
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "codes"),
+    [
+        ([10, 2, 0, 10, 1], ["0", "1", "2", "10"], [3, 2, 0, 3, 1]),
+        (["10", "2", "b"], ["10", "2", "b"], [0, 1, 2]),  # texts have the order of the alphabet
+        ([True, False], ["False", "True"], [1, 0]),
+    ],
+)
+def test_whole_numbers_have_the_order_of_numbers(values, names, codes):
+    for found in (name_codes("data.client_column", "hf:x", values), class_codes(values, None, "hf:x")):
+        assert found[0] == names
+        assert found[1].tolist() == codes
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (None, "data.malformed"),
+        ("", "data.malformed"),
+        (float("nan"), "data.malformed"),
+        ([1], "data.malformed"),
+        (" ", "data.bad-name"),
+        ("a\x1b[2J", "data.bad-name"),
+    ],
+)
+def test_clients_and_classes_without_a_name_are_refused(value, code):
+    with refused(code, DataError, key="data.client_column", value="hf:x"):
+        name_codes("data.client_column", "hf:x", ["wien", value])
+    with refused(code, DataError, key="data.label_column", value="hf:x"):
+        class_codes(["cat", value], None, "hf:x")
+
+
+@pytest.mark.parametrize("download", [False, True])
+def test_the_network_is_closed_only_while_a_data_set_is_loaded(monkeypatch, download):
+    offline = []
+
+    def load_dataset(name, revision):
+        offline.append([config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE])
+        raise ConnectionError("no such data set")
+
+    config, constants = SimpleNamespace(HF_HUB_OFFLINE=False), SimpleNamespace(HF_HUB_OFFLINE=False)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setitem(sys.modules, "datasets.config", config)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with refused("data.not-found", DataError, value="hf:somebody/shops@1"):
+        open_source(DataConfig(source="hf:somebody/shops@1", download=download))
+    assert offline == [[not download] * 2]
+    assert not config.HF_HUB_OFFLINE
+    assert not constants.HF_HUB_OFFLINE
+    assert "HF_HUB_OFFLINE" not in os.environ

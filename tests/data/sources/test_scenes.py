@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from refusals import refused
 from raylt.config import DataConfig
 from raylt.data.images.cache import Mapped, load
 from raylt.data.label_maps import VOID
+from raylt.data.sources import scenes
 from raylt.data.sources.sources import open_source
 from raylt.errors import DataError
 
@@ -54,6 +56,17 @@ def arrays(tmp_path):
     return tmp_path / "camvid.npz"
 
 
+def write_maps(place, indices):
+    """Replace the second training map, or, in an npz, whose maps have one type, all maps but the first."""
+    if place.suffix == ".npz":
+        content = dict(np.load(place))
+        content["y_train"] = np.stack([INDICES.astype(indices.dtype) * 0, indices, indices])
+        np.savez(place, **content)
+    else:
+        image = Image.fromarray(indices)
+        image.save(place / "trainannot/0016E5_00390.png", "TIFF" if image.mode == "F" else "PNG")
+
+
 @pytest.mark.parametrize("layout", ["tree", "arrays"])
 def test_camvid_is_resized_with_its_maps_and_knows_its_recordings(layout, config, request):
     request.getfixturevalue(layout)
@@ -88,11 +101,50 @@ def test_frames_of_16_bits_keep_their_scale(layout, depth, grey, config, request
     assert np.unique(load(source.x_test)).tolist() == [grey]
 
 
-def test_a_second_opening_uses_the_cache(config, tree):
+def test_a_second_opening_uses_the_cache(config, tree, monkeypatch):
     before = load(open_source(config).y_train)
-    for file in tree.rglob("*.png"):
-        file.write_bytes(b"")
+    monkeypatch.setattr(scenes, "pack", None)  # a call would fail
     assert (load(open_source(config).y_train) == before).all()
+
+
+@pytest.mark.parametrize(("folder", "changed"), [("train", "x_train"), ("trainannot", "y_train")])
+def test_a_frame_or_map_that_was_replaced_is_decoded_again(config, tree, folder, changed):
+    before = open_source(config)
+    file = tree / folder / "0016E5_00390.png"
+    pixels = INDICES[:, ::-1].copy() if folder == "trainannot" else picture(255)
+    Image.fromarray(pixels).save(file)
+    os.utime(file, ns=(1, 1))
+    after = open_source(config)
+    for part in ("x_train", "y_train", "x_test", "y_test"):
+        same = (load(getattr(after, part)) == load(getattr(before, part))).all()
+        assert same == (part != changed), part
+
+
+@pytest.mark.parametrize(
+    ("layout", "indices", "words"),
+    [
+        ("tree", INDICES.astype(np.uint16) * 257, "(uint16, largest value 2827)"),
+        ("tree", INDICES.astype(np.float32) / 2, "(float32, largest value 5.5)"),
+        ("arrays", INDICES.astype(np.int64) - 1, "(int64, largest value 10)"),
+        ("arrays", INDICES.astype(np.int32) * 257, "(int32, largest value 2827)"),
+    ],
+)
+def test_label_maps_of_other_numbers_are_refused_by_name(layout, config, request, indices, words):
+    write_maps(request.getfixturevalue(layout), indices)
+    with refused("data.undecodable", DataError, row=1) as caught:
+        open_source(config)
+    assert words in str(caught.value)
+    assert ("0016E5_00390" if layout == "tree" else "label map 1") in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.bool_])
+@pytest.mark.parametrize("layout", ["tree", "arrays"])
+def test_label_maps_of_16_bits_and_of_one_bit_hold_indices(layout, config, request, dtype):
+    indices = (INDICES == 1).astype(dtype) if dtype == np.bool_ else INDICES.astype(dtype)
+    write_maps(request.getfixturevalue(layout), indices)
+    row = load(open_source(config).y_train)[1, 0].tolist()
+    bits = [0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert row == (bits if dtype == np.bool_ else [0, 0, 1, 1, 5, 5, 10, 10, VOID, VOID, 3, 3])
 
 
 def test_arrays_that_changed_are_decoded_again(config, arrays):

@@ -10,7 +10,7 @@ import raylt
 from raylt.config import DataConfig
 from raylt.data.images.cache import Mapped, load
 from raylt.data.sources.arrays import PUBLISHED
-from raylt.data.sources.huggingface import class_of
+from raylt.data.sources.huggingface import class_codes
 from raylt.data.sources.sources import (
     _load_digits,
     channel_statistics,
@@ -396,7 +396,7 @@ def test_problems_that_are_not_of_images_and_classes_are_refused_by_name(changes
 @pytest.mark.parametrize("label", [[1, 0, 1], 0.5, {"box": 1}])
 def test_labels_of_a_hub_that_are_no_classes_are_refused(label):
     with refused("data.malformed", DataError, key="data.label_column"):
-        class_of(label, None, "hf:it@1")
+        class_codes([label], None, "hf:it@1")
 
 
 def test_a_size_that_arrays_would_ignore_is_refused_before_a_run():

@@ -1,6 +1,7 @@
 """Index lists of other tools become a sealed split or are refused in one line."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,17 @@ def imported(npz, content, name="lists.json", **settings):
     file = npz.parent / name
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     return build_task(DataConfig(source=f"npz:{npz}", split=str(file), **settings))
+
+
+def pets(tmp_path):
+    """Write a folder of 12 images of two classes, without a test part, and return its settings."""
+    from PIL import Image
+
+    for i in range(12):
+        file = tmp_path / "pets" / ("cat", "dog")[i % 2] / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 10 * i).save(file)
+    return {"source": f"folder:{tmp_path / 'pets'}", "root": str(tmp_path / "root"), "size": 8}
 
 
 LEAF = {
@@ -87,13 +99,7 @@ def test_clients_may_only_be_judged(npz, content):
 
 
 def test_clients_may_have_test_images_of_their_own(tmp_path):
-    from PIL import Image
-
-    for i in range(12):
-        file = tmp_path / "pets" / ("cat", "dog")[i % 2] / f"{i}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (8, 8), 10 * i).save(file)
-    settings = {"source": f"folder:{tmp_path / 'pets'}", "root": str(tmp_path / "root"), "size": 8}
+    settings = pets(tmp_path)
     lists = {"wien": {"train": [0, 1, 6], "test": [2, 7]}, "linz": {"train": [3, 8], "test": [9]}}
     (tmp_path / "lists.json").write_text(json.dumps(lists))
     task = build_task(DataConfig(**settings, split=str(tmp_path / "lists.json")))
@@ -196,3 +202,43 @@ def test_a_client_has_a_name_that_tables_have_room_for(tmp_path):
     file.write_text(json.dumps({"a" * 300: [0], "b": [1]}))
     with refused("data.bad-name", DataError, value=300):
         build_task(DataConfig(split=str(file), imbalance=None))
+
+
+def test_a_row_twice_in_one_list_is_refused_where_a_test_part_is_drawn(tmp_path):
+    lists = [[*range(6), 0, 1, 2, 3, 4, 5], [*range(6, 12)]]
+    (tmp_path / "lists.json").write_text(json.dumps(lists))
+    with refused("data.split-mismatch") as caught:
+        build_task(DataConfig(**pets(tmp_path), split=str(tmp_path / "lists.json")))
+    assert "a sample more than once" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"client_names": ("wien", "linz")}, "2 client names for 3 clients"),
+        ({"test": ()}, "0 lists of test samples for 3 clients"),
+        ({"test": (np.array([11]),)}, "1 lists of test samples for 3 clients"),
+        ({"clients": (), "test": (), "client_names": ()}, "no sample"),
+    ],
+)
+def test_names_and_test_lists_of_another_number_than_clients_are_refused(tmp_path, changes, words):
+    lists = {name: {"train": [4 * k, 4 * k + 1], "test": [4 * k + 2]} for k, name in enumerate(LISTS)}
+    (tmp_path / "lists.json").write_text(json.dumps(lists))
+    config = DataConfig(**pets(tmp_path))
+    split = build_task(config.model_copy(update={"split": str(tmp_path / "lists.json")})).split
+    build_task(config, split=split)
+    with refused("data.split-mismatch") as caught:
+        build_task(config, split=replace(split, **changes))
+    assert words in str(caught.value)
+
+
+def test_test_lists_of_ids_need_not_be_those_of_the_clients(tmp_path):
+    for client in ("anna", "bert", "cora"):
+        pets(tmp_path / client)
+        (tmp_path / "shops").mkdir(exist_ok=True)
+        (tmp_path / client / "pets").rename(tmp_path / "shops" / client)
+    settings = {"source": f"folder:{tmp_path / 'shops'}", "root": str(tmp_path / "root"), "size": 8}
+    config = DataConfig(**settings, partition="iid", clients=2)
+    task = build_task(config)
+    assert len(task.split.test or ()) == 3
+    assert build_task(config, split=task.split).own_tests is None
