@@ -5,13 +5,12 @@ import re
 import signal
 import threading
 import time
-from typing import ClassVar
 
 import faulty
 import pytest
 import ray
 from tiny import make_setup
-from trouble import IDS, configure
+from trouble import IDS, Unable, configure
 
 from actors.capacity import Placement
 from actors.fleet import PATIENCE_S, STACKS, RayFleet
@@ -94,17 +93,8 @@ def test_what_a_client_needs_is_measured(ray_session, tiny_task):
 
 
 def test_the_one_client_of_a_probe_takes_part_whatever_is_sampled(ray_session, tiny_task):
-    federation = {"participation": 0.01, "sampling": "poisson", "secure": True}
-    assert probe(make_setup(configure(federation=federation), FedAvg()), tiny_task, 0) is not None
-
-
-class Unable(FedAvg):
-    """A method whose clients raise in every training."""
-
-    name: ClassVar[str] = "unable"
-
-    def train(self, client, message):
-        raise RuntimeError("no kernel for this device")
+    config = configure(participation=0.01, sampling="poisson", secure=True)
+    assert probe(make_setup(config, FedAvg()), tiny_task, 0) is not None
 
 
 def test_a_probe_that_fails_leaves_the_driver_alive(ray_session, tiny_task, monkeypatch):

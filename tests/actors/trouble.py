@@ -24,6 +24,15 @@ def configure(**federation: Any) -> Config:
     )
 
 
+class Unable(FedProx):
+    """A method whose clients raise in every training."""
+
+    name: ClassVar[str] = "unable"
+
+    def train(self, client: Client, message: Message) -> Reply:
+        raise RuntimeError("no kernel for this device")
+
+
 class Private(FedProx):
     """FedProx whose classifier stays with the client, which counts its calls; `victims` die in their first `times`
     trainings."""
