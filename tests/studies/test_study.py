@@ -245,7 +245,7 @@ def test_a_worker_that_dies_is_replaced_and_its_run_taken_up(tmp_path, monkeypat
         "    open(mark, 'w').close()\n"
         "    os.kill(os.getpid(), 9)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(tmp_path)  # workers have the import path of this process
     study, recorder = Study.create(define(TINY | {"arms": {"fedavg": "fedavg"}}), tmp_path / "out"), Recorder()
     assert study.run(recorder, parallel=1) == []
     assert any(text.startswith("fedavg/seed-0: ") and "signal 9" in text for text in recorder.lines)
