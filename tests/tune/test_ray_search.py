@@ -1,4 +1,4 @@
-"""What a search with one of Ray's schedulers makes of its trials."""
+"""The table of trials of a search with one of Ray's schedulers."""
 
 from types import SimpleNamespace
 
