@@ -230,7 +230,6 @@ class ClientCalls(Job):
         ids = [waiting[position] for position in positions]
         taken = set(positions)
         seen = positions[-1] + 1
-        # the rest is not copied, so that the total time is not quadratic in the number of clients
         waiting[:seen] = [id for position, id in enumerate(waiting[:seen]) if position not in taken]
         return ids
 

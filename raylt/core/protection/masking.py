@@ -23,6 +23,7 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from cryptography.hazmat.primitives import hashes
@@ -310,21 +311,29 @@ def evaluate(coefficients: list[int], x: int, prime: int) -> int:
     return value
 
 
+@lru_cache(maxsize=1)  # all secrets of a sum are recovered from shares of the same members
+def _weights_at_zero(points: tuple[int, ...]) -> list[int]:
+    """Return the weight of each point's value in the Lagrange interpolation at 0, modulo the prime."""
+    weights = []
+    for x in points:
+        numerator = 1
+        denominator = 1
+        for other in points:
+            if other != x:
+                numerator = numerator * other % PRIME
+                denominator = denominator * (other - x) % PRIME
+        weights.append(numerator * pow(denominator, -1, PRIME) % PRIME)
+    return weights
+
+
 def join(shares: Mapping[int, int], length: int = 32) -> bytes:
     """Recover a secret of `length` bytes from shares, by Lagrange interpolation at 0.
 
     Raises:
         ValueError: the shares are fewer than the threshold, or of several secrets. Not every such mistake is detected.
     """
-    value = 0
-    for x, share in shares.items():
-        numerator = 1
-        denominator = 1
-        for other in shares:
-            if other != x:
-                numerator = numerator * other % PRIME
-                denominator = denominator * (other - x) % PRIME
-        value = (value + share * numerator * pow(denominator, -1, PRIME)) % PRIME
+    weights = _weights_at_zero(tuple(shares))
+    value = sum(weight * share for weight, share in zip(weights, shares.values(), strict=True)) % PRIME
     if value >= 256**length:
         raise ValueError(f"{len(shares)} shares give no secret of {length} bytes: too few, or of several secrets")
     return value.to_bytes(length, "big")
