@@ -1,4 +1,4 @@
-"""A method whose client 0 once, after round 1, allocates GREED bytes of memory and waits to be killed for it."""
+"""A method whose client 0 once, after round 1, takes up to GREED bytes of memory and waits to be killed for them."""
 
 import os
 import time
@@ -9,6 +9,8 @@ import numpy as np
 
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
+
+STEP = 128 * 2**20  # bytes
 
 
 class Greedy(Method):
@@ -22,7 +24,9 @@ class Greedy(Method):
         mark = Path(self.folder, "greedy")
         if self.folder and client.id == 0 and client.round >= 2 and not mark.exists():
             mark.write_text(str(os.getpid()))
-            taken = np.ones(int(os.environ["GREED"]), dtype=np.uint8)
+            taken = [np.ones(STEP, dtype=np.uint8)]
+            while len(taken) * STEP < int(os.environ["GREED"]):
+                taken.append(np.ones(STEP, dtype=np.uint8))
+                time.sleep(0.02)  # so that little is taken between the limit and the kill
             time.sleep(60)
-            taken.fill(2)
         return super().train(client, message)
