@@ -283,6 +283,9 @@ class ClientCalls(Job):
             private_refs = [self._stored_replies[id].private_ref for id in call.ids]
         else:
             private_refs = [self.fleet.keep(private) for private in call.private_refs]
+            for problem in results.problems:
+                self.fleet.note(f"{name_clients(call.ids)}, round {self.fleet.round}, {self.name}: {problem}")
+            results = results.replies
         if call.reply_refs:
             results = [fault or StoredReply(ref) for fault, ref in zip(results, call.reply_refs, strict=True)]
         return [Outcome(id, reply, private) for id, reply, private in zip(call.ids, results, private_refs, strict=True)]

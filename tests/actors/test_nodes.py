@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError
 
 from actors.actor_pool import deal_clients
 from actors.calls import STORED_BYTES, ClientCalls
-from actors.client import Block, ClientActor
+from actors.client import Block, BlockReplies, ClientActor
 from actors.shards import Shards
 from raylt.core.fleet.block_sums import BLOCK, SummedReply
 from raylt.core.fleet.cohort import RoundStats
@@ -101,19 +101,40 @@ def test_an_idle_actor_prefers_clients_of_its_node_and_keeps_only_their_data():
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_an_actor_drops_the_data_of_a_client_of_another_node(keep):
-    plain = ClientActor.__ray_metadata__.modified_class
-    actor, released = plain.__new__(plain), []
-    actor.packs, actor.stacks = {}, None
+    actor, released = make_actor(), []
     actor.host = SimpleNamespace(
         run_stacks=lambda *_: {},
         run=lambda fn, message, round, id, shard, private: (trouble.Reply(1, {"shard": shard}), {}),
         release=released.extend,
     )
     pack = SimpleNamespace(shard=lambda id: f"shard {id}")
-    replies, _ = actor.run(None, {}, Block(1, [5], [(3, 5, None)], keep, False), 60.0, None, pack)
-    assert replies[0].tree == {"shard": "shard 3"}
+    block, _ = actor.run(None, {}, Block(1, [5], [(3, 5, None)], keep, False), 60.0, None, pack)
+    assert block.replies[0].tree == {"shard": "shard 3"}
     assert actor.packs == ({5: pack} if keep else {})
     assert released == ([] if keep else [3])
+
+
+def make_actor():
+    """Return a client actor without a host, in this process."""
+    plain = ClientActor.__ray_metadata__.modified_class
+    actor = plain.__new__(plain)
+    actor.packs, actor.stacks, actor._problems = {}, None, {}
+    return actor
+
+
+def test_an_actor_returns_each_problem_once_and_its_call_notes_it():
+    actor = make_actor()
+    stacks = iter(["one", "one", "other"])
+    actor.host = SimpleNamespace(
+        run_stacks=lambda *_: actor._note(next(stacks)) or {}, run=lambda *_: (trouble.Reply(1, {}), {})
+    )
+    pack = SimpleNamespace(shard=lambda id: None)
+    blocks = [actor.run(None, {}, Block(1, [0], [(3, 0, None)], True, False), 60.0, None, pack)[0] for _ in range(3)]
+    assert [block.problems for block in blocks] == [["one"], [], ["other"]]
+    calls, slots = make_calls(4, [range(4)])
+    _, call = calls.submit(slots[0], "own")
+    calls.outcomes(call, blocks[2])
+    assert calls.fleet.notes == [f"client {call.ids[0]}, round 1, count: other"]
 
 
 def schema(clients, numbers=STORED_BYTES // 4):
@@ -152,7 +173,7 @@ def reply_to_all(calls, slots):
             additions.append(call)
             continue
         results = [None] * len(call.ids) if call.reply_refs else [trouble.Reply(100, {})] * len(call.ids)
-        for outcome in calls.outcomes(call, results):
+        for outcome in calls.outcomes(call, BlockReplies(results, [])):
             calls.accept(outcome, 1.0)
     return additions
 

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from refusals import refused
 from started import wait_for
 from tiny import make_setup
-from trouble import IDS, Broken, Private, configure
+from trouble import IDS, Broken, Private, Unstackable, configure
 
 from actors.client import label_of
 from raylt import tree
@@ -125,6 +125,18 @@ def test_stacks_have_the_same_bits_whichever_clients_an_actor_puts_into_one(
     assert fleet.describe()["stacked"] == "small clients"
     assert train(config, method, tiny_task, fleet, tmp_path)[0] == expected
     fleet.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_avx512(), reason="clients train alone on this processor")
+def test_each_actor_tells_once_why_its_stacks_fail(make_fleet, tiny_task, tmp_path):
+    fleet, notes = make_fleet(stacked_config(), 1, Unstackable()), []
+    fleet.note = notes.append
+    _, reports = train(stacked_config(), Unstackable(), tiny_task, fleet, tmp_path)
+    fleet.close()
+    assert [report.lost for report in reports] == [[], []]
+    (note,) = notes
+    assert "round 1, train: a stack of clients failed, and each trains alone: " in note
 
 
 def stacked_config():

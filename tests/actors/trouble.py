@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
+from raylt.core.training.loss_terms import Objective
+from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedprox import FedProx
 from raylt.models.split import Params, SplitModel
 
@@ -51,6 +54,17 @@ class Private(FedProx):
             os.kill(os.getpid(), signal.SIGKILL)
         client.state["calls"] = client.state.get("calls", torch.zeros(1)) + 1
         return super().train(client, message)
+
+
+class Unstackable(FedAvg):
+    """FedAvg with a loss that each client can compute and a stack cannot, since only some clients have its penalty."""
+
+    name: ClassVar[str] = "unstackable"
+    stackable: ClassVar[bool] = True
+
+    def objective(self, client: Client, message: Message) -> Objective:
+        weights = list(client.model.parameters()) if client.id % 2 else []
+        return lambda batch: F.cross_entropy(client.model(batch.x), batch.y) + sum(w.sum() for w in weights)
 
 
 class Broken(Method):

@@ -54,6 +54,7 @@ class ClientHost:
         device: runs the clients' calls.
         room: bytes that the samples of all its clients may take on the device. Beyond it the host drops the samples of
             the client whose last call is longest ago; they must come again with that client's next call.
+        on_problem: called with a line about a problem that the host recovers from; by default it is a warning.
 
     Attributes:
         why_alone: the reason why no clients train in stacks, in words; None if small ones do.
@@ -62,12 +63,21 @@ class ClientHost:
 
     on_any_processor: ClassVar[bool] = False
 
-    def __init__(self, setup: Setup, spec: TaskSpec, test: Shard, device: torch.device, room: float = math.inf):
+    def __init__(
+        self,
+        setup: Setup,
+        spec: TaskSpec,
+        test: Shard,
+        device: torch.device,
+        room: float = math.inf,
+        on_problem: Callable[[str], None] = warnings.warn,
+    ):
         self.setup = setup
         self.spec = spec
         self.device = device
         self.model = setup.new_model(spec).to(device)
         self.clients: dict[int, Client] = {}
+        self._on_problem = on_problem
         self._samples_room = room
         self._samples_bytes = 0
         self._initial = tree.snapshot(private_entries(setup.method, self.model))
@@ -111,7 +121,7 @@ class ClientHost:
                 outcomes |= self._run_stack(fn, message, round, stack)
             except (Exception, SystemExit) as error:
                 # without this nobody notices that clients which raise no error alone do not train in stacks
-                warnings.warn(f"a stack of clients failed, and each trains alone: {one_line(error)}", stacklevel=2)
+                self._on_problem(f"a stack of clients failed, and each trains alone: {one_line(error)}")
         return outcomes
 
     def run(
