@@ -8,6 +8,7 @@ that share blocks with both.
 A failed run counts as worse than each finished run of its block. Missing and unfinished runs are left out.
 """
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +29,7 @@ PRIOR = 0.5  # wins and losses of each arm against one of strength 0, so that an
 STEPS = 100  # at most, of the fit, which ends before
 LONGEST = 2.0  # change of a strength in one step, so that the fit does not overshoot
 SETTLED = 1e-8  # the fit ends when no strength moves further
+BASELINE = "fedavg"  # the arm whose runs are the unit of durations
 Block = Mapping[str, float | None]  # value by arm; None for a run that failed
 
 
@@ -41,6 +43,8 @@ class Ranked:
         finished: number of finished runs.
         planned: number of seeds of the cells in which the arm has a run in any state.
         failed: number of failed runs.
+        seconds: duration of a run, the server's work included, as a multiple of FedAvg's in the same block; the median
+            over blocks, None if no block has both.
         cost: forward and backward passes of a client in a run, as a multiple of FedAvg's; None where not measured.
     """
 
@@ -50,6 +54,7 @@ class Ranked:
     finished: int
     planned: int
     failed: int
+    seconds: float | None
     cost: float | None = None
 
 
@@ -107,6 +112,7 @@ def rank(
     halves = half_widths(wins, strengths, level)
     records = [record for each in studies.values() for record in each]
     planned = _planned(studies)
+    seconds = _relative_seconds(studies)
     ranked = [
         Ranked(
             arm,
@@ -115,12 +121,26 @@ def rank(
             sum(record.arm == arm and record.state == "done" for record in records),
             planned[arm],
             sum(record.arm == arm and record.state == "failed" for record in records),
+            seconds.get(arm),
         )
         for i, arm in enumerate(arms)
     ]
     # rounded: arms with the same wins differ in the last bit, by processor
     ranked.sort(key=lambda each: (-round(each.strength.estimate, 9), each.arm))
     return Ranking(measure, at, level, list(studies), len(cells), len(blocks), ranked)
+
+
+def _relative_seconds(studies: Mapping[str, Sequence[RunRecord]]) -> dict[str, float]:
+    """Return the duration of each arm's runs as a multiple of FedAvg's, the median over blocks."""
+    ratios: dict[str, list[float]] = {}
+    for records in studies.values():
+        done = [record for record in records if record.state == "done" and record.seconds]
+        usual = {(record.cell, record.seed): record.seconds for record in done if record.arm == BASELINE}
+        for record in done:
+            if (record.cell, record.seed) in usual:
+                ratio = record.seconds / usual[record.cell, record.seed]
+                ratios.setdefault(record.arm, []).append(ratio)
+    return {arm: statistics.median(each) for arm, each in ratios.items()}
 
 
 def with_costs(ranking: Ranking, studies: Mapping[str, Sequence[RunRecord]]) -> Ranking:

@@ -14,6 +14,10 @@ from raylt.studies.report.text_table import TextTable
 PASSES = (
     "of a client in a run, forward and backward, as a multiple of FedAvg's; what the server computes does not count"
 )
+SECONDS = (
+    "duration of a run with the server's work, as a multiple of fedavg's at the same seed, median; runs shared their "
+    "machines with other work, so that multiples between a half and two say little"
+)
 WIDTH = 760
 NAMES = 190  # width of the column of names
 ROW = 20
@@ -38,7 +42,8 @@ def ranking_table(ranking: Ranking) -> TextTable:
             _strength(arm.strength),
             f"{100 * arm.chance:.0f} %",
             f"{arm.finished} of {arm.planned}",
-            *([_cost(arm)] if costs else []),
+            _multiple(arm.seconds),
+            *([_multiple(arm.cost)] if costs else []),
         ]
         for arm in ranking.arms
     ]
@@ -50,13 +55,15 @@ def ranking_table(ranking: Ranking) -> TextTable:
             "strength, log-odds",
             "better than another arm",
             "finished",
+            "time",
             *(["passes"] if costs else []),
         ],
         rows=rows,
-        columns="lrrr" + "r" * costs,
+        columns="lrrrr" + "r" * costs,
         grouped=False,
         naming=1,
         notes={
+            "time": [SECONDS],
             "passes": [PASSES] if costs else [],
             "failed, which counts as worse than every finished run of the same seed": failed,
         },
@@ -133,8 +140,8 @@ def _strength(strength: Interval) -> str:
     return f"{strength.estimate:+.2f} [{strength.low:+.2f}, {strength.high:+.2f}]"
 
 
-def _cost(arm: Ranked) -> str:
-    return "-" if arm.cost is None else f"{arm.cost:.1f}"
+def _multiple(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _ends(arm: Ranked, x: Callable[[float], float]) -> tuple[float, float]:

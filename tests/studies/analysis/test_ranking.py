@@ -215,6 +215,24 @@ def test_costs_are_passes_as_a_multiple_of_fedavgs():
     assert [row[-1] for row in table.rows] == ["8.5", "2.0", "1.0", "1.7", "-"]
 
 
+def test_the_time_of_an_arm_is_the_median_multiple_of_fedavgs_at_the_same_seed():
+    def run(arm: str, seed: int, seconds: float) -> RunRecord:
+        one = record(arm, seed, 0.5)
+        return replace(one, curve={**one.curve, "seconds": [1.0, seconds]})
+
+    runs = [run("fedavg", 0, 10), run("fedavg", 1, 20), run("fedavg", 2, 40)]
+    runs += [run("sfd", 0, 20), run("sfd", 1, 100), run("sfd", 2, 120), run("sfd", 3, 1)]
+    runs += [run("alone", 3, 5)]
+    ranking = rank({"g": runs, "h": [run("sfd", 0, 7)]})
+    assert {arm.arm: arm.seconds for arm in ranking.arms} == {"fedavg": 1, "sfd": 3, "alone": None}
+    table = ranking_table(ranking)
+    assert {row[0]: row[table.head.index("time")] for row in table.rows} == {
+        "fedavg": "1.0",
+        "sfd": "3.0",
+        "alone": "-",
+    }
+
+
 @pytest.mark.slow
 def test_the_leaderboard_of_the_documentation_is_that_of_the_records(tmp_path, monkeypatch):
     root = Path(__file__).parents[3]
