@@ -87,7 +87,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockReplies:
-    """What a block's call returns beside the private states.
+    """The replies of a block's call, and the problems of its actor.
 
     Attributes:
         replies: of the block's clients, in their order; see `ClientActor.run`.
@@ -214,7 +214,7 @@ class ClientActor:
 
     def _new_problems(self) -> list[str]:
         """Return the problems that have not been returned before."""
-        new = [text for text, known in self._problems.items() if not known]
+        new = [text for text, returned in self._problems.items() if not returned]
         self._problems = dict.fromkeys(self._problems, True)
         return new
 
