@@ -17,6 +17,7 @@ from raylt.errors import CheckpointError, ConfigError, describe_error
 from raylt.methods import METHODS
 from raylt.registry import load_plugin
 from raylt.store import Folder, folder_for
+from raylt.studies.definition import Definition
 from raylt.studies.running.tuning import UNITS, Tuned, Tuning, applying
 from tune.asha import rungs
 from tune.loop import sizes
@@ -96,6 +97,36 @@ def tune_arm(
         "trials": len(result.trials),
         "client_steps": sum(record.spent for record in result.trials),
     }
+
+
+def check_searches(definition: Definition) -> None:
+    """Check the searches of a tuned study, without data: each field, range and setting that it names.
+
+    Raises:
+        ConfigError: an arm's method has no such field, no arm has the setting of a range, or the setting cannot have
+            the range.
+    """
+    assert definition.tune is not None, "the study tunes its arms"
+    for key, text in definition.tune.ranges.items():
+        axis_of(f"study.tune.ranges.{key}", text)
+    searched = set[str]()
+    for arm in definition.arms:
+        cell = next((cell for cell in definition.all_cells if arm in definition.arms_of(cell)), None)
+        if cell is None:
+            continue
+        try:
+            searched |= _space(definition.base_of(cell, arm), definition.tune, arm).keys()
+        except ConfigError as error:
+            details = error.details | {"arm": arm}
+            raise ConfigError(f"study.tune, arm {arm!r}: {error}", code=error.code, **details) from None
+    for key in definition.tune.ranges:
+        if key not in searched:
+            raise ConfigError(
+                f"study.tune.ranges: no arm has this setting ({key}). Give one that raylt settings or raylt methods "
+                "lists.",
+                code="search.unknown-field",
+                key=key,
+            )
 
 
 def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int, tuning: Tuning) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from raylt.config import Config, check, yaml_text
-from raylt.errors import ConfigError, spoken
+from raylt.errors import ConfigError, did_you_mean, spoken
 from raylt.hyper import Choice, LogUniform, Range, Uniform, range_of
 from raylt.methods import METHODS, make_method
 from raylt.seeds import seed_for
@@ -116,10 +116,7 @@ def separate(overrides: Sequence[str]) -> tuple[list[str], dict[str, Axis]]:
     ranges = {}
     for override in overrides:
         key, _, text = override.partition("=")
-        try:
-            axis = parse(text)
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}", code=error.code, **error.details | {"key": key}) from None
+        axis = _parse_for(key, text)
         if axis is None:
             fixed.append(override)
         else:
@@ -142,7 +139,7 @@ def space(
         method: its name; by default the method of `config`.
 
     Raises:
-        ConfigError: unknown method or setting, or a range that a setting cannot have.
+        ConfigError: unknown method, field or setting, or a range that a setting cannot have.
     """
     if not isinstance(config, Config):
         raise ConfigError(
@@ -155,6 +152,14 @@ def space(
     method = method or str(config.method["name"])
     given_fields = dict(config.method) if config.method["name"] == method else {"name": method}
     made = make_method(given_fields)
+    for name in fields or ():
+        if name not in type(made).model_fields:
+            raise ConfigError(
+                f"{name}: method {made.name} has no such field. {did_you_mean(name, type(made).model_fields)}Give one "
+                f"that raylt methods {made.name} lists.",
+                code="search.unknown-field",
+                key=f"method.{name}",
+            )
     declared: Space = {
         f"method.{name}": range_of(field)
         for name, field in type(made).model_fields.items()
@@ -248,7 +253,8 @@ def spaces_of(
             for key, axis in ranges.items()
             if not key.startswith("method.") or key.removeprefix("method.") in fields or len(methods) == 1
         }
-        spaces[method] = space(fixed, applicable, only, method)
+        own = None if only is None else [name for name in only if name in fields]
+        spaces[method] = space(fixed, applicable, own, method)
     for key in [*ranges, *(f"method.{name}" for name in only or ())]:
         if not any(key in method_space for method_space in spaces.values()):
             raise ConfigError(
@@ -271,7 +277,7 @@ def axis_of(key: str, text: str) -> Axis:
     Raises:
         ConfigError: the text is not a range.
     """
-    axis = parse(text)
+    axis = _parse_for(key, text)
     if axis is None:
         raise ConfigError(
             f"{key}: not a range ({text!r}). Write one as in loguniform(0.01,0.3).",
@@ -280,6 +286,14 @@ def axis_of(key: str, text: str) -> Axis:
             value=text,
         )
     return axis
+
+
+def _parse_for(key: str, text: str) -> Axis | None:
+    """Return the result of `parse`; its error names the setting."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}", code=error.code, **error.details | {"key": key}) from None
 
 
 def _check_searchable(key: str, axis: Axis) -> None:

@@ -61,6 +61,10 @@ def study(
     from raylt.studies.study import Study
 
     definition = read_definition(file)
+    if definition.tune is not None:
+        from tune.arm import check_searches
+
+        check_searches(definition)
     record_file = record_path(file, definition)
     prepare = Study.preview if dry_run else Study.create
     prepared = prepare(definition, folder, record_file, mix_versions)

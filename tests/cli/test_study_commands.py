@@ -156,6 +156,26 @@ def test_arm_that_cannot_start_is_refused_before_anything_runs(tmp_path, monkeyp
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("tune", "key"),
+    [
+        ({"fields": {"prox": ["muu"]}}, "method.muu"),
+        ({"ranges": {"method.muu": "uniform(0, 1)"}}, "method.muu"),
+        ({"ranges": {"local.lrr": "uniform(0, 1)"}}, "local.lrr"),
+        ({"ranges": {"local.lr": "banana(1)"}}, "study.tune.ranges.local.lr"),
+        ({"ranges": {"local.lr": "uniform(-1, 1)"}}, "local.lr"),
+    ],
+)
+@pytest.mark.parametrize("options", [["--dry-run"], []])
+def test_a_search_of_what_no_arm_has_is_refused_before_anything_runs(tmp_path, monkeypatch, tune, key, options):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.yaml").write_text(json.dumps(TREE | {"tune": {"runs": 3, **tune}}))
+    with pytest.raises(ConfigError) as caught:
+        app(["study", "s.yaml", *options], standalone_mode=False)
+    assert caught.value.details["key"] == key
+    assert not (tmp_path / "runs").exists()
+
+
 def test_one_run_is_not_called_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tree = {"name": "one", "arms": {"fedavg": "fedavg"}, "seeds": 1, "base": {"federation": {"rounds": 3}}}

@@ -1,6 +1,7 @@
 """Arms that are tuned with equal budgets before their seeds run."""
 
 import time
+from pathlib import Path
 
 import pytest
 from made import record as finished
@@ -13,13 +14,13 @@ from raylt.errors import CheckpointError, ConfigError
 from raylt.hyper import LogUniform
 from raylt.studies import study as study_module
 from raylt.studies.analysis.comparison import compare
-from raylt.studies.definition import define
+from raylt.studies.definition import define, read_definition
 from raylt.studies.report import comparison_tables
 from raylt.studies.running import tuning
 from raylt.studies.running.tuning import FILE, Tuning, describe, search_arms, search_hash, write_tuned
 from raylt.studies.running.worker_slots import WorkerSlot
 from raylt.studies.study import Study
-from tune.arm import tune_arm
+from tune.arm import check_searches, tune_arm
 from tune.loop import sizes
 from tune.plan import client_steps
 from tune.search import search
@@ -70,6 +71,18 @@ def test_a_search_starts_from_the_fields_that_the_study_gives_alone():
 def test_fields_of_an_unknown_arm_cannot_be_tuned():
     with refused("config.unknown-name", ConfigError, key="study.tune.fields", name="sfd"):
         define(TUNED | {"tune": TUNED["tune"] | {"fields": {"sfd": ["tau"]}}})
+
+
+def test_the_studies_search_fields_that_their_methods_have():
+    studies = [read_definition(file) for file in (Path(__file__).parents[3] / "studies").glob("*.yaml")]
+    tuned = [study for study in studies if study.tune is not None]
+    assert len(tuned) > 1
+    for study in tuned:
+        check_searches(study)
+
+
+def test_a_range_for_one_of_several_methods_is_taken():
+    check_searches(define(TUNED | {"tune": {"runs": 3, "ranges": {"method.mu": "uniform(0, 1)"}}}))
 
 
 @pytest.mark.parametrize(("changes", "key"), [({"runs": 0}, "study.tune.runs"), ({"trials": 3}, "study.tune.trials")])
