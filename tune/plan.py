@@ -265,26 +265,26 @@ def cost_of(config: Config, sizes: list[int], count: Count) -> int:
 
     Args:
         sizes: samples of each client that holds any.
-        count: "steps": client-steps. "passes": client-steps times the passes that the method makes in a round with
-            these settings, as a multiple of FedAvg's, see `relative_cost`.
+        count: "steps": client-steps. "passes": client-steps times the passes that the method makes in a round of
+            these settings, on average over the run, as a multiple of FedAvg's; see `relative_cost`.
     """
     steps = client_steps(config, sizes)
     if count == "steps" or not steps:
         return steps
-    local = config.local
+    local, federation = config.local, config.federation
     epochs = local.epochs
     if local.steps is not None:
         epochs = local.steps * len(sizes) / sum(local.step_count(n, epochs=1) for n in sizes)
-    return round(steps * _relative_cost(json.dumps(config.method, sort_keys=True), epochs))
+    return round(steps * _relative_cost(json.dumps(config.method, sort_keys=True), epochs, federation.rounds))
 
 
 @lru_cache(maxsize=256)
-def _relative_cost(method: str, epochs: float) -> float:
+def _relative_cost(method: str, epochs: float, rounds: int) -> float:
     from raylt.contract.costs import relative_cost  # it imports torch, which `raylt tune --help` does not need
     from raylt.methods import make_method
     from raylt.models import MODELS
 
-    return relative_cost(make_method(json.loads(method)), MODELS["small"], (8, 8, 1), 4, epochs)
+    return relative_cost(make_method(json.loads(method)), MODELS["small"], (8, 8, 1), 4, epochs, rounds)
 
 
 def client_steps(config: Config, sizes: list[int]) -> int:

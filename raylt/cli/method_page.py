@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raylt import store
-from raylt.contract.costs import measure, relative_cost
+from raylt.contract.costs import ROUNDS, measure, relative_cost
 from raylt.core.checkpoint.branch_points import stage_of
 from raylt.core.method import Method
 from raylt.errors import CheckpointError, ConfigError
@@ -39,7 +39,7 @@ ITEM = re.compile(r"(\[\d+\]|-) ")  # that begins a departure in a module's docs
 def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, classes: int) -> dict[str, MethodEntry]:
     """Return the facts and costs of each method as JSON values.
 
-    `cost` is a client's passes in a round as a multiple of FedAvg's, see `relative_cost`.
+    `cost` is a client's passes in a round of a run of 30, on average, as a multiple of FedAvg's; see `relative_cost`.
 
     Args:
         methods: the methods by name.
@@ -187,7 +187,7 @@ def one(name: str, entry: MethodEntry) -> Group:
         *reflowed(entry["notes"]),
         "",
         calls,
-        f"passes in a round at local.epochs=1: {entry['cost']:.1f} times FedAvg's",
+        f"passes in a round, on average over {ROUNDS} rounds at local.epochs=1: {entry['cost']:.1f} times FedAvg's",
         *(["", fields] if entry["fields"] else []),
     )
 
@@ -240,11 +240,13 @@ def markdown(listing: Mapping[str, MethodEntry]) -> str:
     lines = [
         "# Costs of all methods",
         "",
-        "`raylt methods --page FILE` writes this page. Parts of replies, bytes and passes are measured on a tiny round "
-        f"with {PAGE_MODEL} and ten classes, at `local.epochs=1`. Bytes are those of one client's replies and "
-        "messages. Passes are over its samples: *trained* with activations kept for a gradient, *read* without. *x "
-        "FedAvg* is the multiple of FedAvg's passes, where a trained pass counts three and a read pass one. For this "
-        "column each client lacks two classes; `balancefl` reads its samples once more there. *of each* means that "
+        "`raylt methods --page FILE` writes this page. Parts of replies, bytes and passes are those of the third round "
+        f"of a tiny run of {ROUNDS} with {PAGE_MODEL} and ten classes, at `local.epochs=1`. Bytes are those of one "
+        "client's replies and messages. Passes are over its samples: *trained* through layers that learn, *read* "
+        "through others or without a gradient. A pass through a part of the encoder counts as its share of the "
+        f"multiplications. *x FedAvg* is the multiple of FedAvg's passes on average over the {ROUNDS} rounds, where a "
+        "trained pass counts three and a read pass one. For this column each client lacks two classes; `balancefl` "
+        "reads its samples once more there. *of each* means that "
         "the server sees the values client by client, so they cannot be summed on the way. FedSM and CLIP2FL are "
         "measured without their teachers.",
     ]

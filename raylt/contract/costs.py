@@ -1,4 +1,8 @@
-"""Measures a method's costs at clients in a tiny run: parts of replies, bytes and passes over the samples."""
+"""Measures a method's costs at clients in a tiny run: parts of replies, bytes and passes over the samples.
+
+A pass over the samples is a whole forward pass of the encoder. A pass through some of its layers counts as their share
+of the encoder's multiplications.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -7,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from raylt.config import Config
 from raylt.contract.case import fitting, learning_part
@@ -22,6 +26,7 @@ from raylt.data.samples import Samples
 from raylt.data.splits.split import Split
 from raylt.data.task import Shard, Task
 from raylt.models import ModelFactory
+from raylt.models.split import SplitModel
 
 CPU = torch.device("cpu")
 EACH = 2  # images of each class at a client
@@ -29,13 +34,16 @@ CLIENTS = 2
 LACKING = 2  # classes that a client lacks in `relative_cost`; distillation on one class alone would be left out
 # fields that set only how long the server or a client computes on features; calls do not depend on them
 SHORT: dict[str, Any] = {"retrain_epochs": 1, "synthesis_steps": 1, "matching_steps": 1}
-# fields of methods that would download a teacher, or whose server would compute for seconds
+# fields of methods that would download a teacher, or compute for seconds on features or at the server
 REPLACED: dict[str, dict[str, Any]] = {
     "fedsm": {"teacher": "none"},
     "clip2fl": {"kd": 0, "contrast": 0},
     "fedloge": {"steps": 1},
+    "fedic": {"steps": 1},
+    "mupfl": {"tau": 1},
 }
-WHEN = ("join", "round", "finish")
+ROUNDS = 30  # length of the run by which costs in a round are measured, if the caller gives none
+TYPICAL = 3  # round of that run whose calls are listed: FLea warms up in the first, FedALA in the second
 
 
 @dataclass
@@ -48,8 +56,8 @@ class CallCost:
         sends: reduction of each part of the reply: mean, total or each.
         up: bytes of the reply.
         down: bytes of the message.
-        trained: passes over the client's samples with activations kept for a gradient.
-        read: passes without.
+        trained: passes over the client's samples, through layers that learn.
+        read: passes through layers that do not learn, or without a gradient.
     """
 
     when: str
@@ -71,7 +79,7 @@ def measure(
     finish: bool = True,
     lacking: int = 0,
 ) -> list[CallCost]:
-    """Measure the calls of a method at one client: before the first round, in a round, and after the last.
+    """Measure the calls of a method at one client: before the first round, in the third of 30, and after the last.
 
     Args:
         method: the method. Fields in SHORT and REPLACED are replaced.
@@ -83,6 +91,29 @@ def measure(
         finish: measure the last phase too.
         lacking: number of classes that each client lacks, at most half of all.
     """
+    steps = _steps(method, factory, shape, classes, cut, epochs, finish, lacking, ROUNDS, TYPICAL)
+    return [call for number, calls in steps if number in (0, TYPICAL, ROUNDS + 1) for call in calls]
+
+
+def _steps(
+    method: Method,
+    factory: ModelFactory,
+    shape: tuple[int, int, int],
+    classes: int,
+    cut: bool,
+    epochs: float,
+    finish: bool,
+    lacking: int,
+    rounds: int,
+    last: int,
+) -> Iterator[tuple[int, list[CallCost]]]:
+    """Yield the number and the calls of each step of a tiny run; step 0 is the start, and after the last the finish.
+
+    Args:
+        method, factory, shape, classes, cut, epochs, finish, lacking: as in `measure`.
+        rounds: federation.rounds of the run.
+        last: the last of these rounds that is run.
+    """
     kind = type(method)
     short = {name: value for name, value in SHORT.items() if name in kind.model_fields}
     method = kind(**method.model_dump() | short | REPLACED.get(method.name, {}))
@@ -92,7 +123,7 @@ def measure(
             "method": {"name": method.name, **method.model_dump()},
             "trainable": learning_part(method),
             "local": {"batch": EACH * classes, "epochs": epochs},
-            "federation": {"rounds": 1},
+            "federation": {"rounds": rounds},
             "data": {"clients": CLIENTS},
         }
     )
@@ -107,16 +138,16 @@ def measure(
             method.server_optimiser(),
             Samples(task.test, task.spec, CPU),
         )
-        calls: list[CallCost] = []
-        steps = [method.start, method.round, *([method.finish] if method.finishes and finish else [])]
-        for number, (when, step) in enumerate(zip(WHEN, steps, strict=False)):
+        steps = [(0, "join", method.start), *((number, "round", method.round) for number in range(1, last + 1))]
+        if method.finishes and finish:
+            steps.append((rounds + 1, "finish", method.finish))
+        for number, when, step in steps:
             server.round, server.timings = number, _Cut() if when == "finish" and cut else Timings()
             fleet.begin(number)
             passes.counts.clear()
             with suppress(_ServerOnly):
                 step(server, fleet)
-            calls += _calls(when, fleet, passes, EACH * classes)
-    return calls
+            yield number, list(_calls(when, fleet, passes, EACH * classes))
 
 
 def relative_cost(
@@ -125,29 +156,36 @@ def relative_cost(
     shape: tuple[int, int, int],
     classes: int,
     epochs: float = 1,
+    rounds: int = ROUNDS,
     asked: float | None = None,
 ) -> float:
-    """Return a client's passes over its samples in a round, as a multiple of FedAvg's.
+    """Return a client's passes over its samples in a round, on average over a run, as a multiple of FedAvg's.
 
     A pass with a gradient counts three, one forward and two backward, and a pass without counts one. Passes of
     teachers that are downloaded do not count, nor does what the server computes. Each client lacks two classes where
-    there are four or more, because some methods do more at such a client.
+    there are four or more, because some methods do more at such a client. All clients take part in each round of the
+    measured run, so work at a client's first calls has the share of one or two rounds.
 
     Args:
         method, factory, shape, classes: as in `measure`.
         epochs: local.epochs. The tiny run has one batch in a pass, so the cost at a fraction lies on the line through
             whole numbers.
+        rounds: federation.rounds.
         asked: number of rounds of a run that ask a client. With it passes on joining and in the last phase count too,
             distributed over these rounds. Without it they do not count.
     """
     lacking = LACKING if classes >= 2 * LACKING else 0
 
     def cost(whole: int) -> float:
-        calls = measure(method, factory, shape, classes, epochs=whole, finish=asked is not None, lacking=lacking)
-        passes: dict[str, float] = dict.fromkeys(WHEN, 0.0)
-        for call in calls:
-            passes[call.when] += (3 * call.trained + call.read) / 3
-        return passes["round"] + ((passes["join"] + passes["finish"]) / asked if asked else 0)
+        steps = _steps(method, factory, shape, classes, False, whole, asked is not None, lacking, rounds, rounds)
+        once = in_rounds = 0.0
+        for number, calls in steps:
+            passes = sum((3 * call.trained + call.read) / 3 for call in calls)
+            if 1 <= number <= rounds:
+                in_rounds += passes
+            else:
+                once += passes
+        return in_rounds / rounds + (once / asked if asked else 0)
 
     below = max(1, int(epochs))
     if epochs == below:
@@ -185,28 +223,39 @@ class _Cut(Timings):
 
 
 class _Passes:
-    """Counter of the images that pass through the first layer of a client's encoder, by client function.
+    """Counter of the images that pass through a client's encoder, by client function.
 
-    Copies of the encoder count too.
+    Copies of the encoder count too. An image that passes through one layer counts as that layer's share of the
+    encoder's multiplications.
     """
 
     def __init__(self) -> None:
-        self.counts: dict[str, tuple[int, int]] = {}
+        self.counts: dict[str, tuple[float, float]] = {}
         self.call: str | None = None
 
-    def see(self, module: nn.Module, inputs: Any) -> None:
-        if self.call is None or not getattr(module, "counted", False):
+    def see(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        whole = getattr(module, "multiplications_of_all", None)
+        if self.call is None or whole is None:
             return
-        trained, read = self.counts.get(self.call, (0, 0))
+        trained, read = self.counts.get(self.call, (0.0, 0.0))
         with_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        n = len(inputs[0])
-        self.counts[self.call] = (trained + n, read) if with_gradient else (trained, read + n)
+        images = multiplications(module, inputs[0], output) / whole
+        self.counts[self.call] = (trained + images, read) if with_gradient else (trained, read + images)
+
+
+def multiplications(layer: nn.Module, x: Tensor, output: Tensor) -> int:
+    """Return the multiplications of a layer for a batch [B, ...]; for other layers than these two, B."""
+    if isinstance(layer, nn.Conv2d):
+        return output.numel() * layer.weight[0].numel()
+    if isinstance(layer, nn.Linear):
+        return output.numel() * layer.in_features
+    return len(x)
 
 
 @contextmanager
 def _counted_passes() -> Iterator[_Passes]:
     passes = _Passes()
-    handle = register_module_forward_pre_hook(passes.see)
+    handle = register_module_forward_hook(passes.see)
     try:
         yield passes
     finally:
@@ -217,11 +266,7 @@ class _Host(ClientHost):
     def __init__(self, passes: _Passes, *args: Any):
         super().__init__(*args)
         self._passes = passes
-        layers = list(self.model.encoder.modules())
-        first = next(
-            (layer for layer in layers if not list(layer.children())), layers[0]
-        )  # a frozen encoder is one layer
-        first.counted = True  # pyright: ignore[reportArgumentType]     # copies of the model have this attribute too
+        _count_layers(self.model, self.spec.shape)
 
     def run(self, fn: Any, message: Any, round: int, id: int, shard: Shard | None, private: Any) -> Any:
         self._passes.call = getattr(fn, "__name__", "call")
@@ -229,6 +274,32 @@ class _Host(ClientHost):
             return super().run(fn, message, round, id, shard, private)
         finally:
             self._passes.call = None
+
+
+def _count_layers(model: SplitModel, shape: tuple[int, int, int]) -> None:
+    """Give the layers of an encoder the multiplications of all of them for one image.
+
+    The attribute marks the layers that count. Copies of the model have it too.
+    """
+    counted = [layer for layer in model.encoder.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    if not counted:  # a frozen encoder is one layer
+        counted = [next(layer for layer in model.encoder.modules() if not list(layer.children()))]
+    total = 0
+
+    def add(layer: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal total
+        total += multiplications(layer, inputs[0], output)
+
+    handles = [layer.register_forward_hook(add) for layer in counted]
+    height, width, channels = shape
+    was_training = model.training
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, channels, height, width))
+    model.train(was_training)
+    for handle in handles:
+        handle.remove()
+    for layer in counted:
+        layer.multiplications_of_all = total  # pyright: ignore[reportArgumentType]
 
 
 class _Fleet(LocalFleet):

@@ -72,9 +72,30 @@ def test_passes_of_a_round_are_a_multiple_of_fedavgs(name, fields, epochs, expec
     assert cost == pytest.approx(expected)
 
 
+def test_passes_of_rounds_that_differ_are_averaged_over_the_run():
+    def cost(name, rounds, **fields):
+        return relative_cost(METHODS[name](**fields), MODELS["small"], (8, 8, 1), 4, rounds=rounds)
+
+    # prototypes are read in each of four rounds, and once more where the classifier is re-trained
+    assert cost("rucr", 4, retrain_rounds=1) == pytest.approx((4 * (1 + 1 / 3) + 1 / 3) / 4)
+    assert cost("fedrela", 4, after=0.5) == pytest.approx((4 + 1 / 3) / 4)  # each client labels its samples again once
+    # its mixing weights are learned from a client's second round on, and the longest there
+    first, second, third = (cost("fedala", rounds) * rounds for rounds in (1, 2, 3))
+    assert first == pytest.approx(1)
+    assert second - first > third - second > 1.5
+
+
+def test_a_pass_through_some_layers_counts_as_their_share():
+    (train, _) = calls(METHODS["flea"]())
+    # 8x8 images pass through 32 * 9 * 64 and 64 * 32 * 9 * 16 multiplications of the model `small`
+    upper = 16 / 17
+    # the client's activations, their mixtures with shared ones, and the received model's reading of the mixtures
+    assert (train.trained, train.read) == pytest.approx((1 + 2 * upper, upper))
+
+
 def test_passes_of_a_run_include_those_that_are_made_once():
     def cost(name, **fields):
-        return relative_cost(METHODS[name](**fields), MODELS["small"], (8, 8, 1), 4, asked=5)
+        return relative_cost(METHODS[name](**fields), MODELS["small"], (8, 8, 1), 4, rounds=2, asked=5)
 
     assert cost("fedavg") == 1
     assert cost("fedncm") == pytest.approx(1 + 1 / 3 / 5)  # each client reads its samples once after the last round

@@ -166,11 +166,12 @@ def _interval(strength: float, half: float | None) -> Interval:
 
 def _cost(config: Mapping[str, Any]) -> float | None:
     local, federation = config["local"], config["federation"]
-    asked = federation["rounds"] * federation["participation"]
+    rounds = federation["rounds"]
+    asked = rounds * federation["participation"]
     if config["method"]["name"] not in METHODS or local.get("steps") is not None or not asked:
         return None
     method = make_method(dict(config["method"]))
-    return relative_cost(method, MODELS["small"], (8, 8, 1), 4, local["epochs"], asked)
+    return relative_cost(method, MODELS["small"], (8, 8, 1), 4, local["epochs"], rounds, asked)
 
 
 def fit(wins: np.ndarray) -> np.ndarray:
