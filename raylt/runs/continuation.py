@@ -339,4 +339,8 @@ class _Descent:
         counts.copy(self.parent.folder, self.folder, hashes)
         self.judge_again(reports[-1])
         provenance.copy(self.parent.folder, self.folder)
-        journal.adopt(reports, self.saved, self.config)
+        best = self.saved.facts.get("best", {}).get("step", step)
+        # a parent that found a better one later has removed it
+        kept = best < step and best in checkpoint.steps(self.parent.folder / "checkpoints")
+        taken = [self.parent.checkpoint_after(best), self.saved] if kept else [self.saved]
+        journal.adopt(reports, taken, self.config)

@@ -9,7 +9,7 @@ from small_runs import make_tiny_run
 
 import raylt
 from raylt import Run
-from raylt.core.checkpoint.checkpoint import steps
+from raylt.core.checkpoint.checkpoint import hash_tensors, steps
 from raylt.core.evaluation import evaluator
 from raylt.errors import CheckpointError, ConfigError
 from raylt.runs.verify import verify
@@ -70,6 +70,22 @@ def test_an_extended_run_of_many_own_models_lists_clients_in_its_last_line_only(
     assert without_times(after) == without_times(long)
     assert [report["by_client"] is None for report in after.reports] == [True, True, False]
     assert None not in [report["clients"] for report in after.reports]  # the means over clients are in each line
+
+
+@pytest.mark.parametrize("best", [1, 2, 3])
+def test_an_extended_run_keeps_its_best_round(tmp_path, monkeypatch, best):
+    def judge(method, server, fleet, task):
+        return {"accuracy": 0.9 if server.round == best else 0.1}
+
+    monkeypatch.setattr(evaluator, "validate", judge)
+    settings = ["data.validation=0.2", "output.keep=2"]
+    before = make_tiny_run(tmp_path, "fedavg", *settings, "federation.rounds=3", name="short")
+    after = raylt.resume(before.folder, ["federation.rounds=6"], fleet="local", quiet=True)
+    assert after.best_step() == before.best_step() == best
+    hashes = [hash_tensors(dict(run.model(step=best).network.state_dict())) for run in (before, after)]
+    assert hashes[0] == hashes[1]
+    branch = raylt.branch(after, ["method=fedncm"], tmp_path / "branch", fleet="local", quiet=True)
+    assert branch.best_step() == best
 
 
 def test_its_identity_names_the_shorter_one(short):

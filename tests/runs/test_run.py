@@ -110,6 +110,12 @@ def test_metrics_are_one_value_a_row(plain):
     assert not frame.duplicated(["step", "metric", "group"]).any()
 
 
+def test_metrics_say_how_many_clients_took_part(plain):
+    frame = plain.metrics
+    assert frame[frame.metric == "participants"].value.tolist() == [4, 4, 4]
+    assert frame[frame.metric == "lost"].value.tolist() == [0, 0, 0]
+
+
 def test_clients_are_one_value_a_row(plain):
     frame = plain.clients
     assert list(frame.columns) == ["step", "phase", "metric", "client", "value"]

@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -142,26 +142,31 @@ class Journal:
             return 0
         return sum(line.startswith(SERVER_DIED) for line in self._open.read(NOTES).decode().splitlines())
 
-    def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, config: Config) -> None:
-        """Take over the first steps of another run: their reports, and the checkpoint after the last step.
+    def adopt(self, reports: Sequence[dict[str, Any]], saved: Sequence[Checkpoint], config: Config) -> None:
+        """Take over the first steps of another run: their reports, and some checkpoints.
 
         The run can be resumed only when this function has ended. A kill before its end leaves a folder that does not
         count as a run.
+
+        Args:
+            saved: the checkpoint after the last of the steps, and before it the one with the best accuracy on
+                validation images, if it is another.
         """
-        *earlier, last = reports
-        for content in earlier:
+        taken = {each.facts["step"]: each for each in saved}
+        for step, content in enumerate(reports, 1):
+            if step in taken:
+                self._copy(taken[step], content, config.output.keep, taken)
             self._append(content)
-        facts = {"step": len(reports), "report": last, "seal": asdict(self.seal)}
-        checkpoint.write(
-            self.folder / "checkpoints",
-            len(reports),
-            client_states.copied(len(reports), saved),
-            facts,
-            None,
-            config.output.keep,
-        )
-        self._append(last)
         self._make_resumable(config)
+
+    def _copy(self, saved: Checkpoint, report: dict[str, Any], keep: int, lasting: Collection[int]) -> None:
+        """Write a copy of another run's checkpoint."""
+        step = saved.facts["step"]
+        facts = {"step": step, "report": report, "seal": asdict(self.seal)}
+        if "best" in saved.facts and saved.facts["best"]["step"] in lasting:
+            facts["best"] = saved.facts["best"]
+        parts = client_states.copied(step, saved)
+        checkpoint.write(self.folder / "checkpoints", step, parts, facts, None, keep, lasting)
 
     def _append(self, content: dict[str, Any]) -> None:
         seal = self.seal

@@ -25,6 +25,7 @@ from raylt.data.samples import Samples
 from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.methods import METHODS
 from raylt.runs.export import artefact, graph_formats, trained_model
+from raylt.runs.export.evaluate import Evaluation
 from raylt.runs.export.export import card_of
 from raylt.runs.export.load import load_image, load_images
 from raylt.runs.verify import verify
@@ -248,6 +249,11 @@ def test_a_client_named_in_another_way_is_answered_with_the_name_that_is_like_it
     with refused("client.unknown", ConfigError, client=client) as caught:
         raylt.load_model(raylt.export(personal), client)
     assert "Did you mean linz?" in str(caught.value)
+
+
+def test_an_evaluation_says_how_many_images_of_each_class_were_tested():
+    figures = Evaluation(("a", "b"), torch.tensor([[4, 3], [1, 2]]), {}).to_json()["classes"]
+    assert [(entry["class"], entry["tested"]) for entry in figures] == [("a", 7), ("b", 3)]
 
 
 # the file in another process, without the run
