@@ -8,6 +8,8 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 
+from raylt.errors import ConfigError
+
 LARGEST = 1e30  # magnitude of a float in a method's field
 LARGEST_WHOLE = 2**53  # magnitude of a whole number there; torch takes none beyond 64 bits
 
@@ -86,6 +88,17 @@ def range_of(field: FieldInfo) -> Range:
     """
     extra: Any = field.json_schema_extra or {}
     return extra["range"]
+
+
+def check_ends(low: str, low_value: float, high: str, high_value: float) -> None:
+    """Raise ConfigError if the field `low` of a method, the lower end of an interval, is larger than `high`."""
+    if low_value > high_value:
+        raise ConfigError(
+            f"method.{low}: is larger than method.{high} ({low_value:g} > {high_value:g}). Swap them.",
+            code="config.out-of-range",
+            key=f"method.{low}",
+            value=low_value,
+        )
 
 
 def in_range(value: Any, range: Range) -> bool:

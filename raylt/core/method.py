@@ -52,6 +52,7 @@ class Method(BaseModel):
             (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or
             personal.
         privileged: what it needs that a federation does not have, in words; None for most methods.
+        ends_at_local_rate: True if the last phase trains clients at the learning rate of the last round.
         sums_samples: True if clients upload, after the last round, sums to which each sample adds no more than a
             declared length (`Reduction.bounded`), so that noise can hide it.
         learns_prompts: True if it learns the words before class names and nothing else. The model must then be an
@@ -76,6 +77,7 @@ class Method(BaseModel):
     trains_as: ClassVar[str | None] = None
     group: ClassVar[Group | None] = None
     privileged: ClassVar[str | None] = None
+    ends_at_local_rate: ClassVar[bool] = False
     sums_samples: ClassVar[bool] = False
     learns_prompts: ClassVar[bool] = False
     stackable: ClassVar[bool] = False

@@ -14,7 +14,6 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from raylt import tree
-from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import mean
@@ -22,8 +21,6 @@ from raylt.core.method import Method
 from raylt.core.server import Server
 from raylt.core.training.sgd import sgd, take_statistics
 from raylt.data.sources.sources import ProblemKind
-from raylt.data.task import Task
-from raylt.errors import ConfigError
 from raylt.hyper import Choice, hp
 from raylt.models.split import Params, SplitModel, with_entries
 
@@ -36,6 +33,7 @@ class FedBABU(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2106.06042"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
+    ends_at_local_rate: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("tune_epochs", "tune")}
 
     tune_epochs: int = hp(5, Choice(0, 1, 5, 10), "epochs of fine-tuning at the end (5 as in FedNH's code)", ge=0)
@@ -50,17 +48,6 @@ class FedBABU(Method):
     @property
     def acts_on_encoder(self) -> bool:
         return True
-
-    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
-        if self.finishes and config.local.schedule == "cosine":
-            raise ConfigError(
-                "local.schedule: fine-tuning has the last round's learning rate, which is almost 0 (cosine). Set "
-                "local.schedule=step, or method.tune_epochs=0.",
-                code="config.conflict",
-                key="local.schedule",
-                value="cosine",
-                excludes="method.tune_epochs",
-            )
 
     def shared(self, model: SplitModel) -> Params:
         return model.entries("encoder.")

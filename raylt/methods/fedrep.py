@@ -29,6 +29,7 @@ class FedRep(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2102.07078"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
+    ends_at_local_rate: ClassVar[bool] = True
 
     head_epochs: int = hp(10, Choice(1, 5, 10, 15), "tau, epochs of the classifier, lines 7 to 9", ge=0)
 

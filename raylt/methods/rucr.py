@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.fleet import Fleet
@@ -35,7 +36,8 @@ from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.loss_terms import Terms
 from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
-from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.data.task import Task
+from raylt.hyper import Choice, LogUniform, Uniform, check_ends, hp
 from raylt.models.split import SplitModel, linear, with_classifier
 from raylt.ops.moments import class_means, pooled_means, sums_fault
 from raylt.seeds import seed_for
@@ -62,6 +64,9 @@ class RUCR(Method):
 
     def stages(self, rounds: int) -> dict[str, int]:
         return super().stages(rounds) | {"retraining": max(0, rounds - self.retrain_rounds)}
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_ends("lam_low", self.lam_low, "lam_high", self.lam_high)
 
     # at a client
 

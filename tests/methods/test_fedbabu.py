@@ -1,16 +1,13 @@
 import naive
 import pytest
 import torch
-from refusals import refused
 from rounds import run, start
-from tiny import configure, fingerprint, open_client, private_states
+from tiny import fingerprint, open_client, private_states
 from torch.nn import functional as F
 
 from raylt import tree
-from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedbabu import FedBABU
-from raylt.models import build_model
 
 FIRST = "encoder.stage1.0.weight"
 
@@ -99,12 +96,3 @@ def test_a_new_client_tunes_as_the_others_did(tiny_task, tmp_path, epochs):
     client = open_client(tiny_task, method, 1)
     method.settle(client, method.message(experiment.server))
     assert ("tuned" in client.state) == (epochs > 0)
-
-
-def test_fine_tuning_at_a_rate_of_almost_zero_is_refused(tiny_task):
-    config = configure(local={"schedule": "cosine"})
-    model = build_model("small", 4, (8, 8, 1))
-    with refused("config.conflict", ConfigError, key="local.schedule", value="cosine"):
-        FedBABU().prepare(tiny_task, config, model)
-    FedBABU(tune_epochs=0).prepare(tiny_task, config, model)
-    FedBABU().prepare(tiny_task, configure(), model)

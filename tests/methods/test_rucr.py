@@ -1,8 +1,9 @@
 import naive
 import pytest
 import torch
+from refusals import refused
 from rounds import ask_only, run, start
-from tiny import COUNTS, fingerprint, open_client
+from tiny import COUNTS, configure, fingerprint, make_setup, open_client
 from torch import nn
 from torch.nn import functional as F
 
@@ -160,3 +161,9 @@ def test_every_field_changes_the_judged_model(tiny_task, tmp_path, field):
 def test_classifiers_are_re_trained_from_the_stage_on_that_a_branch_starts_from():
     assert RUCR(retrain_rounds=3).stages(10)["retraining"] == 7
     assert RUCR(retrain_rounds=3).stages(2)["retraining"] == 0
+
+
+def test_an_interval_of_shares_that_is_the_wrong_way_round_is_refused(tiny_task):
+    setup = make_setup(configure(), RUCR(lam_low=0.9, lam_high=0.2))
+    with refused("config.out-of-range", key="method.lam_low", value=0.9):
+        setup.method.prepare(tiny_task, setup.config, setup.new_model(tiny_task.spec))

@@ -14,7 +14,15 @@ from torchvision.ops import StochasticDepth
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.models import SplitModel, build_model
-from raylt.models.trainable import FrozenEncoder, LowRankLinear, blocks_of, frozen_entries, limit, whole_model
+from raylt.models.trainable import (
+    FrozenEncoder,
+    LowRankLinear,
+    blocks_of,
+    frozen_entries,
+    layer_remedy,
+    limit,
+    whole_model,
+)
 
 
 def model(trainable: str) -> SplitModel:
@@ -332,3 +340,10 @@ def test_a_method_that_acts_inside_the_encoder_asks_for_one_that_is_not_frozen(t
     with refused("model.lacks-layer", ConfigError) as caught:
         setup.method.prepare(tiny_task, setup.config, setup.new_model(tiny_task.spec))
     assert "set trainable to norm, last:N or lora:R" in str(caught.value)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_encoder_of_a_library_has_no_layers_to_choose_from(frozen):
+    body = nn.Sequential(OrderedDict(conv_stem=nn.Conv2d(3, 4, 1), blocks=nn.Flatten()))
+    remedy = layer_remedy(FrozenEncoder(body) if frozen else body, ["conv_stem"])
+    assert remedy == "Take a model of raylt's own, as small or resnet8."

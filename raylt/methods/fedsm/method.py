@@ -54,7 +54,7 @@ from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import Task, TaskSpec
 from raylt.errors import ConfigError
-from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.hyper import Choice, LogUniform, Uniform, check_ends, hp
 from raylt.methods.fedsm.losses import Projection, hint, projection_of
 from raylt.methods.fedsm.mixup import Partner, Similarity, Unit, draw_partners, mix_features, relevance, total_variation
 from raylt.methods.fedsm.monitors import answers, drift, first_rows, some_features, towards, zero_shot
@@ -218,13 +218,7 @@ class FedSM(Method):
         )
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
-        if self.lam_low > self.lam_high:
-            raise ConfigError(
-                f"method.lam_low: is larger than method.lam_high ({self.lam_low:g} > {self.lam_high:g}). Swap them.",
-                code="config.out-of-range",
-                key="method.lam_low",
-                value=self.lam_low,
-            )
+        check_ends("lam_low", self.lam_low, "lam_high", self.lam_high)
         related = self.partner in ("ranked", "deterministic", "inverted") and self.retrain_rounds > 0
         if self.teacher == "none" and (self.finetune or related):
             field = "method.finetune=true" if self.finetune else f"method.partner={self.partner}"

@@ -86,6 +86,7 @@ class MuPFL(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2405.06413"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
+    ends_at_local_rate: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("last_update",), "judging": ("judged",)}
     other_models: ClassVar[tuple[str, ...]] = MODELS
 
