@@ -37,6 +37,7 @@ CLIENT_CURVES = {
     "clients": ("global", "mean"),
     "worst_decile": ("matched", "worst_decile"),
 }
+DIVERGED = ("training.diverged", "server.not-finite")  # codes of errors with which training ends if it diverges
 CURVES = ("step", "accuracy", "shown", *GROUPS, "validation", "up", "down", "seconds", *CLIENT_CURVES)
 LATER_CURVES = {"validation", "shown", *CLIENT_CURVES}  # records of earlier versions lack some of these
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -130,7 +131,7 @@ class RunRecord:
     def diverged(self) -> bool:
         """Return whether training diverged, which is a result of the run's settings."""
         # without a configuration the run's folder was removed
-        return self.state == "failed" and self.error == "training.diverged" and bool(self.config)
+        return self.state == "failed" and self.error in DIVERGED and bool(self.config)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON values, which share the record's dictionaries and lists."""

@@ -234,7 +234,10 @@ def test_recording_adds_and_loses_nothing(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("code", "states"), [("training.diverged", ["done", "failed"]), ("client.failed", ["done"])])
+@pytest.mark.parametrize(
+    ("code", "states"),
+    [("training.diverged", ["done", "failed"]), ("server.not-finite", ["done", "failed"]), ("client.failed", ["done"])],
+)
 def test_a_diverged_run_is_on_record_as_a_result_and_is_run_again(tmp_path, code, states):
     definition = define(TINY | {"arms": {"fedavg": "fedavg", "per": "fedper"}, "seeds": 1})
     study = Study.create(definition, tmp_path)
@@ -250,7 +253,7 @@ def test_a_diverged_run_is_on_record_as_a_result_and_is_run_again(tmp_path, code
     kept_runs = Study.open(record)
     assert [each.state for each in kept_runs.records] == states
     assert list(load_planned(record, study.planned, mix_versions=True).records) == [("", "fedavg", 0)]
-    if code == "training.diverged":
+    if code != "client.failed":
         ranked = {arm.arm: (arm.finished, arm.failed) for arm in rank({"s": kept_runs.records}).arms}
         assert ranked == {"fedavg": (1, 0), "per": (0, 1)}
 
