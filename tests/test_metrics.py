@@ -13,6 +13,7 @@ from raylt.metrics import (
     as_seen,
     by_client,
     class_accuracy,
+    class_figures,
     client_figures,
     confusion,
     group_accuracy,
@@ -53,6 +54,21 @@ def test_figures_equal_those_of_scikit_learn(labels, matrix):
     assert macro(matrix) == pytest.approx(sk.balanced_accuracy_score(truth, predicted), abs=1e-12)
     assert mean_iou(matrix) == pytest.approx(sk.jaccard_score(truth, predicted, average="macro"), abs=1e-12)
     assert np.allclose(class_accuracy(matrix), sk.recall_score(truth, predicted, average=None), atol=1e-12)
+
+
+def test_figures_of_each_class_equal_those_of_scikit_learn(labels, matrix):
+    predicted, truth = labels
+    precision, recall, f1, tested = sk.precision_recall_fscore_support(truth, predicted, labels=range(C))
+    figures = class_figures(matrix)
+    assert not np.allclose(matrix.sum(0), tested)  # otherwise precision would be recall
+    for name, expected in (("precision", precision), ("recall", recall), ("f1", f1)):
+        assert np.allclose(figures[name], expected, atol=1e-12)
+    assert np.allclose(figures["iou"], sk.jaccard_score(truth, predicted, average=None), atol=1e-12)
+
+
+def test_a_client_none_of_whose_classes_is_tested_is_not_judged_whatever_is_predicted():
+    each = by_client({0: tensor([[5, 1], [0, 0]])}, tensor([[0, 3]]))
+    assert {kind: values for kind, values in each.items() if values != [None]} == {}
 
 
 def test_client_accuracies_equal_a_loop_over_test_samples(labels, matrix):

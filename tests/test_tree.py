@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import tensor
 
-from raylt.tree import RunningSum, from_arrays, leaves, map_tensors, nbytes, snapshot, to, to_arrays
+from raylt.tree import RunningSum, Stamps, from_arrays, leaves, map_tensors, nbytes, snapshot, to, to_arrays
 
 
 def mean(*weighted):
@@ -69,6 +69,26 @@ def test_integers_take_the_maximum_in_a_mean_and_add_up_in_a_sum(dtype):
     first, second = {"n": tensor([1, 9], dtype=dtype)}, {"n": tensor([4, 2], dtype=dtype)}
     assert same(mean((first, 100), (second, 1))["n"], tensor([4, 9], dtype=dtype))
     assert same(total(first, second)["n"], tensor([5, 11]))
+
+
+@pytest.mark.parametrize(("maximum", "expected"), [(False, [5, 11]), (True, [4, 9])])
+def test_integers_of_two_running_sums_take_the_maximum_only_where_asked(maximum, expected):
+    first, second = RunningSum(), RunningSum()
+    first.add({"n": tensor([1, 9])})
+    second.add({"n": tensor([4, 2])})
+    first.merge(second, maximum)
+    assert first.sum()["n"].tolist() == expected
+
+
+def test_a_merged_sum_stays_as_it_is_when_more_is_merged_after_it():
+    parts = [RunningSum() for _ in range(2)]
+    for part, value in zip(parts, (1.0, 2.0), strict=True):
+        part.add({"w": tensor([value])})
+    whole = RunningSum()
+    for part in parts:
+        whole.merge(part, maximum=False)
+    assert whole.sum()["w"].item() == 3.0
+    assert [part.sum()["w"].item() for part in parts] == [1.0, 2.0]
 
 
 def test_booleans_are_ored_in_a_mean_and_counted_in_a_sum():
@@ -175,3 +195,13 @@ def test_read_only_arrays_become_tensors_without_a_copy_or_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert from_arrays({"a": array})["a"].data_ptr() == array.ctypes.data
+
+
+def test_tensors_of_one_key_are_forgotten_and_those_of_a_longer_key_are_not():
+    stamps, tree = Stamps(), {"a": {"w": torch.zeros(1)}, "ab": torch.zeros(1)}
+    stamps.add(tree, "state")
+    stamps.forget("a", "state")
+    tree["a"]["w"].add_(1)
+    assert stamps.changed() is None
+    tree["ab"].add_(1)
+    assert stamps.changed() == "state.ab"

@@ -1,6 +1,8 @@
 import time
+from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from refusals import refused
@@ -14,7 +16,7 @@ from raylt.core.experiment import Experiment
 from raylt.core.method import Method
 from raylt.core.setup import private_entries
 from raylt.data.samples import Samples
-from raylt.data.task import build_task
+from raylt.data.task import Shard, build_task
 from raylt.errors import Diverged
 from raylt.methods.fedavg import FedAvg
 from raylt.tree import snapshot
@@ -59,6 +61,39 @@ class Slow(Finishing):
         for _ in range(2):
             with server.timings.time("synthesis"):
                 time.sleep(0.05)
+
+
+class Twofold(OwnClassifier):
+    """A personal method with a phase after the last round, and with a second model of each client."""
+
+    name: ClassVar[str] = "twofold"
+    finishes: ClassVar[bool] = True
+    other_models: ClassVar[tuple[str, ...]] = ("same",)
+
+    def finish(self, server, fleet):
+        server.log(note="finished")
+
+    def other_model(self, client, name):
+        return client.model
+
+
+class Staged(FedAvg):
+    """FedAvg that can be branched after its first round."""
+
+    name: ClassVar[str] = "staged"
+
+    def stages(self, rounds):
+        return {"early": 1} | super().stages(rounds)
+
+
+@pytest.fixture
+def validated(tiny_task):
+    """Return the tiny task with a long-tailed validation set, taken from client 0: 10, 5, 2 and 1 samples."""
+    x, y = tiny_task.test.x, tiny_task.test.y
+    rows = np.concatenate([np.flatnonzero(y == c)[:n] for c, n in enumerate((10, 5, 2, 1))])
+    return replace(
+        tiny_task, validation=Shard(x[rows], y[rows]), validation_clients=np.zeros(len(rows), dtype=np.int64)
+    )
 
 
 @pytest.fixture
@@ -225,6 +260,24 @@ def test_personal_models_are_judged_when_due_and_their_counts_are_no_traffic(bui
     assert all("judge" not in r.traffic for r in reports)
 
 
+def test_other_models_of_clients_are_judged_once_after_the_last_step(build):
+    reports = run(build(Twofold(), evaluation={"personal": 1}))
+    assert [report.others is None for report in reports] == [True, True, False]
+    assert reports[-1].others["same"]["accuracy"] == reports[-1].accuracy
+
+
+def test_clients_own_models_are_validated_in_evaluation_mode_and_with_equal_classes(validated, tmp_path):
+    config = configure(federation={"rounds": 3}, evaluation={"batch": 7})
+    experiment = make_experiment(config, validated, tmp_path, OwnClassifier())
+    report = run(experiment)[-1]
+    figures = []
+    for _, model in personal_models(experiment):
+        matrix = judge_by_loop(model, replace(validated, test=validated.validation))
+        figures += [matrix[c, c].item() / n for c, n in enumerate((10, 5, 2, 1))]
+    assert len(set(figures)) > 3  # otherwise equal classes would weigh as much as equal samples
+    assert report.figures["validation"]["accuracy"] == pytest.approx(sum(figures) / len(figures))
+
+
 def test_private_classifier_appears_in_no_message_and_no_reply(build):
     experiment = build(OwnClassifier())
     run(experiment)
@@ -345,6 +398,28 @@ def test_checkpoint_every_two_rounds_keeps_even_rounds_and_the_end(build, tmp_pa
         experiment.advance()
         seen.append(sorted(int(folder.name) for folder in (tmp_path / "checkpoints").glob("*")))
     assert seen == [[], [2], [2], [2, 4], [2, 4, 5], [2, 4, 5, 6]]
+
+
+def test_steps_after_which_a_run_can_be_branched_have_a_checkpoint_that_stays(build, tmp_path):
+    run(build(Staged(), federation={"rounds": 4}, output={"checkpoint_every": 100, "keep": 2}))
+    assert checkpoint.steps(tmp_path / "checkpoints") == [1, 4]
+
+
+def test_a_resumed_run_keeps_the_checkpoint_that_was_best_before(validated, tmp_path, monkeypatch):
+    def judge(method, server, fleet, task):
+        return {"accuracy": 0.9 if server.round == 1 else 0.1}
+
+    monkeypatch.setattr("raylt.core.evaluation.evaluator.validate", judge)
+    config = configure(federation={"rounds": 5}, output={"keep": 2})
+    first = make_experiment(config, validated, tmp_path)
+    first.advance()
+    first.advance()
+    second = make_experiment(config, validated, tmp_path)
+    saved, _ = checkpoint.latest(tmp_path / "checkpoints")
+    second.load(saved)
+    run(second)
+    assert checkpoint.steps(tmp_path / "checkpoints") == [1, 4, 5]
+    assert checkpoint.at(tmp_path / "checkpoints", 5).facts["best"] == {"step": 1, "accuracy": 0.9}
 
 
 def test_newest_checkpoints_alone_are_kept(build, tmp_path):

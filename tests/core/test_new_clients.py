@@ -1,6 +1,7 @@
 """Clients that join after training: which they are, what methods have them do, and what is reported of them."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import naive
 import numpy as np
@@ -42,6 +43,16 @@ from raylt.store import Folder
 from raylt.studies.analysis.measures import measure_of
 
 CONFIG = DataConfig(clients=6, new_clients=2)
+
+
+class Finishing(FedAvg):
+    """FedAvg with a phase after the last round."""
+
+    name: ClassVar[str] = "finishing"
+    finishes: ClassVar[bool] = True
+
+    def finish(self, server, fleet):
+        server.log(note="finished")
 
 
 def late(task, *ids: int):
@@ -94,6 +105,12 @@ def test_nobody_asks_them_before_and_nothing_of_them_is_kept(tiny_task, tmp_path
     assert reports[1].figures["new_clients"]["count"] == 2
     assert [value is None for value in reports[1].by_client["matched"]] == [True, False, True, False, True, False]
     assert reports[1].traffic.keys() == {"train"}
+
+
+def test_they_are_judged_once_after_the_phase_that_follows_the_last_round(tiny_task, tmp_path):
+    experiment = make_experiment(configure(), late(tiny_task, 0, 2), tmp_path, Finishing())
+    reports = [experiment.step() for _ in range(3)]
+    assert ["new_clients" in report.figures for report in reports] == [False, False, True]
 
 
 def test_share_of_the_clients_is_of_those_that_train(tiny_task, tmp_path):
@@ -254,6 +271,14 @@ def test_bpfeds_have_a_classifier_of_both_stages(tiny_task, tmp_path, fields):
     plain = joined(experiment, BPFed(crt=False, lws=False), 0).model.state_dict()
     same = torch.equal(own["classifier.weight"], plain["classifier.weight"])
     assert same == (not method.finishes)  # the second stage changes the result of the first
+
+
+def test_bpfeds_start_from_classifiers_of_their_own(tiny_task, tmp_path):
+    method = BPFed(crt=False, lws=False)
+    experiment = run(late(tiny_task, 3), tmp_path, method, rounds=1)
+    client = joined(experiment, method, 3)  # its one sample makes no batch, so it trains nothing
+    torch.manual_seed(0)
+    assert torch.equal(client.model.classifier.weight, torch.nn.Linear(64, 4).weight)
 
 
 @pytest.mark.parametrize("weight", ["n", "n-1"])

@@ -17,3 +17,7 @@ def test_the_bounds_of_the_distance():
     assert heterogeneity(np.full((3, 4), 5)).distance == 0
     # 1 - 1 / 4, because each client is a part of the pooled mix
     assert heterogeneity(np.eye(4, dtype=int)).distance == 0.75
+
+
+def test_a_class_that_nobody_holds_is_not_the_smallest():
+    assert heterogeneity(np.array([[4, 0, 2], [2, 0, 0]])).imbalance == 3

@@ -87,6 +87,19 @@ def test_clients_of_by_class_get_images_with_their_classes_while_there_are_any()
     assert table[parts[0], 0].all()  # class 0 is in every image
 
 
+def test_an_image_suits_a_client_if_it_shows_one_of_the_clients_classes():
+    # client k keeps classes k and k + 1; half of the images show class 0 alone, half class 2 alone
+    table = np.zeros((40, 4), bool)
+    table[::2, 0] = table[1::2, 2] = True
+    parts = by_class(table, 4, 2, 1.0, np.random.default_rng(0))
+    assert [table[part].sum(0).tolist() for part in parts] == [
+        [10, 0, 0, 0],
+        [0, 0, 10, 0],
+        [0, 0, 10, 0],
+        [10, 0, 0, 0],
+    ]
+
+
 def test_the_client_with_the_rarest_class_draws_first():
     table = np.zeros((8, 2), bool)
     table[:, 0] = True  # class 0 is in every image, class 1 in three

@@ -164,6 +164,13 @@ def test_a_run_on_a_split_from_a_file_is_the_one_that_its_study_planned(task, sp
     ]
 
 
+@pytest.mark.parametrize(("source", "expected"), [("npz:a.npz", 7), ("npz:b.npz", None)])
+def test_settings_that_the_data_decide_follow_a_run_on_the_same_source_alone(source, expected):
+    made = configure(data={"source": "npz:a.npz", "clients": 7})
+    planned = configure(data={"source": source, "clients": None})
+    assert followed(planned, made).data.clients == expected
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

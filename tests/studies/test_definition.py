@@ -29,6 +29,11 @@ def test_runs_are_the_product_and_both_seeds_are_tied():
     assert {run.config.data.imbalance for run in runs if run.cell == "IF 50"} == {50.0}
 
 
+def test_tuning_starts_from_the_first_seed():
+    bases = define(SMALL | {"seeds": [5, 6]}).bases().values()
+    assert {(base.seed, base.data.seed) for base in bases} == {(5, 5)}
+
+
 def test_a_runs_configuration_is_that_of_raylt_run_with_the_same_settings():
     run = define(SMALL).runs()[1]
     config = load(None, ["method=fedprox", "method.mu=0.1", "federation.rounds=2", "data.imbalance=10"])

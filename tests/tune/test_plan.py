@@ -10,7 +10,7 @@ from raylt.hyper import Choice, LogUniform, Uniform
 from tune.asha import Outcome
 from tune.drawing import draw
 from tune.plan import OVER, WAIT, SearchPlan, SearchState, _propose, client_steps, cost_of, front_of
-from tune.records import Score, TrialRecord
+from tune.records import Score, TrialRecord, on_split
 from tune.report import table_of
 from tune.space import draw as drawn_values
 
@@ -278,3 +278,9 @@ def test_a_trial_that_was_stopped_before_an_interruption_has_an_outcome_after_it
     state.update(records[0])
     assert [record.outcome.state for record in records] == ["done", "done", "done", "stopped", "done"]
     assert state.best() is records[4]
+
+
+def test_splits_of_a_trial_have_the_seeds_that_follow_that_of_the_data():
+    config = Config(method="fedavg", data={"seed": 7})
+    assert [on_split(config, split).data.seed for split in range(3)] == [7, 8, 9]
+    assert on_split(config, 0) == config

@@ -196,6 +196,13 @@ def test_a_prediction_that_is_no_number_counts_as_wrong(tiny_task):
     assert judged.all.sum() == len(tiny_task.test)
 
 
+def test_predictions_for_pixels_without_a_label_are_not_counted_as_no_numbers():
+    labels = torch.tensor([[[0, IGNORED], [IGNORED, 1]]])
+    judged = counts.Counts(2, CPU)
+    judged.add(torch.full((1, 2, 2, 2), torch.nan), Batch(torch.empty(0), labels, torch.tensor([0])))
+    assert judged.not_numbers == 2
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["global", "personal"])
 def test_a_run_says_how_many_predictions_are_no_numbers(tiny_task, tmp_path, own):
     experiment = make_experiment(configure(federation={"rounds": 1}), tiny_task, tmp_path, Unsure(own=own))

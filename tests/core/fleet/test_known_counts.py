@@ -58,6 +58,11 @@ def test_an_undeclared_total_counts_no_more_than_the_samples(part):
     assert fault(part.up_to(1e9), torch.tensor([4, 2, 0])) is None
 
 
+def test_a_client_with_label_maps_counts_up_to_all_of_its_pixels():
+    assert fault(total, torch.tensor([5 * 64, 0, 0]), labels=64) is None
+    assert fault(total, torch.tensor([5 * 64, 1, 0]), labels=64).code == "reply.wrong-sums"
+
+
 def test_counts_of_entries_are_added_up_over_the_classes():
     undeclared = total.within({c: {"n": 1, "z": torch.empty(1, device="meta")} for c in range(4)})
     declared = undeclared.counting("n")

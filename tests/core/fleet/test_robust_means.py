@@ -93,6 +93,29 @@ def test_norm_clipped_mean_of_what_lies_near_is_the_weighted_mean():
     assert got["w"].item() == pytest.approx(0.25)
 
 
+def test_norm_clipped_mean_moves_no_client_that_is_nearer_than_the_radius():
+    # distances from the median 3 are 3, 2, 0, 7, 8, so radius 3; 3 + (-1*3 - 2*2 + 0 + 4*3 + 6*3) / 16
+    rows = [{"w": tensor([x])} for x in (0.0, 1.0, 3.0, 10.0, 11.0)]
+    got = robust_mean("norm_clipped_mean", rows, [1, 2, 3, 4, 6])
+    assert got["w"].item() == pytest.approx(3 + 23 / 16)
+
+
+def test_norm_clipped_mean_measures_a_client_by_all_of_its_entries_together():
+    # medians 0, lengths 4, 0.5 * 10, 3, 0 and 1 * 10, so radius 4 and shares 1, 0.8, 1, 1 and 0.4
+    rows = [
+        {"short": tensor([short]), "long": torch.full((100,), long)}
+        for short, long in ((4.0, 0.0), (0.0, 0.5), (-3.0, 0.0), (0.0, 0.0), (0.0, -1.0))
+    ]
+    got = robust_mean("norm_clipped_mean", rows, [1, 2, 1, 1, 1])
+    assert got["short"].item() == pytest.approx((4 - 3) / 6)
+    assert torch.allclose(got["long"], torch.full((100,), (2 * 0.8 * 0.5 - 0.4) / 6))
+
+
+def test_of_an_even_number_of_counters_the_lower_middle_one_is_taken():
+    rows = [{"count": tensor(count)} for count in (9, 1, 4, 2)]
+    assert robust_mean("median", rows, [1, 1, 1, 1])["count"].item() == 2
+
+
 @pytest.mark.parametrize(
     ("rule", "oracle"), [("median", lambda x: np.median(x, 0)), ("trimmed_mean", lambda x: trim_mean(x, 0.2, 0))]
 )

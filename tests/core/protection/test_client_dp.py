@@ -1,6 +1,7 @@
 """Client-level privacy: the accountant against an exact composition, clipping, noise, and the end of the budget."""
 
 import math
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -94,6 +95,13 @@ def test_a_round_beyond_the_budget_asks_no_client(tiny_task, tmp_path):
         ClientNoise.of({"model": mean}, message, experiment.config, 10_000)
 
 
+def test_the_budget_ends_with_the_last_round_that_it_pays_for():
+    config = configure(privacy=BUDGET | {"update_epsilon": epsilon_of(1.0, 1.0, 5, 1e-3)})
+    assert ClientNoise.of({"model": mean}, {"model": {}}, config, 5) is not None
+    with refused("privacy.budget-spent", BudgetSpent, round=6):
+        ClientNoise.of({"model": mean}, {"model": {}}, config, 6)
+
+
 class Boasting(Scaffold):
     """SCAFFOLD declared as a plugin that uploads no more than a model, which is false."""
 
@@ -129,6 +137,14 @@ def test_clients_that_join_after_training_are_none_of_those_that_a_round_asks():
     assert ClientNoise(config, {}, 1)._expected_clients == 6
 
 
+def test_a_delta_is_small_enough_for_the_clients_that_train(tiny_task, tmp_path):
+    # of the five clients with samples three train: 1 / 5 < 1 / 4 < 1 / 3
+    task = replace(tiny_task, new_clients=(0, 2))
+    make_experiment(configure(privacy=BUDGET | {"delta": 1 / 4}), task, tmp_path)
+    with refused("config.out-of-range", ConfigError, key="privacy.delta", count=3):
+        make_experiment(configure(privacy=BUDGET | {"delta": 1 / 3}), task, tmp_path)
+
+
 def test_robust_rules_and_two_budgets_are_refused(tiny_task, tmp_path):
     with refused("config.conflict", key="privacy.update_epsilon", excludes="federation.robust"):
         make_experiment(configure(privacy=BUDGET, federation={"robust": "median"}), tiny_task, tmp_path)
@@ -150,6 +166,11 @@ def test_a_run_says_what_it_has_spent(tmp_path, secure):
     assert summary["privacy"]["epsilon"] == pytest.approx(epsilon_of(2.0, 1.0, 2, 1e-5))
     assert summary["privacy"]["unit"] == "one client, added or removed"
     assert summary["privacy"]["covers"] == "the models of 2 rounds"
+
+
+def test_poisson_sampling_lowers_what_a_run_says_it_has_spent():
+    config = configure(privacy=BUDGET, federation={"sampling": "poisson", "participation": 0.5})
+    assert ClientNoise(config, {}, 3).statement["epsilon"] == epsilon_of(1.0, 0.5, 3, 1e-3)
 
 
 def test_poisson_rounds_have_clients_by_chance_and_repeat(tiny_task, tmp_path):

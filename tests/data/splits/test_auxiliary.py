@@ -55,6 +55,15 @@ def test_a_class_with_fewer_gives_what_it_has():
     assert np.bincount(task.auxiliary.y).tolist() == np.minimum(np.bincount(open_source(CONFIG).y_train), 146).tolist()
 
 
+def test_where_the_images_outside_are_too_few_none_is_given_twice():
+    task = build_task(DataConfig(clients=2, auxiliary=100))
+    clients = np.concatenate([shard.ids for shard in task.shards])
+    rows = task.auxiliary.ids
+    assert 0 < np.isin(rows[task.auxiliary.y == 1], clients).sum() < 100
+    assert np.bincount(task.auxiliary.y).tolist() == [100] * 10
+    assert len(np.unique(rows)) == len(rows)
+
+
 def test_they_are_part_of_what_a_run_saw(task):
     other = build_task(CONFIG.model_copy(update={"auxiliary": 7}))
     names = {name for name, sha256 in hash_data(other).items() if hash_data(task)[name] != sha256}

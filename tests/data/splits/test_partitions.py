@@ -136,6 +136,12 @@ def test_clients_are_redrawn_until_they_have_the_smallest_size(deal):
     assert min(sizes) >= 10
 
 
+def test_dirichlet_redraws_until_clients_have_the_smallest_size_that_is_set():
+    config = DataConfig(partition="dirichlet", alpha=0.5, clients=10)
+    assert min(map(len, partition(LABELS, config, None))) < 60
+    assert min(map(len, partition(LABELS, config.model_copy(update={"min_size": 60}), None))) >= 60
+
+
 def test_dirichlet_min_stops_clients_at_their_even_share():
     # a client below n/K gains at most one more class, so it ends below n/K + the largest class
     sizes = [len(part) for part in dirichlet_min(LABELS, 10, 0.1, 0, rng())]
@@ -184,6 +190,11 @@ def test_a_smallest_size_that_a_partition_cannot_reach_is_refused(kind):
 def test_by_id_makes_one_client_of_each_id_in_their_order():
     parts = by_id(np.array(["b", "a", "c", "a"]), 3)
     assert [part.tolist() for part in parts] == [[1, 3], [0], [2]]
+
+
+def test_by_id_gives_no_samples_to_a_client_of_which_the_long_tail_left_none():
+    parts = by_id(np.array(["a", "c", "a"]), 3, np.array(["a", "b", "c"]))
+    assert [part.tolist() for part in parts] == [[0, 2], [], [1]]
 
 
 def test_by_id_tells_the_number_of_ids():

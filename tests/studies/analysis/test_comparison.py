@@ -13,9 +13,10 @@ from raylt.studies.analysis.claims import Claim, read_claim
 from raylt.studies.analysis.comparison import compare, judged_on
 from raylt.studies.analysis.measures import value_of
 from raylt.studies.analysis.statistics import improvement, over_cells
-from raylt.studies.analysis.time_to_accuracy import reached
+from raylt.studies.analysis.time_to_accuracy import Reached, reached, with_target
 from raylt.studies.records.record import RunRecord
 from raylt.studies.report import comparison_tables
+from raylt.studies.report.text_table import TextTable
 
 CELLS = ("IF 10", "IF 50")
 # by how much arm b is above arm a for each seed: about 0.1 in the first cell, about 0.01 in the second
@@ -45,6 +46,22 @@ def test_rows_by_hand():
     assert list(b.values) == [0, 1, 2, 3, 4, 5]
     assert b.optimism == pytest.approx(0)  # the curve rises up to its last round
     assert [overall.arm for overall in compared.overall] == ["a", "b"]
+
+
+def test_the_gap_between_the_best_and_the_last_round_is_that_of_the_cell():
+    gaps = dict(zip(CELLS, (0.1, 0.3), strict=True))
+    runs = [
+        replace(run, curve=run.curve | {"accuracy": [run.summary["accuracy"]["last"] + gaps[run.cell]] * 10})
+        for run in records()
+    ]
+    optimism = {(row.cell, row.arm): row.optimism for row in compare(runs, "a").rows}
+    assert optimism == {(cell, arm): pytest.approx(gap) for cell, gap in gaps.items() for arm in "ab"}
+
+
+def test_bytes_until_a_target_are_shown_in_mebibytes():
+    reaching = Reached("", "a", 0.5, 1, 1, 3.0, 100 * 2**20, 10.0, 0)
+    table = with_target(TextTable("", [], [], ""), [reaching], 0.5)
+    assert table.further[0][2] == [["", "a", "1 of 1", "3.0", "100.0", "10.0"]]
 
 
 def test_every_interval_has_the_level_of_the_comparison():

@@ -2,7 +2,8 @@ import pytest
 from refusals import refused
 
 from raylt.errors import ConfigError
-from raylt.studies.analysis.measures import MEASURES, measure_of
+from raylt.studies.analysis.measures import MEASURES, measure_of, value_of
+from raylt.studies.records.record import RunRecord
 
 SUMMARY = {
     "accuracy": {"last": 0.5},
@@ -63,3 +64,19 @@ def test_less_is_better_of_bytes_and_seconds_alone():
 def test_measure_that_is_not_there_is_refused(name):
     with refused("config.unknown-name", ConfigError, key="measure", name=name):
         measure_of(name)
+
+
+def finished(**curve):
+    rounds = len(curve["accuracy"])
+    summary = {"accuracy": {"last": curve["accuracy"][-1]}, "rounds": rounds}
+    return RunRecord("", "a", 0, "a", "done", summary=summary, curve=curve)
+
+
+def test_the_mean_of_the_last_rounds_is_over_ten():
+    run = finished(accuracy=[2.0**-step for step in range(12)])
+    assert value_of(run, "accuracy", "last10") == pytest.approx(sum(2.0**-step for step in range(2, 12)) / 10)
+
+
+def test_of_rounds_with_the_same_validation_accuracy_the_first_counts():
+    run = finished(validation=[0.5, 0.9, None, 0.9], accuracy=[0.1, 0.2, 0.3, 0.4])
+    assert value_of(run, "accuracy", "validation") == 0.2

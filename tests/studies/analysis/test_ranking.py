@@ -135,6 +135,19 @@ def test_intervals_are_symmetric_and_widen_with_disagreement():
     assert shaky.strength.half > 0.5
 
 
+def test_a_cell_with_one_seed_adds_no_spread_to_the_intervals_of_others():
+    # three comparisons in each block of two arms; in the cell of three blocks a wins 3, 0 and 3 of them, around 2
+    blocks = [np.array([[0.0, won], [3.0 - won, 0.0]]) for won in (3.0, 0.0, 3.0)]
+    wins = [np.stack(blocks), np.stack(blocks[:1])]
+    strengths = fit(np.concatenate(wins).sum(0))
+    a = strengths[0]
+    p, own = (1 / (1 + np.exp(-x)) for x in (2 * a, a))
+    across = 12 * p * (1 - p) * 2 + 2 * PRIOR * own * (1 - own)
+    spread = (1 + 4 + 1) * 3 / 2
+    half = stats.t.ppf(0.975, 2) * spread**0.5 / across
+    assert half_widths(wins, strengths, 0.95) == pytest.approx([half, half])
+
+
 def test_intervals_have_the_level_that_is_asked_for():
     arms = (("a", 0.8), ("b", 0.6), ("c", 0.7))
     runs = [record(arm, seed, value, cell=cell) for cell in "xy" for seed in range(3) for arm, value in arms]

@@ -2,6 +2,7 @@ import fcntl
 import json
 import os
 
+import made
 import pytest
 from made import write_run
 
@@ -27,6 +28,19 @@ def test_a_finished_run(run):
     assert record.curve["up"] == [10, 20, 30]
     assert record.seconds == 6.0
     assert record == RunRecord.from_json(json.loads(json.dumps(record.to_json())))
+
+
+def test_the_curve_that_is_shown_is_that_of_the_runs_main_figure(tmp_path, monkeypatch):
+    def report_of_own_models(step, accuracy):
+        clients = {"matched": {"mean": accuracy / 2, "worst_decile": 0.0}}
+        return plain_report(step, accuracy).model_copy(update={"shown": "matched", "clients": clients})
+
+    plain_report = made.report
+    monkeypatch.setattr(made, "report", report_of_own_models)
+    write_run(tmp_path / "personal", PLAN, [0.1, 0.3, 0.2], done=False)
+    curve = read_run(tmp_path / "personal").curve
+    assert curve["shown"] == curve["matched"] == [0.05, 0.15, 0.1]
+    assert curve["accuracy"] == [0.1, 0.3, 0.2]
 
 
 def test_no_folder_and_a_folder_that_was_never_begun_are_missing(tmp_path):

@@ -1,0 +1,57 @@
+"""Figures of segmentation, where each client sees the classes in its own way, against counts by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from raylt.contract.case import CPU, Case, make_scenes
+from raylt.core.evaluation.counts import Matrices
+from raylt.core.evaluation.evaluator import validate
+from raylt.data.label_maps import class_counts, class_views
+from raylt.data.samples import IGNORED, Samples
+from raylt.data.task import Shard
+from raylt.methods.fedavg import FedAvg
+
+
+@pytest.fixture
+def scenes():
+    """Return the tiny scenes, of which client k labels classes k and k + 1, modulo 3."""
+    task = make_scenes()
+    views = class_views(task.clients, 3, 2)
+    shards = tuple(Shard(shard.x, shard.y, view=view) for shard, view in zip(task.shards, views, strict=True))
+    return replace(task, shards=shards, client_counts=np.stack([class_counts(s.labels(), 4) for s in shards]))
+
+
+def test_accuracy_of_a_group_counts_a_class_only_for_clients_that_label_it(scenes, tmp_path):
+    # client 0 labels classes a (many) and b (medium), client 1 labels b and c (few); others are background for them
+    matrices = {
+        0: torch.tensor([[6, 1, 0, 3], [2, 3, 0, 5], [0, 0, 0, 10], [0, 0, 0, 10]]),
+        1: torch.tensor([[0, 0, 0, 10], [0, 8, 1, 1], [0, 0, 5, 5], [0, 0, 0, 10]]),
+    }
+    case = Case(FedAvg(), "segmentation", tmp_path)
+    figures = case.experiment(case.config(), task=scenes).evaluator._figures(Matrices(clients=matrices), [0, 1])
+    assert figures["groups"] == pytest.approx({"many": 6 / 10, "medium": (3 + 8) / 20, "few": 5 / 10})
+
+
+def test_the_mean_iou_on_validation_images_has_equal_classes_as_each_client_sees_them(scenes, tmp_path):
+    task = replace(scenes, validation=scenes.test, validation_clients=np.zeros(len(scenes.test), dtype=np.int64))
+    case = Case(FedAvg(), "segmentation", tmp_path)
+    experiment = case.experiment(case.config(), task=task)
+    experiment.step()
+    samples = Samples(task.validation, task.spec, CPU)
+    batch = samples.batch(torch.arange(len(samples)))
+    with torch.no_grad():
+        answers = experiment.server.model.eval()(batch.x).argmax(1)
+    labelled = batch.y != IGNORED
+    truth, predicted = batch.y[labelled], answers[labelled]
+    weights = 1 / torch.bincount(truth, minlength=4).double()[truth]
+    pairs = torch.zeros(4, 4, dtype=torch.float64)
+    for id in experiment.fleet.ids:
+        view = torch.from_numpy(task.views[id])
+        pairs.index_put_((view[truth], view[predicted]), weights, accumulate=True)
+    hits = pairs.diagonal()
+    iou = (hits / (pairs.sum(0) + pairs.sum(1) - hits)).nanmean().item()
+    figures = validate(experiment.method, experiment.server, experiment.fleet, task)
+    assert figures["miou"] == pytest.approx(iou)
