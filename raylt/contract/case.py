@@ -82,7 +82,7 @@ def make_scenes() -> Task:
     """
     rng = np.random.default_rng(0)
     views = class_views(len(SCENES), 3, 2)
-    shards = tuple(Shard(*_paint(rng, n), view) for n, view in zip(SCENES, views, strict=True))
+    shards = tuple(Shard(*_paint(rng, n), view=view) for n, view in zip(SCENES, views, strict=True))
     ends = np.cumsum(SCENES)
     rows = tuple(np.arange(end - n, end) for end, n in zip(ends, SCENES, strict=True))
     maps = np.concatenate([load(shard.y) for shard in shards])

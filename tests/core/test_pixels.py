@@ -99,3 +99,9 @@ def test_a_batch_without_any_label_teaches_nothing():
     assert not logits.grad.any()
     y[0, 1, 2] = 2
     assert torch.equal(labelled_cross_entropy(logits, y), F.cross_entropy(logits, y))  # equal to the bit
+
+
+def test_each_client_of_the_tiny_scenes_labels_two_classes():
+    scenes = make_scenes()
+    assert scenes.views.tolist() == class_views(5, 3, 2).tolist()
+    assert all(shard.ids is None for shard in scenes.shards)
