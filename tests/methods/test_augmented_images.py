@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 from small_runs import QUICK
@@ -54,9 +55,9 @@ def names_of(frame: FrameType | None) -> set[str]:
     return names
 
 
-def functions_that_augment(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def functions_that_augment(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> set[str]:
     """Return the client functions in which images are augmented outside of local training."""
-    method = METHODS[name](**QUICK.get(name, {}))
+    method = METHODS[name](**QUICK.get(name, {}) | fields)
     case = Augmented(method, method.problems[0], folder)
     found: set[str] = set()
     batch = Samples.batch
@@ -79,3 +80,17 @@ def functions_that_augment(name: str, folder: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_images_are_augmented_in_local_training_alone(name, tmp_path, monkeypatch):
     assert functions_that_augment(name, tmp_path, monkeypatch) == OTHERS.get(name, set())
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("sfd", {"classifier": "oracle"}),
+        ("fedsm", {"encoders": "trained"}),
+        ("fedsm", {"retrain": "after"}),
+        ("mupfl", {"gradients": "global"}),
+    ],
+    ids=str,
+)
+def test_functions_that_fields_add_take_images_as_they_are(tmp_path, monkeypatch, name, fields):
+    assert functions_that_augment(name, tmp_path, monkeypatch, **fields) == set()

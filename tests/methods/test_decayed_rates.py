@@ -1,6 +1,5 @@
 """A learning rate that falls over the rounds falls in all of a method's formulas, not in its local SGD alone."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,42 @@ from small_runs import QUICK
 from raylt.contract.case import Case
 from raylt.contract.trace import fingerprint, private_states
 from raylt.core.checkpoint import checkpoint
+from raylt.core.evaluation.evaluator import Evaluator
 from raylt.methods import METHODS
 
 # papers' methods, and those that read the rate outside of `sgd`; the other methods run with the slow tests
 QUICKLY = ("sfd", "scaffold", "mupfl", "bpfed", "apfl", "pfedme", "qfedavg", "fedrela", "fedetf")
 RATE = 0.2
+# fields with which methods train clients by local SGD after the last round
+LAST: dict[str, dict[str, Any]] = {
+    "fedbabu": {"tune_epochs": 1},
+    "fedrep": {},
+    "fedetf": {},
+    "mupfl": {"last_update": True},
+}
 
 
-def second_round(case: Case, folder: Path, **local: Any) -> str:
-    """Run a round at the rate 0.2 and a second one with other settings of local training; return the state after it.
+@pytest.fixture(autouse=True)
+def nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave evaluations out, which take most of the time and change no state."""
+    monkeypatch.setattr(Evaluator, "evaluate", lambda self, step, last, done: ({}, None))
+
+
+def after_rounds(case: Case, folder: Path, rounds: int) -> checkpoint.Checkpoint:
+    """Run rounds at the rate 0.2; return their checkpoint."""
+    experiment = case.experiment(case.config(local={"batch": 8, "lr": RATE}))
+    reports = [experiment.step() for _ in range(rounds)]
+    experiment.save(reports[-1])
+    saved, _ = checkpoint.latest(folder / "checkpoints")
+    assert saved is not None
+    return saved
+
+
+def next_step(case: Case, saved: checkpoint.Checkpoint, **local: Any) -> str:
+    """Run the step after a checkpoint with other settings of local training; return the state after it.
 
     The state has the server's and all clients'.
     """
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    first = case.experiment(case.config(local={"batch": 8, "lr": RATE}))
-    first.save(first.step())
-    saved, _ = checkpoint.latest(folder / "checkpoints")
-    assert saved is not None
     experiment = case.experiment(case.config(local={"batch": 8, **local}))
     experiment.load(saved)
     experiment.step()
@@ -43,6 +61,17 @@ def second_round(case: Case, folder: Path, **local: Any) -> str:
 def test_a_second_round_at_half_the_rate_is_one_with_half_the_rate_as_its_setting(name, tmp_path):
     method = METHODS[name](**QUICK.get(name, {}))
     case = Case(method, method.problems[0], tmp_path)
-    falling = second_round(case, tmp_path, lr=RATE, lr_decay=0.5)
-    assert falling == second_round(case, tmp_path, lr=RATE / 2)
-    assert falling != second_round(case, tmp_path, lr=RATE)
+    saved = after_rounds(case, tmp_path, 1)
+    falling = next_step(case, saved, lr=RATE, lr_decay=0.5)
+    assert falling == next_step(case, saved, lr=RATE / 2)
+    assert falling != next_step(case, saved, lr=RATE)
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_a_last_phase_of_local_training_has_the_rate_of_the_last_round(name, tmp_path):
+    method = METHODS[name](**QUICK.get(name, {}) | LAST[name])
+    case = Case(method, method.problems[0], tmp_path)
+    saved = after_rounds(case, tmp_path, 2)
+    falling = next_step(case, saved, lr=RATE, lr_decay=0.5)
+    assert falling == next_step(case, saved, lr=RATE / 2)
+    assert falling != next_step(case, saved, lr=RATE)

@@ -103,6 +103,15 @@ def test_models_are_averaged_with_equal_weights_and_nothing_else_is_uploaded(tin
     assert mean.keys() == before.keys()
 
 
+def test_of_an_over_selected_round_those_that_replied_move_d(tiny_task, tmp_path):
+    federation = {"participation": 0.5, "over_select": 0.5}  # asks five clients for three replies
+    experiment = run(tiny_task, tmp_path, FedDyn(), rounds=1, federation=federation)
+    updates = [state["state"]["updates"] for state in private_states(experiment).values() if state["state"]]
+    assert len(updates) == 3
+    for name, ahead in experiment.server.state["ahead"].items():
+        assert torch.allclose(ahead, sum(own[name] for own in updates) / 5, atol=1e-5), name
+
+
 def test_first_round_differs_from_fedavg_by_the_pull_and_the_weights_alone(tiny_task, tmp_path):
     weak = replies(start(tiny_task, tmp_path, FedAvg()), [0], "model", "loss")[0]["model"]
     experiment = start(tiny_task, tmp_path, FedDyn(alpha=1e-6))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from raylt.errors import ConfigError
 from raylt.methods import flea
-from raylt.methods.flea import FLea, distance_correlation, halves, shared_fault
+from raylt.methods.flea import FLea, distance_correlation, halves, shared_fault, shared_samples
 from raylt.models import SplitModel, build_model
 from raylt.ops.distillation import divergence
 
@@ -75,7 +75,7 @@ def test_shares_of_a_mixture_are_beta_2_2():
 
 
 def test_buffer_holds_the_activations_of_the_last_rounds_clients(tiny_task, tmp_path):
-    experiment = run(tiny_task, tmp_path, FLea(**SHARE), rounds=1)
+    experiment = run(tiny_task, tmp_path, FLea(**SHARE), rounds=2)
     server, states = experiment.server, private_states(experiment)
     a, y = [], []
     for id in naive.clients_of(tiny_task):
@@ -86,6 +86,11 @@ def test_buffer_holds_the_activations_of_the_last_rounds_clients(tiny_task, tmp_
         y.append(labels[rows])
     assert torch.allclose(server.state["buffer"]["a"], torch.cat(a), atol=1e-5)
     assert server.state["buffer"]["y"].tolist() == torch.cat(y).tolist()
+
+
+def test_a_whole_number_of_samples_is_not_rounded_up():
+    assert 0.07 * 100 > 7  # as floats
+    assert [shared_samples(0.07, n) for n in (1, 100, 101)] == [1, 7, 8]
 
 
 def test_shared_samples_are_drawn_at_random(tiny_task, tmp_path):

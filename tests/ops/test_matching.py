@@ -108,6 +108,16 @@ def test_real_features_match_themselves():  # T-MUP-11
     assert torch.allclose(moved, h, atol=1e-3)
 
 
+def test_gradients_of_features_that_the_classifier_fits_already_have_a_direction():
+    head, h = classifier(), features(tensor([1, 1]))[None]
+    with torch.no_grad():
+        head.bias += tensor([0.0, 20.0, 0.0, 0.0])
+    classes = tensor([1])
+    target = _gradient(h, classes, head.weight.detach(), head.bias.detach())
+    assert 0 < target.norm() < 1e-6
+    assert match_features(h, classes, target, head, steps=0, lr=1.0)[1].item() == pytest.approx(1, abs=1e-5)
+
+
 @pytest.mark.parametrize("distance", ["flat", "rows"])
 def test_distance_falls_at_every_small_step(distance):  # T-MUP-11
     head, y = classifier(), torch.arange(C).repeat(4)

@@ -35,7 +35,7 @@ METHODS = [
     CCVR(virtual=20, retrain_epochs=1),
     FedNCM(),
     Fed3R(),
-    pytest.param(SFD(**SMALL_SFD), marks=pytest.mark.slow),
+    SFD(**SMALL_SFD),
 ]
 BUDGET = {"epsilon": 2.0, "delta": 1e-4, "clip": 3.0}
 

@@ -1,6 +1,7 @@
 import copy
 from dataclasses import replace
 
+import naive
 import numpy as np
 import pytest
 import torch
@@ -245,6 +246,13 @@ def test_augmented_batches_are_drawn_from_the_clients_own_noise(tiny_task):
     assert not torch.equal(first[0], plain[0])
     sums = [x.sum((1, 2, 3)).sort().values for x in (first[0], batches(round=2)[0])]
     assert not torch.allclose(*sums)  # other crops, whatever the order of the samples
+
+
+def test_a_further_augmentation_follows_the_configured_one(tiny_task):
+    client, rows = make_client(tiny_task, 0), torch.arange(6)
+    client._augment = lambda x, y, generator: (x // 2, y)
+    made = client.batch(rows, lambda x, y, generator: (x // 2 + 100, y)).x
+    assert torch.allclose(made, naive.pixels(client.samples.x[rows] // 4 + 100), atol=1e-5)
 
 
 def test_client_with_one_sample_returns_the_model_it_got(tiny_task, tmp_path):

@@ -135,6 +135,17 @@ def test_client_with_one_class_and_a_softmax_over_it_keeps_its_classifier(tiny_t
     assert same == {2, 3}  # the clients with one class and with one sample
 
 
+def test_client_with_two_classes_and_a_softmax_over_them_retrains_its_classifier(tiny_task):
+    shard = tiny_task.shards[0]
+    rows = shard.y < 2
+    task = replace(tiny_task, shards=(Shard(shard.x[rows], shard.y[rows]), *tiny_task.shards[1:]))
+    method = BPFed(softmax="owned", fa=False, retrain_epochs=1)
+    client = open_client(task, method=method)
+    before = fingerprint(client.model.classifier.state_dict())
+    method.retrain(client, {"model": tree.snapshot(method.shared(client.model))})
+    assert fingerprint(client.model.classifier.state_dict()) != before
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fields",
@@ -199,6 +210,13 @@ def test_labels_that_do_not_favour_their_own_class_are_counted(finished):
         assert undecided(q, owned) == vague
     assert undecided(smooth_labels(tensor([5, 0, 0, 5]), 0.49, 0.4), owned) == 0
     assert undecided(smooth_labels(tensor([0, 0, 0, 5]), 0.5, 0.4), tensor([False, False, False, True])) == 0
+
+
+def test_reported_loss_of_the_retraining_is_the_clients_mean(finished):
+    experiment, reports = finished
+    losses = [reply["loss"] for name, *_, reply in experiment.fleet._host.replies if name == "retrain"]
+    assert len(losses) == 5
+    assert reports[-1].figures["retrain_loss"] == pytest.approx(sum(losses) / 5)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,14 @@ def test_choice_among_owned_classes_never_names_another(tiny_task):
         assert (3 in found) == (argmax == "all")
 
 
+def test_choice_among_owned_classes_may_name_a_class_of_one_sample(tiny_task):
+    client = open_client(tiny_task, 5)  # it has one sample of class 3
+    with torch.no_grad():
+        client.model.classifier.bias[3] = 100
+        model = BPFed(argmax="owned").client_model(client).eval()
+        assert set(model(torch.randn(50, 1, 8, 8)).argmax(1).tolist()) == {3}
+
+
 def test_of_two_unequal_classes_the_larger_alone_is_undecided():
     """Its label is (1/2, 1/2), and that of the smaller one favours its own class."""
     counts = torch.tensor([10, 1])

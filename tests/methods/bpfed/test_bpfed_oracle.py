@@ -87,7 +87,9 @@ def after_stage_1(method: BPFed, task) -> tuple[naive.Entries, dict[int, naive.E
     return encoder, own
 
 
-@pytest.mark.parametrize("fields", [{}, {"alpha": 0}, {"alpha": 0.3, "initial": "common"}, {"mixup": "batch"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"alpha": 0}, {"alpha": 0.3, "initial": "common"}, {"mixup": "batch", "alpha": 0.3}], ids=str
+)
 def test_stage_1_is_that_of_equations_7_to_11_written_out(tiny_task, tmp_path, fields):
     method = BPFed(**fields)
     experiment = make_experiment(configure(), tiny_task, tmp_path, method)

@@ -103,6 +103,13 @@ def test_class_bootstrap_draws_every_feature_alike():
     assert drawn[1]["z"].unique().tolist() == [1, 3]
 
 
+def test_class_bootstrap_is_random_where_fewer_are_drawn_than_there_are():
+    z, y = torch.arange(1000.0)[:, None], torch.zeros(1000, dtype=torch.int64)
+    one, other = (class_bootstrap(z, y, 100, torch.Generator().manual_seed(seed))[0]["z"] for seed in (0, 1))
+    assert not torch.equal(one, other)
+    assert one.max() > 900  # all 100 draws miss the last tenth with a chance of 0.9^100 = 3e-5
+
+
 def test_oracle_is_calibrated_on_real_features_of_all_clients_balanced(tiny_task, tmp_path, calibrations):
     experiment = run(tiny_task, tmp_path, Oracle(virtual=300, retrain_epochs=2))
     z, y = pooled(tiny_task, experiment)

@@ -5,7 +5,7 @@ import pytest
 import teachers
 import torch
 from fedsm_runs import QUICK, bits, open_client, run, states_of
-from tiny import private_states
+from tiny import Recorder, configure, make_experiment, private_states
 from torch import tensor
 
 from raylt.contract.hosts import Backwards, FailsFirst, NewHosts
@@ -74,6 +74,11 @@ def test_drift_by_hand():
     assert drift(before, after, tensor([0, 0, 1]), tensor([[0.0, 0.0]])) == 0
 
 
+def test_samples_that_move_in_opposite_directions_are_no_drift_of_their_class():
+    before, after = tensor([[0.0], [2.0]]), tensor([[-1.0], [3.0]])
+    assert drift(before, after, tensor([0, 0]), tensor([[0.0], [3.0]])) == 0
+
+
 def test_drift_is_relative_to_the_mean_distance_of_two_prototypes():
     before, after = tensor([[0.0], [5.0]]), tensor([[1.0], [6.0]])
     assert drift(before, after, tensor([0, 1]), tensor([[0.0], [1.0], [3.0]])) == pytest.approx(1 / 2)  # of 1, 2, 3
@@ -115,9 +120,32 @@ def test_trained_model_waits_at_the_client_and_leaves_nothing_behind(tiny_task, 
     assert all(state["state"].keys() == {"phrase"} for state in private_states(experiment).values())
 
 
+def test_of_an_over_selected_round_only_those_that_trained_are_retrained(tiny_task, tmp_path, monkeypatch):
+    federation = {"rounds": 1, "participation": 0.5, "over_select": 0.5}
+    method = FedSM(teacher="none", encoders="trained", **QUICK)
+    experiment = make_experiment(configure(federation=federation), tiny_task, tmp_path, method)
+    ask, asked = experiment.fleet.ask, {}
+    monkeypatch.setattr(
+        experiment.fleet,
+        "ask",
+        lambda fn, ids, *args, **parts: asked.update({fn.__name__: [*ids]}) or ask(fn, ids, *args, **parts),
+    )
+    report = experiment.step()
+    assert set(asked["retrain_next"]) == set(report.participants) < set(asked["train_first"])
+    assert not report.lost
+
+
 def test_model_that_waits_moves_with_its_client_to_another_process(tiny_task, tmp_path, npz):
     method = FedSM(teacher=npz, encoders="trained", **QUICK)
     straight = bits(run(tiny_task, tmp_path, method)[0])
     assert bits(run(tiny_task, tmp_path, method, host=NewHosts)[0]) == straight  # a new host for each call
     assert bits(run(tiny_task, tmp_path, method, host=FailsFirst)[0]) == straight
     assert bits(run(tiny_task, tmp_path, method, fleet=Backwards)[0]) == straight
+
+
+def test_classifiers_for_the_averaged_encoder_do_not_depend_on_the_process_that_trains_them(tiny_task, tmp_path):
+    method = FedSM(teacher="none", retrain="after", **QUICK)
+    straight, moved = (
+        bits(run(tiny_task, tmp_path, method, host=host, federation={"rounds": 1})[0]) for host in (Recorder, NewHosts)
+    )
+    assert straight == moved

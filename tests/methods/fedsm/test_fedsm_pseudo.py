@@ -59,6 +59,15 @@ def test_without_a_teacher_relevance_is_uniform(tiny_task):
     assert torch.equal(first[0], second[0])
 
 
+def test_without_distillation_partners_are_still_drawn_by_relevance(tiny_task, npz):
+    drawn = [
+        method.pseudo_features(c := open_client(tiny_task, method, state=states_of(tiny_task)), message_of(c))[0]
+        for method in (FedSM(teacher=npz), FedSM(teacher=npz, kd=0), FedSM(teacher=npz, kd=0, partner="random"))
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+
+
 def test_class_that_no_client_holds_gets_no_pseudo_features_at_any_client(tiny_task, tmp_path, npz):
     experiment = make_experiment(configure(), tiny_task, tmp_path, FedSM(teacher=npz, size=6))
     experiment.fleet.begin(1)

@@ -110,7 +110,8 @@ def test_result_says_that_there_was_no_teacher(tiny_task, tmp_path):
 
 @pytest.mark.parametrize("target", ["unit", "raw"])
 def test_fine_tuning_steps_are_those_of_margin_softmax_adamw_and_squared_errors(tiny_task, npz, target):
-    method = FedSM(teacher=npz, finetune=True, teacher_lr=1e-3, squares=0.7, target=target)
+    fields = {"teacher_lr": 1e-3, "squares": 0.7, "margin": 0.1, "scale": 50.0, "target": target}
+    method = FedSM(teacher=npz, finetune=True, **fields)
     client = open_client(tiny_task, method, state=states_of(tiny_task))
     objective = method.objective(client, {})
     arrays = teachers.feature_arrays(tiny_task)
@@ -127,7 +128,7 @@ def test_fine_tuning_steps_are_those_of_margin_softmax_adamw_and_squared_errors(
         away = z - (u if target == "unit" else raw)
         expected = F.cross_entropy(client.model(batch.x), batch.y) + 0.7 * sum(a @ a / 2 for a in away) / len(away)
         assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)
-        logits = torch.stack([100 * text @ (u[i] - 0.3 * text[batch.y[i]]) for i in range(len(rows))])
+        logits = torch.stack([50 * text @ (u[i] - 0.1 * text[batch.y[i]]) for i in range(len(rows))])
         optimiser.zero_grad()
         F.cross_entropy(logits, batch.y).backward()
         optimiser.step()
@@ -138,7 +139,8 @@ def test_fine_tuning_steps_are_those_of_margin_softmax_adamw_and_squared_errors(
 @pytest.mark.parametrize("target", ["unit", "raw"])
 def test_fine_tuning_of_the_encoder_trains_the_whole_image_tower(tiny_task, clip_folder, target):
     name = f"local-dir:{clip_folder}"
-    method = FedSM(teacher=name, teacher_lr=1e-3, squares=0.7, target=target, **ENCODER)
+    fields = {"teacher_lr": 1e-3, "squares": 0.7, "margin": 0.1, "scale": 50.0, "target": target}
+    method = FedSM(teacher=name, **fields, **ENCODER)
     client = open_client(tiny_task, method, state=states_of(tiny_task))
     objective = method.objective(client, {})
     teacher = open_teacher(name)
@@ -153,7 +155,7 @@ def test_fine_tuning_of_the_encoder_trains_the_whole_image_tower(tiny_task, clip
         away = client.model.encoder(batch.x) - (u if target == "unit" else raw)
         expected = F.cross_entropy(client.model(batch.x), batch.y) + 0.7 * sum(a @ a / 2 for a in away) / len(away)
         assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)
-        logits = 100 * (u - 0.3 * text[batch.y]) @ text.T
+        logits = 50 * (u - 0.1 * text[batch.y]) @ text.T
         optimiser.zero_grad()
         F.cross_entropy(logits, batch.y).backward()
         optimiser.step()

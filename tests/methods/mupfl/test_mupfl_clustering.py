@@ -6,10 +6,12 @@ import pytest
 import torch
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score, silhouette_score
+from tiny import configure, make_experiment
 from torch import tensor
 
 from raylt.methods.mupfl import clustering
-from raylt.methods.mupfl.clustering import cluster, cosines, embed, last_of_all, mean_update, update_gram
+from raylt.methods.mupfl.clustering import cluster, cosines, embed, form_clusters, last_of_all, mean_update, update_gram
+from raylt.methods.mupfl.method import MuPFL
 
 ALL = range(2, 7)
 
@@ -120,6 +122,14 @@ def test_two_opposite_directions_are_found(noise):  # T-MUP-8
     assert found.labels[0] == 0  # clusters are numbered by their first member
 
 
+def test_clusters_of_many_participants_are_numbered_by_their_first_members():
+    """K-means from random starts numbers them as it likes."""
+    x = torch.randn(12, 30, generator=torch.Generator().manual_seed(0)).double()
+    for seed in range(3):
+        labels = cluster(cosines(x @ x.T), [4], seed).labels
+        assert list(dict.fromkeys(labels)) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("groups", [3, 4, 5])
 def test_number_of_clusters_is_the_one_that_was_planted(groups):
     rng = np.random.default_rng(groups)
@@ -162,6 +172,21 @@ def test_same_seed_gives_the_same_clusters_and_the_seed_may_be_large():
     found = [cluster(similarity, ALL, 2**62 + 5) for _ in range(2)]
     assert found[0] == found[1]
     assert cluster(similarity, ALL, 7).silhouettes.keys() == set(ALL)
+
+
+def test_random_starts_differ_from_round_to_round(tiny_task, tmp_path, monkeypatch):
+    server, seeds = make_experiment(configure(), tiny_task, tmp_path, MuPFL()).server, []
+
+    def watched(similarity, kappas, seed):
+        seeds.append(seed)
+        return cluster(similarity, kappas, seed)
+
+    monkeypatch.setattr(clustering, "cluster", watched)
+    updates = {id: server.model.state_dict() for id in range(3)}
+    for round in (1, 2):
+        server.round = round
+        form_clusters(server, updates, {}, 0.5, None, 2)
+    assert len(set(seeds)) == 2
 
 
 def test_last_updates_and_maps_are_the_latest_of_each_client_by_ascending_id():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from killed import resume, run_and_kill
 from refusals import refused
+from rounds import run
 from sfd_runs import configure, finish, open_experiment, statistics
 from tiny import make_experiment, make_setup
 
@@ -13,8 +14,9 @@ from raylt.config import load
 from raylt.contract.hosts import Backwards
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
+from raylt.methods.sfd.fourier import bootstrap_floor, fourier_sum
 from raylt.methods.sfd.method import OFFICIAL, SFD, encoder
-from raylt.ops.moments import moments_from_sums
+from raylt.ops.moments import class_sums, moments_from_sums
 
 
 def test_model_has_no_bias_and_a_projector_that_is_not_deployed(finished, task):
@@ -212,6 +214,34 @@ def test_losses_of_the_synthesis_are_reported_apart_beside_their_floor(finished)
     assert figures["mmd"].keys() == {"start", "end", "floor"}
     assert figures["arr"].keys() == {"start", "end"}
     assert figures["mmd"]["end"] + figures["arr"]["end"] < figures["mmd"]["start"] + figures["arr"]["start"]
+
+
+def test_figures_of_the_synthesis_are_its_largest_jitter_and_the_classes_mean_losses(tiny_task, tmp_path, monkeypatch):
+    """Synthesis is replaced; the tiny task has 26, 21, 10 and 3 samples of its classes."""
+
+    def made(self, item):
+        n = item["sums"]["n"]
+        z = torch.zeros(item["size"], 64)
+        return {"z": z, "jitter": 1e-4 / n, "arr": {"start": 2.0 * n, "end": n}, "mmd": {"floor": 1.0 / n}}
+
+    monkeypatch.setattr(SFD, "synthesise", made)
+    method = SFD(rf_dim=60, m_min=80, m_max=120, retrain_epochs=1)
+    figures = run(tiny_task, tmp_path, method, rounds=1).server.figures
+    assert figures["jitter"] == pytest.approx(1e-4 / 3)
+    assert figures["arr"] == pytest.approx({"start": 30, "end": 15})
+    assert figures["mmd"] == pytest.approx({"floor": (1 / 26 + 1 / 21 + 1 / 10 + 1 / 3) / 4})
+
+
+def test_floor_of_a_class_is_that_of_as_many_features_as_are_made():
+    method = SFD(rf_dim=20, synthesis_steps=1)
+    z = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)).relu()
+    omega = method.frequencies(6, 5)
+    sums = class_sums(z, torch.zeros(50, dtype=torch.int64))[0] | {"phi": fourier_sum(z, omega)}
+    _, mean, cov = moments_from_sums(sums)
+    floor = bootstrap_floor(sums["phi"] / 50, omega, mean, cov, 20)
+    made = method.synthesise({"sums": sums, "size": 20, "fourier": 5, "bank": 1})
+    assert made["mmd"]["floor"] == pytest.approx(floor)
+    assert floor != pytest.approx(bootstrap_floor(sums["phi"] / 50, omega, mean, cov, 50))
 
 
 def test_rate_of_each_sample_moves_the_bank_that_the_rate_of_the_bank_leaves(task, tmp_path):

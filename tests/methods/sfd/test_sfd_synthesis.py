@@ -141,6 +141,7 @@ def test_jitter_rises_until_the_covariance_is_positive_definite_or_gives_up():
     assert jitter == pytest.approx(1e-3)
     assert torch.allclose(factor @ factor.T, cov + jitter * torch.eye(2))
     assert cholesky(cov / 10, 1e-5)[1] == pytest.approx(1e-4)
+    assert cholesky(10 * cov, 1e-5)[1] == pytest.approx(1e-2)  # the last one that is tried
     with pytest.raises(ValueError, match="not positive definite"):
         cholesky(cov - torch.eye(2), 1e-5)
 
