@@ -206,6 +206,7 @@ REACH_RAY = (
     "raylt.cli.jobs",
     "raylt.cli.ray_searches",
     "raylt.cli.serve",
+    "raylt.cli.study",
     "raylt.cli.tune",
     "raylt.cli.verify",
     "raylt.runs.runner",
