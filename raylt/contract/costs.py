@@ -282,8 +282,8 @@ def _count_layers(model: SplitModel, shape: tuple[int, int, int]) -> None:
     The attribute marks the layers that count. Copies of the model have it too.
     """
     counted = [layer for layer in model.encoder.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
-    if not counted:  # a frozen encoder is one layer
-        counted = [next(layer for layer in model.encoder.modules() if not list(layer.children()))]
+    if not counted:  # a frozen encoder hides its layers
+        counted = [model.encoder]
     total = 0
 
     def add(layer: nn.Module, inputs: Any, output: Any) -> None:

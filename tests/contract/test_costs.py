@@ -45,6 +45,7 @@ def test_fedavgs_bytes_are_the_models_and_one_number():
         ("qfedavg", {}, [(1, 1)]),
         ("fedncm", {}, [(1, 0), (0, 1)]),
         ("creff", {"per_class": 2}, [(1, 1)]),
+        ("promptfl", {}, [(0, 1)]),  # its frozen encoder hides its layers
     ],
     ids=str,
 )
