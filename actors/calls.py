@@ -117,6 +117,9 @@ class ClientDirectory(Protocol):
     def note(self, text: str) -> None:
         """Add a line to the notes of the run."""
 
+    def note_once(self, text: str) -> None:
+        """Add a line to the notes of the run, unless an earlier call did."""
+
     def note_stuck(self, ids: list[int], name: str, seconds: float, slot: ActorSlot) -> None:
         """Add a note about a call that has run for a long time."""
 
@@ -284,7 +287,7 @@ class ClientCalls(Job):
         else:
             private_refs = [self.fleet.keep(private) for private in call.private_refs]
             for problem in results.problems:
-                self.fleet.note(f"{name_clients(call.ids)}, round {self.fleet.round}, {self.name}: {problem}")
+                self.fleet.note_once(f"{self.name}: {problem}")
             results = results.replies
         if call.reply_refs:
             results = [fault or StoredReply(ref) for fault, ref in zip(results, call.reply_refs, strict=True)]

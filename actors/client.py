@@ -91,7 +91,7 @@ class BlockReplies:
 
     Attributes:
         replies: of the block's clients, in their order; see `ClientActor.run`.
-        problems: lines about problems that the actor has recovered from.
+        problems: lines about problems of the call from which the actor has recovered.
     """
 
     replies: list[Any]
@@ -114,7 +114,7 @@ class ClientActor:
     def __init__(self, label: str, setup: Shipment, spec: TaskSpec, test: Shard, stacks: Path | None):
         self.label = label
         self.stacks = stacks
-        self._problems: dict[str, bool] = {}  # whether the server knows of each, by text
+        self._problems: list[str] = []  # of the call in progress
         self.packs: dict[int, Pack] = {}  # in Ray's memory: the host may drop a client's samples and need them again
         self._parts = setup, spec, test
         self.refusal = self._open()
@@ -141,7 +141,7 @@ class ClientActor:
         return None
 
     def _note(self, problem: str) -> None:
-        self._problems.setdefault(problem, False)
+        self._problems.append(problem)
 
     def ready(self, again: bool = False) -> tuple[str, int, dict[str, str | None]]:
         """Return the actor's node, its pid and a description of its device, once the actor has started.
@@ -181,9 +181,8 @@ class ClientActor:
             objects: the packs that `block` names, then the private states that it has places for.
 
         Returns:
-            The replies with the problems that the server does not know of, and each client's private state as an
-            object of its own. If the replies are objects of their own, they follow the states, and a None stands in
-            place of each reply.
+            The replies with the problems of the call, and each client's private state as an object of its own. If the
+            replies are objects of their own, they follow the states, and a None stands in place of each reply.
         """
         packs = self.packs | dict(zip(block.packs, objects, strict=False))
         if block.keep:
@@ -204,19 +203,13 @@ class ClientActor:
                 states.append(state)
         if not block.keep:
             self.host.release(call.id for call in calls)
-        problems = self._new_problems()
+        problems, self._problems = self._problems, []
         if block.apart:
             faults = [reply if isinstance(reply, Fault) else None for reply in replies]
             return BlockReplies(faults, problems), *states, *replies
         if sums is not None and not any(isinstance(reply, Fault) for reply in replies):
             replies = _summed(sums, [call.id for call in calls], replies)
         return BlockReplies(replies, problems), *states
-
-    def _new_problems(self) -> list[str]:
-        """Return the problems that have not been returned before."""
-        new = [text for text, returned in self._problems.items() if not returned]
-        self._problems = dict.fromkeys(self._problems, True)
-        return new
 
     def add_up(self, sums: Schema, ids: list[int], replies: list[Any]) -> list[Any]:
         """Add up the replies of a block's clients, which lie in the object store.

@@ -70,6 +70,7 @@ class RayFleet(Fleet):
         self._folder = folder
         self._several_nodes = len(nodes_of(ray.nodes())) > 1
         self._longest: dict[str, float] = {}  # seconds, by client function
+        self._noted = set[str]()  # by `note_once`
         self.seconds: dict[int, float] = {}  # of each client's calls since `begin`
         self.slots = ActorPool(
             run,
@@ -107,6 +108,12 @@ class RayFleet(Fleet):
         if self._folder is not None:
             with Folder.open(self._folder) as folder:
                 folder.append(NOTES, text + "\n")
+
+    def note_once(self, text: str) -> None:
+        """Add a line to the notes of the run, unless an earlier call did."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self.note(text)
 
     def note_stuck(self, ids: list[int], name: str, seconds: float, slot: ActorSlot) -> None:
         """Add a note about a call that has run for long, with the file of its stack traces if there is one."""

@@ -110,20 +110,17 @@ def check_searches(definition: Definition) -> None:
     for key, text in definition.tune.ranges.items():
         axis_of(f"study.tune.ranges.{key}", text)
     searched = set[str]()
-    for arm in definition.arms:
-        cell = next((cell for cell in definition.all_cells if arm in definition.arms_of(cell)), None)
-        if cell is None:
-            continue
+    for (_, arm), base in definition.bases().items():
         try:
-            searched |= _space(definition.base_of(cell, arm), definition.tune, arm).keys()
+            searched |= _space(base, definition.tune, arm).keys()
         except ConfigError as error:
             details = error.details | {"arm": arm}
             raise ConfigError(f"study.tune, arm {arm!r}: {error}", code=error.code, **details) from None
     for key in definition.tune.ranges:
         if key not in searched:
             raise ConfigError(
-                f"study.tune.ranges: no arm has this setting ({key}). Give one that raylt settings or raylt methods "
-                "lists.",
+                f"study.tune.ranges: no arm can search this setting ({key}). Give one that raylt settings or raylt "
+                "methods lists, and no local one where there are no rounds.",
                 code="search.unknown-field",
                 key=key,
             )

@@ -155,7 +155,7 @@ def space(
     for name in fields or ():
         if name not in type(made).model_fields:
             raise ConfigError(
-                f"{name}: method {made.name} has no such field. {did_you_mean(name, type(made).model_fields)}Give one "
+                f"method.{name}: {made.name} has no such field. {did_you_mean(name, type(made).model_fields)}Give one "
                 f"that raylt methods {made.name} lists.",
                 code="search.unknown-field",
                 key=f"method.{name}",

@@ -9,7 +9,7 @@ a study's tables. A figure that is read off a confusion matrix is added by one m
 Here `mean_f1` is a function of a confusion matrix. A line that was written before has None for the new figure.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -209,6 +209,19 @@ def shown_figure(line: Mapping[str, Any]) -> tuple[str, float | None]:
     """
     name = line.get("shown") or "accuracy"
     return name, line["accuracy"] if name == "accuracy" else line["clients"][name]["mean"]
+
+
+def best_validated(lines: Iterable[Mapping[str, Any]], steps: Container[int]) -> dict[str, Any] | None:
+    """Return the one of some steps with the highest accuracy on validation images, and that accuracy.
+
+    The first counts where several have it. None if no line of these steps has such an accuracy.
+    """
+    judged = [
+        {"step": line["step"], "accuracy": line["figures"]["validation"]["accuracy"]}
+        for line in lines
+        if line["step"] in steps and line["figures"].get("validation", {}).get("accuracy") is not None
+    ]
+    return max(judged, key=lambda each: each["accuracy"], default=None)
 
 
 def _figures() -> Iterator[tuple[str, Figure]]:

@@ -7,8 +7,8 @@ the parent run. The result is the same as that of a whole run with the new field
 and the longer run gets a folder next to it. The result is the same as if the run had had the larger number of rounds
 from the start. So no shared round may depend on the number of rounds.
 
-Both take over the lines of the shared steps, their counts and the checkpoint after the last of them. The identity of
-the new run names the parent by its SHA-256.
+Both take over the lines of the shared steps, their counts, the checkpoint after the last of them and the one with the
+best accuracy on validation images. The identity of the new run names the parent by its SHA-256.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from raylt.core.evaluation import counts
 from raylt.core.evaluation.counts import Matrices
 from raylt.core.evaluation.evaluator import listed_by_client
 from raylt.core.method import Method
-from raylt.core.report import POOLED, SHARED
+from raylt.core.report import POOLED, SHARED, best_validated
 from raylt.core.setup import Setup
 from raylt.data.fingerprint import hash_data
 from raylt.data.task import outline_of
@@ -330,7 +330,7 @@ class _Descent:
         return Run(self.folder)
 
     def _take_over_steps(self, journal: Journal) -> None:
-        """Copy the parent's reports, counts and provenance of the shared steps, and the checkpoint after them."""
+        """Copy the parent's reports, counts and provenance of the shared steps, and two of the checkpoints."""
         step = self.saved.facts["step"]
         reports = [
             {key: value for key, value in line.items() if key not in FILE_KEYS} for line in self.parent.reports[:step]
@@ -339,8 +339,17 @@ class _Descent:
         counts.copy(self.parent.folder, self.folder, hashes)
         self.judge_again(reports[-1])
         provenance.copy(self.parent.folder, self.folder)
-        best = self.saved.facts.get("best", {}).get("step", step)
-        # a parent that found a better one later has removed it
-        kept = best < step and best in checkpoint.steps(self.parent.folder / "checkpoints")
-        taken = [self.parent.checkpoint_after(best), self.saved] if kept else [self.saved]
-        journal.adopt(reports, taken, self.config)
+        journal.adopt(reports, [*self._best(reports), self.saved], self.config)
+
+    def _best(self, reports: Sequence[MetricsLine]) -> list[Checkpoint]:
+        """Return the checkpoint with the best accuracy on validation images before the last of these steps.
+
+        There is none if the last step is better, or if the checkpoint is damaged: the run can be continued without it.
+        """
+        best = best_validated(reports, checkpoint.steps(self.parent.folder / "checkpoints"))
+        if best is None or best["step"] == len(reports):
+            return []
+        try:
+            return [self.parent.checkpoint_after(best["step"])]
+        except CheckpointError:
+            return []

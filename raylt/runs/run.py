@@ -12,7 +12,7 @@ from raylt.core.checkpoint.checkpoint import Checkpoint
 from raylt.core.evaluation.counts import Matrices
 from raylt.core.experiment import Experiment
 from raylt.core.method import Method
-from raylt.core.report import SHARES, shown_figure
+from raylt.core.report import SHARES, best_validated, shown_figure
 from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task, task_from
 from raylt.errors import CheckpointError, ConfigError, resume_call, spoken
@@ -283,12 +283,8 @@ class Run:
             ConfigError: the run has no validation images, or none was judged.
         """
         kept = checkpoint.steps(self.folder / "checkpoints")
-        judged = [
-            (report["figures"]["validation"]["accuracy"], -report["step"])
-            for report in self.reports
-            if report["step"] in kept and report["figures"].get("validation", {}).get("accuracy") is not None
-        ]
-        if not judged:
+        best = best_validated(self.reports, kept)
+        if best is None:
             raise ConfigError(
                 f"{spoken('--round', 'step')}: {self.folder} has no evaluation on validation images, so no round is "
                 f"the best ({self.config.data.validation:g}). Train with data.validation=0.1, or give the "
@@ -297,7 +293,7 @@ class Run:
                 key="data.validation",
                 value=self.config.data.validation,
             )
-        return -max(judged)[1]
+        return best["step"]
 
     def _saved_after(self, step: int) -> Checkpoint:
         """Return the checkpoint after a step, or raise CheckpointError if the run did not keep it."""

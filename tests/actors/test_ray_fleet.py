@@ -129,14 +129,14 @@ def test_stacks_have_the_same_bits_whichever_clients_an_actor_puts_into_one(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_avx512(), reason="clients train alone on this processor")
-def test_each_actor_tells_once_why_its_stacks_fail(make_fleet, tiny_task, tmp_path):
+def test_a_run_notes_once_why_stacks_fail(make_fleet, tiny_task, tmp_path):
     fleet, notes = make_fleet(stacked_config(), 1, Unstackable()), []
     fleet.note = notes.append
     _, reports = train(stacked_config(), Unstackable(), tiny_task, fleet, tmp_path)
     fleet.close()
     assert [report.lost for report in reports] == [[], []]
     (note,) = notes
-    assert "round 1, train: a stack of clients failed, and each trains alone: " in note
+    assert note.startswith("train: a stack of clients failed, and each trains alone: ")
 
 
 def stacked_config():

@@ -88,6 +88,32 @@ def test_an_extended_run_keeps_its_best_round(tmp_path, monkeypatch, best):
     assert branch.best_step() == best
 
 
+def test_a_last_round_that_the_longer_run_does_not_judge_is_not_its_best(tmp_path, monkeypatch):
+    accuracy = {3: 0.9, 4: 0.5, 6: 0.3, 8: 0.2}
+
+    def judge(method, server, fleet, task):
+        return {"accuracy": accuracy.get(server.round, 0.1)}
+
+    monkeypatch.setattr(evaluator, "validate", judge)
+    settings = ["data.validation=0.2", "output.keep=2", "evaluation.every=2"]
+    long = make_tiny_run(tmp_path, "fedavg", *settings, "federation.rounds=8", name="long")
+    before = make_tiny_run(tmp_path, "fedavg", *settings, "federation.rounds=3", name="short")
+    after = raylt.resume(before.folder, ["federation.rounds=8"], fleet="local", quiet=True)
+    assert after.best_step() == long.best_step() == 4
+    assert steps(after.folder / "checkpoints") == steps(long.folder / "checkpoints")
+
+
+def test_a_damaged_best_checkpoint_is_not_taken_over(tmp_path, monkeypatch):
+    def judge(method, server, fleet, task):
+        return {"accuracy": 0.9 if server.round == 1 else 0.1}
+
+    monkeypatch.setattr(evaluator, "validate", judge)
+    before = make_tiny_run(tmp_path, "fedavg", "data.validation=0.2", "federation.rounds=3", name="short")
+    next((before.folder / "checkpoints/000001").glob("*.safetensors")).write_bytes(b"damaged")
+    after = raylt.resume(before.folder, ["federation.rounds=4"], fleet="local", quiet=True)
+    assert 1 not in steps(after.folder / "checkpoints")
+
+
 def test_its_identity_names_the_shorter_one(short):
     after = raylt.resume(short.folder, ["federation.rounds=3", "output.keep=4"], fleet="local", quiet=True)
     assert after._files.identity["parent"] == {"name": "short", "run": short.sha256, "stage": "rounds", "step": 2}

@@ -120,7 +120,7 @@ class ClientHost:
             try:
                 outcomes |= self._run_stack(fn, message, round, stack)
             except (Exception, SystemExit) as error:
-                # without this nobody notices that clients which raise no error alone do not train in stacks
+                # without this no user would notice that clients which raise no error alone do not train in stacks
                 self._on_problem(f"a stack of clients failed, and each trains alone: {one_line(error)}")
         return outcomes
 

@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any
 from raylt.config import Config, yaml_text
 from raylt.core.checkpoint import checkpoint, client_states
 from raylt.core.checkpoint.checkpoint import Checkpoint, Seal
-from raylt.core.report import RoundReport
+from raylt.core.report import RoundReport, best_validated
 from raylt.data.splits.split import Split
 from raylt.data.task import TaskOutline
 from raylt.disk import make
@@ -142,31 +142,28 @@ class Journal:
             return 0
         return sum(line.startswith(SERVER_DIED) for line in self._open.read(NOTES).decode().splitlines())
 
-    def adopt(self, reports: Sequence[dict[str, Any]], saved: Sequence[Checkpoint], config: Config) -> None:
+    def adopt(self, reports: Sequence[dict[str, Any]], checkpoints: Sequence[Checkpoint], config: Config) -> None:
         """Take over the first steps of another run: their reports, and some checkpoints.
 
         The run can be resumed only when this function has ended. A kill before its end leaves a folder that does not
         count as a run.
 
         Args:
-            saved: the checkpoint after the last of the steps, and before it the one with the best accuracy on
-                validation images, if it is another.
+            checkpoints: the one after the last of the steps, and before it the one with the best accuracy on validation
+                images, if it is another.
         """
-        taken = {each.facts["step"]: each for each in saved}
+        by_step = {saved.facts["step"]: saved for saved in checkpoints}
         for step, content in enumerate(reports, 1):
-            if step in taken:
-                self._copy(taken[step], content, config.output.keep, taken)
+            if step in by_step:
+                facts = {"step": step, "report": content, "seal": asdict(self.seal)}
+                best = best_validated(reports[:step], by_step)
+                if best is not None:
+                    facts["best"] = best
+                parts = client_states.copied(step, by_step[step])
+                folder = self.folder / "checkpoints"
+                checkpoint.write(folder, step, parts, facts, None, config.output.keep, by_step.keys())
             self._append(content)
         self._make_resumable(config)
-
-    def _copy(self, saved: Checkpoint, report: dict[str, Any], keep: int, lasting: Collection[int]) -> None:
-        """Write a copy of another run's checkpoint."""
-        step = saved.facts["step"]
-        facts = {"step": step, "report": report, "seal": asdict(self.seal)}
-        if "best" in saved.facts and saved.facts["best"]["step"] in lasting:
-            facts["best"] = saved.facts["best"]
-        parts = client_states.copied(step, saved)
-        checkpoint.write(self.folder / "checkpoints", step, parts, facts, None, keep, lasting)
 
     def _append(self, content: dict[str, Any]) -> None:
         seal = self.seal

@@ -81,6 +81,20 @@ def test_the_studies_search_fields_that_their_methods_have():
         check_searches(study)
 
 
+def test_a_range_that_acts_in_one_of_the_cells_is_taken():
+    cells = [{"federation.rounds": 0}, {"federation.rounds": 2}]
+    arms = {"fedavg": "fedncm"}  # which takes no rounds too
+    ranges = {"local.lr": "loguniform(0.01, 0.1)"}
+    frozen = TUNED["base"] | {"trainable": "classifier"}
+    check_searches(
+        define(
+            TUNED
+            | {"arms": arms, "base": frozen, "tune": {"runs": 3, "ranges": ranges}}
+            | {"cells": {"none": cells[0], "two": cells[1]}}
+        )
+    )
+
+
 def test_a_range_for_one_of_several_methods_is_taken():
     check_searches(define(TUNED | {"tune": {"runs": 3, "ranges": {"method.mu": "uniform(0, 1)"}}}))
 
