@@ -94,7 +94,8 @@ def check_ends(low: str, low_value: float, high: str, high_value: float) -> None
     """Raise ConfigError if the field `low` of a method, the lower end of an interval, is larger than `high`."""
     if low_value > high_value:
         raise ConfigError(
-            f"method.{low}: is larger than method.{high} ({low_value:g} > {high_value:g}). Swap them.",
+            f"method.{low}: is larger than method.{high} ({low_value:g} > {high_value:g}). Give a "
+            f"{low} of at most {high}.",
             code="config.out-of-range",
             key=f"method.{low}",
             value=low_value,

@@ -242,8 +242,8 @@ def markdown(listing: Mapping[str, MethodEntry]) -> str:
         "",
         "`raylt methods --page FILE` writes this page. Parts of replies, bytes and passes are those of the third round "
         f"of a tiny run of {ROUNDS} with {PAGE_MODEL} and ten classes, at `local.epochs=1`. Bytes are those of one "
-        "client's replies and messages. Passes are over its samples: *trained* through layers that learn, *read* "
-        "through others or without a gradient. A pass through a part of the encoder counts as its share of the "
+        "client's replies and messages. Passes are over its samples: *trained* with activations kept for a "
+        "gradient, *read* without. A pass through a part of the encoder counts as its share of the "
         f"multiplications. *x FedAvg* is the multiple of FedAvg's passes on average over the {ROUNDS} rounds, where a "
         "trained pass counts three and a read pass one. For this column each client lacks two classes; `balancefl` "
         "reads its samples once more there. *of each* means that "

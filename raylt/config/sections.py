@@ -581,7 +581,7 @@ class Config(Section):
     views: int = setting(
         4,
         "With trainable=classifier, how many augmented views of each training image are encoded once; a batch takes "
-        "one of them at random. It needs augment.",
+        "one of them at random. Other values need augment.",
         ge=1,
         le=1000,
     )

@@ -56,8 +56,8 @@ class CallCost:
         sends: reduction of each part of the reply: mean, total or each.
         up: bytes of the reply.
         down: bytes of the message.
-        trained: passes over the client's samples, through layers that learn.
-        read: passes through layers that do not learn, or without a gradient.
+        trained: passes over the client's samples with activations kept for a gradient.
+        read: passes without, or through layers that are frozen.
     """
 
     when: str
@@ -234,7 +234,7 @@ class _Passes:
         self.call: str | None = None
 
     def see(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        whole = getattr(module, "multiplications_of_all", None)
+        whole = getattr(module, "encoder_multiplications", None)
         if self.call is None or whole is None:
             return
         trained, read = self.counts.get(self.call, (0.0, 0.0))
@@ -244,7 +244,7 @@ class _Passes:
 
 
 def multiplications(layer: nn.Module, x: Tensor, output: Tensor) -> int:
-    """Return the multiplications of a layer for a batch [B, ...]; for other layers than these two, B."""
+    """Return the multiplications of a layer for a batch [B, ...]; B for a layer of another type."""
     if isinstance(layer, nn.Conv2d):
         return output.numel() * layer.weight[0].numel()
     if isinstance(layer, nn.Linear):
@@ -277,7 +277,7 @@ class _Host(ClientHost):
 
 
 def _count_layers(model: SplitModel, shape: tuple[int, int, int]) -> None:
-    """Give the layers of an encoder the multiplications of all of them for one image.
+    """Store on each counted layer the encoder's multiplications for one image.
 
     The attribute marks the layers that count. Copies of the model have it too.
     """
@@ -299,7 +299,7 @@ def _count_layers(model: SplitModel, shape: tuple[int, int, int]) -> None:
     for handle in handles:
         handle.remove()
     for layer in counted:
-        layer.multiplications_of_all = total  # pyright: ignore[reportArgumentType]
+        layer.encoder_multiplications = total  # pyright: ignore[reportArgumentType]
 
 
 class _Fleet(LocalFleet):

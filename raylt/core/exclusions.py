@@ -264,24 +264,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         lambda run: f"without a round nothing trains the encoder, and trainable = {run.config.trainable} lets it learn",
         "Set trainable=classifier, or federation.rounds to at least 1",
     ),
-    Exclusion(
-        "views",
-        "augment",
-        lambda run: (
-            run.config.views != Config.model_fields["views"].default
-            and not (run.on_features and run.config.augment != "none")
-        ),
-        "only an augmented image has several views, and only a frozen encoder keeps them",
-        "Set augment and trainable=classifier, or leave views out",
-    ),
-    # a last phase that trains clients
-    Exclusion(
-        "local.schedule",
-        "method",
-        lambda run: run.config.local.schedule == "cosine" and run.method.finishes and run.method.ends_at_local_rate,
-        lambda run: f"the last phase of {run.method.name} has the last round's learning rate, which is almost 0",
-        "Set local.schedule=step, or the fields of the method so that it has no last phase",
-    ),
     # an early end of the rounds
     Exclusion(
         "federation.patience",

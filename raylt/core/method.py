@@ -28,6 +28,7 @@ from raylt.core.training.loss_terms import asked_for, figure_of, reply_of
 from raylt.core.training.sgd import Objective, sgd, take_statistics
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task, TaskSpec
+from raylt.errors import ConfigError
 from raylt.hyper import not_too_large
 from raylt.models.split import Params, SplitModel
 from raylt.recordability import recordable
@@ -52,7 +53,6 @@ class Method(BaseModel):
             (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or
             personal.
         privileged: what it needs that a federation does not have, in words; None for most methods.
-        ends_at_local_rate: True if the last phase trains clients at the learning rate of the last round.
         sums_samples: True if clients upload, after the last round, sums to which each sample adds no more than a
             declared length (`Reduction.bounded`), so that noise can hide it.
         learns_prompts: True if it learns the words before class names and nothing else. The model must then be an
@@ -77,7 +77,6 @@ class Method(BaseModel):
     trains_as: ClassVar[str | None] = None
     group: ClassVar[Group | None] = None
     privileged: ClassVar[str | None] = None
-    ends_at_local_rate: ClassVar[bool] = False
     sums_samples: ClassVar[bool] = False
     learns_prompts: ClassVar[bool] = False
     stackable: ClassVar[bool] = False
@@ -283,6 +282,26 @@ class Method(BaseModel):
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the logits of images [B, channels, H, W]: [B, C], or [B, C, H, W] for segmentation."""
         return model(x)
+
+
+def check_last_rate(method: Method, config: Config, remedy: str = "") -> None:
+    """Check that a last phase of local training has a learning rate with which clients learn.
+
+    Args:
+        remedy: how to leave the phase out, such as "method.tune_epochs=0".
+
+    Raises:
+        ConfigError: the rate falls along a cosine, which is almost 0 in the last round.
+    """
+    if method.finishes and config.local.schedule == "cosine":
+        raise ConfigError(
+            f"local.schedule: the last phase of {method.name} has the last round's learning rate, which is almost 0 "
+            f"(cosine). Set local.schedule=step{', or ' + remedy if remedy else ''}.",
+            code="config.conflict",
+            key="local.schedule",
+            value="cosine",
+            excludes="method",
+        )
 
 
 def train_model(method: Method, client: Client, message: Message, epochs: float | None = None) -> Tree:

@@ -14,13 +14,15 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import mean
-from raylt.core.method import Method
+from raylt.core.method import Method, check_last_rate
 from raylt.core.server import Server
 from raylt.core.training.sgd import sgd, take_statistics
 from raylt.data.sources.sources import ProblemKind
+from raylt.data.task import Task
 from raylt.hyper import Choice, hp
 from raylt.models.split import Params, SplitModel, with_entries
 
@@ -33,7 +35,6 @@ class FedBABU(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2106.06042"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
-    ends_at_local_rate: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("tune_epochs", "tune")}
 
     tune_epochs: int = hp(5, Choice(0, 1, 5, 10), "epochs of fine-tuning at the end (5 as in FedNH's code)", ge=0)
@@ -48,6 +49,9 @@ class FedBABU(Method):
     @property
     def acts_on_encoder(self) -> bool:
         return True
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_last_rate(self, config, "method.tune_epochs=0")
 
     def shared(self, model: SplitModel) -> Params:
         return model.entries("encoder.")

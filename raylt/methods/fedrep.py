@@ -10,13 +10,15 @@ Departures from the text of Algorithm 1:
 
 from typing import ClassVar
 
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import mean
-from raylt.core.method import Method
+from raylt.core.method import Method, check_last_rate
 from raylt.core.server import Server
 from raylt.core.training.sgd import sgd, take_statistics
 from raylt.data.sources.sources import ProblemKind
+from raylt.data.task import Task
 from raylt.hyper import Choice, hp
 from raylt.models.split import Params, SplitModel
 
@@ -29,7 +31,6 @@ class FedRep(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2102.07078"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
-    ends_at_local_rate: ClassVar[bool] = True
 
     head_epochs: int = hp(10, Choice(1, 5, 10, 15), "tau, epochs of the classifier, lines 7 to 9", ge=0)
 
@@ -54,6 +55,9 @@ class FedRep(Method):
     @property
     def finishes(self) -> bool:
         return self.head_epochs > 0
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_last_rate(self, config)
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         got = fleet.ask(self.train_classifier, fleet.everyone, self.message(server), loss=mean.like(0.0))

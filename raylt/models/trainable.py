@@ -247,13 +247,14 @@ def layer_remedy(encoder: nn.Module, layers: Sequence[str], give: str = "Give on
     """Return an error's sentence on what to do about a layer that an encoder does not have.
 
     Args:
-        layers: names that could be given. The layers of a library's model have no names that methods use.
+        layers: names that could be given.
     """
-    body = encoder.body if isinstance(encoder, FrozenEncoder) else encoder
-    own = hasattr(body, "stage1")
-    if own and isinstance(encoder, FrozenEncoder):
+    if isinstance(encoder, FrozenEncoder) and hasattr(encoder.body, "stage1"):  # as in each of raylt's own models
         return "A frozen encoder runs as a whole: set trainable to norm, last:N or lora:R."
-    return f"{give}: {', '.join(layers)}." if own and layers else "Take a model of raylt's own, as small or resnet8."
+    of_a_library = isinstance(encoder, FrozenEncoder)  # it would still lack the layer if it learned
+    if of_a_library or not layers:
+        return "Take a model of raylt's own, as small or resnet8."
+    return f"{give}: {', '.join(layers)}."
 
 
 class LowRank(nn.Module):

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+from raylt.config import Config
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Seal
 from raylt.core.checkpoint.frozen import check_frozen
@@ -16,6 +17,7 @@ from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.report import RoundReport
 from raylt.core.setup import Setup
 from raylt.core.training.stacked_sgd import SAMPLES
+from raylt.data.augment import draw_view
 from raylt.data.task import Task, judged_images_of
 from raylt.errors import ConfigError, ServerLost, describe_error
 from raylt.models.trainable import trains_on_features
@@ -151,6 +153,10 @@ def _take_steps(
     setup, task = encode(setup, task, callback.on_message)
     if setup.has_random_frozen_parts and not trains_on_features(setup.config.trainable, task.kind):
         callback.on_message(f"the frozen parts of {setup.config.model} are random, since weights is not set")
+    if setup.config.views != Config.model_fields["views"].default and setup.augment is not draw_view:
+        callback.on_message(
+            f"views = {setup.config.views} has no effect, since only augmented images of a frozen encoder have views"
+        )
     if setup.method.finishes:
         with one_thread(), seeded(0):
             seconds = setup.method.last_phase_seconds(task.spec, model)

@@ -185,6 +185,28 @@ def test_a_frozen_encoder_of_random_weights_is_said(tiny_task, tmp_path):
     assert said[0].endswith("; its weights are random, since weights is not set")
 
 
+@pytest.mark.parametrize(
+    ("settings", "said_so"),
+    [
+        (["views=2"], True),
+        (["views=2", "augment=crop_flip"], True),
+        (["views=2", f"model={NAME}", "trainable=classifier"], True),
+        (["views=2", f"model={NAME}", "trainable=classifier", "augment=crop_flip"], False),
+        (["augment=crop_flip"], False),
+    ],
+)
+def test_views_without_effect_are_said(tmp_path, settings, said_so):
+    said = []
+
+    class Messages(raylt.Callback):
+        def on_message(self, text, minor=False):
+            said.append(text)
+
+    config = make_tiny_run(tmp_path, "fedavg", *settings, name="first").config
+    raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[Messages()])
+    assert any(text.startswith("views = 2 has no effect, ") for text in said) == said_so
+
+
 @pytest.mark.parametrize("trainable", ["lora:2", "all"])
 def test_frozen_parts_of_random_weights_are_said_where_images_are_not_encoded(tmp_path, trainable):
     said = []

@@ -77,11 +77,6 @@ PAIRS = [
     ("privacy.noise_multiplier", "privacy.update_epsilon", {"privacy": {"noise_multiplier": 3.0}}, None),
     ("privacy.update_clip", "privacy.update_epsilon", {"privacy": {"update_clip": 0.1}}, None),
     ("trainable", "method", {"trainable": "classifier"}, METHODS["fedper"]()),
-    ("local.schedule", "method", {"local": {"schedule": "cosine"}}, METHODS["fedbabu"]()),
-    ("local.schedule", "method", {"local": {"schedule": "cosine"}}, METHODS["fedrep"]()),
-    ("local.schedule", "method", {"local": {"schedule": "cosine"}}, METHODS["mupfl"](last_update=True)),  # pyright: ignore[reportCallIssue]
-    ("views", "augment", {"views": 8}, None),
-    ("views", "augment", {"views": 8, "augment": "crop_flip"}, None),
     ("data.erased", "local.unlabelled", {"data": {"erased": "unlabelled"}}, None),
 ]
 

@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 from small_runs import QUICK
 
 from raylt.contract.case import Case
 from raylt.contract.trace import fingerprint, private_states
 from raylt.core.checkpoint import checkpoint
 from raylt.core.evaluation.evaluator import Evaluator
+from raylt.errors import ConfigError
 from raylt.methods import METHODS
 
 # papers' methods, and those that read the rate outside of `sgd`; the other methods run with the slow tests
@@ -75,3 +77,16 @@ def test_a_last_phase_of_local_training_has_the_rate_of_the_last_round(name, tmp
     falling = next_step(case, saved, lr=RATE, lr_decay=0.5)
     assert falling == next_step(case, saved, lr=RATE / 2)
     assert falling != next_step(case, saved, lr=RATE)
+
+
+@pytest.mark.parametrize(("name", "without"), [("fedbabu", {"tune_epochs": 0}), ("fedrep", None), ("mupfl", {})])
+def test_a_last_phase_at_a_rate_of_almost_zero_is_refused(name, without, tmp_path):
+    method = METHODS[name](**QUICK.get(name, {}) | LAST[name])
+    case = Case(method, method.problems[0], tmp_path)
+    cosine = case.config(local={"schedule": "cosine"})
+    task, model = case.task, case.setup(cosine).new_model(case.task.spec)
+    with refused("config.conflict", ConfigError, key="local.schedule", value="cosine"):
+        method.prepare(task, cosine, model)
+    method.prepare(task, case.config(), model)
+    if without is not None:
+        METHODS[name](**QUICK.get(name, {}) | without).prepare(task, cosine, model)

@@ -50,7 +50,7 @@ from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import Reduction, each, mean
 from raylt.core.fleet.schema import VARIANCE
-from raylt.core.method import Method
+from raylt.core.method import Method, check_last_rate
 from raylt.core.server import Server
 from raylt.core.training.features import features
 from raylt.core.training.sgd import Objective, sgd
@@ -86,7 +86,6 @@ class MuPFL(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2405.06413"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
-    ends_at_local_rate: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("last_update",), "judging": ("judged",)}
     other_models: ClassVar[tuple[str, ...]] = MODELS
 
@@ -242,6 +241,7 @@ class MuPFL(Method):
     # at the server
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_last_rate(self, config, "method.last_update=false")
         if self.acmu and self.clustered == "all":
             maps = 4 * sum(layer.size for layer in layers_of(model))
             check_last_updates(sum(size > 0 for size in task.sizes), tree.nbytes(self.shared(model)) + maps)

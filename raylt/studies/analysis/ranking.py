@@ -43,7 +43,7 @@ class Ranked:
         finished: number of finished runs.
         planned: number of seeds of the cells in which the arm has a run in any state.
         failed: number of failed runs.
-        seconds: duration of a run, the server's work included, as a multiple of FedAvg's in the same block; the median
+        time: duration of a run, the server's work included, as a multiple of FedAvg's in the same block; the median
             over blocks, None if no block has both.
         cost: forward and backward passes of a client in a run, as a multiple of FedAvg's; None where not measured.
     """
@@ -54,7 +54,7 @@ class Ranked:
     finished: int
     planned: int
     failed: int
-    seconds: float | None
+    time: float | None
     cost: float | None = None
 
 
@@ -112,7 +112,7 @@ def rank(
     halves = half_widths(wins, strengths, level)
     records = [record for each in studies.values() for record in each]
     planned = _planned(studies)
-    seconds = _relative_seconds(studies)
+    times = _relative_times(studies)
     ranked = [
         Ranked(
             arm,
@@ -121,7 +121,7 @@ def rank(
             sum(record.arm == arm and record.state == "done" for record in records),
             planned[arm],
             sum(record.arm == arm and record.state == "failed" for record in records),
-            seconds.get(arm),
+            times.get(arm),
         )
         for i, arm in enumerate(arms)
     ]
@@ -130,15 +130,15 @@ def rank(
     return Ranking(measure, at, level, list(studies), len(cells), len(blocks), ranked)
 
 
-def _relative_seconds(studies: Mapping[str, Sequence[RunRecord]]) -> dict[str, float]:
+def _relative_times(studies: Mapping[str, Sequence[RunRecord]]) -> dict[str, float]:
     """Return the duration of each arm's runs as a multiple of FedAvg's, the median over blocks."""
     ratios: dict[str, list[float]] = {}
     for records in studies.values():
         done = [record for record in records if record.state == "done" and record.seconds]
-        usual = {(record.cell, record.seed): record.seconds for record in done if record.arm == BASELINE}
+        of_baseline = {(record.cell, record.seed): record.seconds for record in done if record.arm == BASELINE}
         for record in done:
-            if (record.cell, record.seed) in usual:
-                ratio = record.seconds / usual[record.cell, record.seed]
+            if (record.cell, record.seed) in of_baseline:
+                ratio = record.seconds / of_baseline[record.cell, record.seed]
                 ratios.setdefault(record.arm, []).append(ratio)
     return {arm: statistics.median(each) for arm, each in ratios.items()}
 

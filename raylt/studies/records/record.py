@@ -37,7 +37,7 @@ CLIENT_CURVES = {
     "clients": ("global", "mean"),
     "worst_decile": ("matched", "worst_decile"),
 }
-DIVERGED = ("training.diverged", "server.not-finite")  # codes of errors with which training ends if it diverges
+DIVERGED = ("training.diverged", "server.not-finite")  # codes of the errors that end a diverged training
 CURVES = ("step", "accuracy", "shown", *GROUPS, "validation", "up", "down", "seconds", *CLIENT_CURVES)
 LATER_CURVES = {"validation", "shown", *CLIENT_CURVES}  # records of earlier versions lack some of these
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -15,8 +15,8 @@ PASSES = (
     "of a client in a run, forward and backward, as a multiple of FedAvg's; what the server computes does not count"
 )
 SECONDS = (
-    "duration of a run with the server's work, as a multiple of fedavg's at the same seed, median; runs shared their "
-    "machines with other work, so that multiples between a half and two say little"
+    "duration of a run's steps, with the server's work and evaluation, as a multiple of the arm fedavg's at the same "
+    "seed, median; runs shared their machines with other work, so that multiples between a half and two say little"
 )
 WIDTH = 760
 NAMES = 190  # width of the column of names
@@ -36,13 +36,14 @@ STYLE = """<style>
 def ranking_table(ranking: Ranking) -> TextTable:
     """Return a ranking as a table with one line per arm, and with the arms' costs if they were measured."""
     costs = any(arm.cost is not None for arm in ranking.arms)
+    times = any(arm.time is not None for arm in ranking.arms)
     rows = [
         [
             arm.arm,
             _strength(arm.strength),
             f"{100 * arm.chance:.0f} %",
             f"{arm.finished} of {arm.planned}",
-            _multiple(arm.seconds),
+            *([_multiple(arm.time)] if times else []),
             *([_multiple(arm.cost)] if costs else []),
         ]
         for arm in ranking.arms
@@ -55,15 +56,15 @@ def ranking_table(ranking: Ranking) -> TextTable:
             "strength, log-odds",
             "better than another arm",
             "finished",
-            "time",
+            *(["time"] if times else []),
             *(["passes"] if costs else []),
         ],
         rows=rows,
-        columns="lrrrr" + "r" * costs,
+        columns="lrrr" + "r" * (times + costs),
         grouped=False,
         naming=1,
         notes={
-            "time": [SECONDS],
+            "time": [SECONDS] if times else [],
             "passes": [PASSES] if costs else [],
             "failed, which counts as worse than every finished run of the same seed": failed,
         },
@@ -141,7 +142,7 @@ def _strength(strength: Interval) -> str:
 
 
 def _multiple(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+    return "-" if value is None else f"{value:.1f}" if value >= 0.05 else "< 0.1"
 
 
 def _ends(arm: Ranked, x: Callable[[float], float]) -> tuple[float, float]:

@@ -237,7 +237,7 @@ def test_the_time_of_an_arm_is_the_median_multiple_of_fedavgs_at_the_same_seed()
     runs += [run("sfd", 0, 20), run("sfd", 1, 100), run("sfd", 2, 120), run("sfd", 3, 1)]
     runs += [run("alone", 3, 5)]
     ranking = rank({"g": runs, "h": [run("sfd", 0, 7)]})
-    assert {arm.arm: arm.seconds for arm in ranking.arms} == {"fedavg": 1, "sfd": 3, "alone": None}
+    assert {arm.arm: arm.time for arm in ranking.arms} == {"fedavg": 1, "sfd": 3, "alone": None}
     table = ranking_table(ranking)
     assert {row[0]: row[table.head.index("time")] for row in table.rows} == {
         "fedavg": "1.0",
