@@ -26,7 +26,7 @@ from raylt.data.samples import Samples
 from raylt.data.splits.split import Split
 from raylt.data.task import Shard, Task
 from raylt.models import ModelFactory
-from raylt.models.split import SplitModel
+from raylt.models.split import SplitModel, pass_zeros
 
 CPU = torch.device("cpu")
 EACH = 2  # images of each class at a client
@@ -291,11 +291,7 @@ def _count_layers(model: SplitModel, shape: tuple[int, int, int]) -> None:
         total += multiplications(layer, inputs[0], output)
 
     handles = [layer.register_forward_hook(add) for layer in counted]
-    height, width, channels = shape
-    was_training = model.training
-    with torch.no_grad():
-        model.eval()(torch.zeros(1, channels, height, width))
-    model.train(was_training)
+    pass_zeros(model, shape)
     for handle in handles:
         handle.remove()
     for layer in counted:

@@ -205,3 +205,16 @@ def with_entries(model: "SplitModel", params: Params) -> "SplitModel":
     other = copy.deepcopy(model)
     load_entries(other, params)
     return other
+
+
+def pass_zeros(model: SplitModel, shape: tuple[int, int, int]) -> None:
+    """Pass an image of zeros through a model, so that hooks see its layers; nothing of the model changes.
+
+    Args:
+        shape: height, width and channels.
+    """
+    height, width, channels = shape
+    was_training = model.training
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, channels, height, width))
+    model.train(was_training)

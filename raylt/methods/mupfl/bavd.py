@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from raylt.core.client import Client
 from raylt.data.samples import Batch
 from raylt.errors import ConfigError
-from raylt.models.split import SplitModel
+from raylt.models.split import SplitModel, pass_zeros
 from raylt.models.trainable import layer_remedy
 from raylt.tree import Tree
 
@@ -182,11 +182,7 @@ def add_bavd(
         return named[name].register_forward_hook(lambda _, __, h: shapes.update({name: h.shape[1:]}))
 
     hooks = [watch(name) for name in named]
-    height, width, channels = shape
-    training = model.training
-    with torch.no_grad():
-        model.eval()(torch.zeros(1, channels, height, width))
-    model.train(training)
+    pass_zeros(model, shape)
     for hook in hooks:
         hook.remove()
     for name, stage in named.items():

@@ -16,7 +16,7 @@ PASSES = (
 )
 SECONDS = (
     "duration of a run's steps, with the server's work and evaluation, as a multiple of the arm fedavg's at the same "
-    "seed, median; runs shared their machines with other work, so that multiples between a half and two say little"
+    "seed, median; where runs shared a machine with other work, multiples between a half and two say little"
 )
 WIDTH = 760
 NAMES = 190  # width of the column of names
