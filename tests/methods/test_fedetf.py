@@ -1,7 +1,7 @@
 import naive
 import pytest
 import torch
-from killed import resume, run_and_kill_in
+from killed import resume, run_and_kill
 from rounds import run
 from tiny import configure, fingerprint, make_experiment, open_client, private_states
 from torch.nn import functional as F
@@ -158,7 +158,7 @@ def test_fields_of_the_tuning_change_clients_models_and_not_the_global_one(tiny_
 @pytest.mark.slow
 @pytest.mark.soak
 def test_killed_in_the_tuning_and_resumed_it_ends_the_same(tmp_path):
-    run_and_kill_in(
+    run_and_kill(
         tmp_path,
         ["method=fedetf", "method.turns=2", "federation.rounds=1", "local.epochs=1", "data.clients=3"],
         "raylt.methods.fedetf",

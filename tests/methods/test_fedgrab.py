@@ -3,7 +3,7 @@ import math
 import naive
 import pytest
 import torch
-from killed import resume, run_and_kill_in
+from killed import resume, run_and_kill
 from rounds import run
 from tiny import configure, fingerprint, make_experiment, open_client, private_states
 from torch.nn import functional as F
@@ -169,7 +169,7 @@ def test_without_the_analyser_nothing_is_sent_and_with_it_the_second_round_is_an
 @pytest.mark.slow
 @pytest.mark.soak
 def test_killed_in_the_analyser_and_resumed_it_ends_the_same(tmp_path):
-    run_and_kill_in(
+    run_and_kill(
         tmp_path,
         ["method=fedgrab", "method.shut=0.75", "federation.rounds=3", "local.epochs=1", "data.clients=3"],
         "raylt.methods.fedgrab",

@@ -3,7 +3,7 @@ import math
 import naive
 import pytest
 import torch
-from killed import resume, run_and_kill_in
+from killed import resume, run_and_kill
 from rounds import run
 from tiny import fingerprint, open_client
 from torch.nn import functional as F
@@ -145,7 +145,7 @@ def test_without_both_parts_it_is_plain_training_on_two_views(tiny_task):
 @pytest.mark.slow
 @pytest.mark.soak
 def test_killed_between_its_two_questions_and_resumed_it_ends_the_same(tmp_path):
-    run_and_kill_in(
+    run_and_kill(
         tmp_path,
         ["method=fedyoyo", "federation.rounds=2", "local.epochs=1", "data.clients=3"],
         "raylt.methods.fedyoyo",

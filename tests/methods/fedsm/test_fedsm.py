@@ -160,10 +160,11 @@ def test_killed_during_a_retraining_round_and_resumed_it_ends_with_the_same_mode
         "local.epochs=1",
         "data.clients=4",
         "method.retrain_rounds=2",
-        "method.retrain_epochs=100",
+        "method.retrain_epochs=5",
     ]
-    # local training takes milliseconds and re-training seconds, so the kill hits re-training
-    run_and_kill(tmp_path, settings, 0.5)
+    # the sixth call: the second client of the second round with re-training
+    run_and_kill(tmp_path, settings, "raylt.methods.fedsm.method", "fit_classifier", 6)
+    assert len((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()) == 2
     saved, _ = checkpoint.latest(tmp_path / "killed" / "checkpoints")
     assert saved is not None
     # the features of texts are saved, those of images are not

@@ -186,12 +186,10 @@ def test_killed_during_synthesis_and_resumed_it_ends_with_the_same_model(tmp_pat
         "federation.rounds=2",
         "local.epochs=1",
         "data.clients=4",
-        "method.rf_dim=2000",
-        "method.synthesis_steps=20",
         "method.retrain_epochs=5",
     ]
-    # statistics take a few milliseconds and synthesis seconds, so the kill hits synthesis
-    run_and_kill(tmp_path, settings, 0.3)
+    run_and_kill(tmp_path, settings, "raylt.methods.sfd.method", "synthesise", 3)
+    assert len((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()) == 2
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
 
