@@ -28,7 +28,7 @@ def reproduce(
         str | None,
         typer.Argument(
             metavar="[TABLE]",
-            help="Number in print, such as 2 or III; by default all tables. fig6 is FedSM's or MuPFL's figure.",
+            help="Number in print, such as 2 or III, or fig6 or fig8 for those figures; by default all tables.",
         ),
     ] = None,
     cells: Annotated[
@@ -59,11 +59,13 @@ def reproduce(
     rows = [arm.strip() for arm in arms.split(",")] if arms else None
     if table is not None and table.lower().startswith("fig"):
         figure = figure_of(paper, table.lower().removeprefix("fig").strip(". "))
-        definition = plan_figure(figure, name or name_of(paper, table, where, scale), seeds, scale, where, rows)
+        name = name or name_of(paper, f"fig{figure.number}", where, scale)
+        definition = plan_figure(figure, name, seeds, scale, where, rows)
         _run_figure(figure, definition, folder, dry_run, parallel, fleet, address, mix_versions, format)
         return
     selected = select(paper, table, where, rows)
-    definition = plan(selected, name or name_of(paper, table, where, scale), seeds, scale)
+    name = name or name_of(paper, f"table{table}" if table else "", where, scale)
+    definition = plan(selected, name, seeds, scale)
     if dry_run:
         planned = Study.preview(definition, folder)
         if format == "table":
@@ -89,7 +91,7 @@ def _run_figure(
     mix_versions: bool,
     format: str,
 ) -> None:
-    """Run the study of a figure, and print its table with the rounds until each cell's target."""
+    """Run the study of a figure, and print its table with the rounds and seconds until each cell's target."""
     from raylt.studies.analysis.time_to_accuracy import reached, with_target
     from raylt.studies.report.comparison_tables import comparison_table
     from raylt.studies.study import Study

@@ -110,11 +110,11 @@ def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> D
     )
 
 
-def name_of(paper: str, table: str | None, where: Mapping[str, str], scale: float) -> str:
-    """Return the default name of a study that reproduces the selected cells."""
+def name_of(paper: str, part: str, where: Mapping[str, str], scale: float) -> str:
+    """Return the default name of a study that reproduces cells of a part of a paper: "table2", "fig6" or ""."""
     parts = [
         paper.lower(),
-        f"table{table}" if table else "",
+        part,
         *(f"{key}{value}" for key, value in where.items()),
         "" if scale == 1 else f"scale{scale:g}",
     ]

@@ -18,6 +18,7 @@ from raylt.studies.records.record import read_run
 from raylt.studies.report.text_table import TextTable
 
 TINY = Figure(
+    "6",
     "a tiny figure",
     {"FedPer": {"method": "fedper"}, "FedAvg": {"method": "fedavg"}},
     {"digits, IF 10": "demo"},
@@ -54,6 +55,7 @@ def test_mupfls_rounds_are_counted_on_clients_models_that_are_judged_in_each_rou
     assert {(plan.config.data.imbalance, plan.config.data.alpha) for plan in plans} == {(10, 1.0)}
     assert {plan.cell for plan in plans} == figure.targets.keys()
     assert sorted(figure.targets.values()) == [0.35, 0.7, 0.9]
+    assert figure_of("MuPFL", "8") is figure  # so that both read one study
 
 
 def test_cells_and_arms_of_a_figure_can_be_chosen():
@@ -93,14 +95,15 @@ def test_rounds_until_a_value_of_clients_own_models_are_counted_on_their_curve(t
 def test_a_figures_command_runs_it_and_prints_the_rounds_until_its_targets(tmp_path, monkeypatch, form):
     monkeypatch.chdir(tmp_path)
     figure = TINY if form == "table" else TWO_CELLS
-    monkeypatch.setitem(figures.FIGURES, ("mupfl", "6"), figure)
-    command = ["reproduce", "mupfl", "fig6", "--seeds", "1", "--scale", "0.05", "--parallel", "1", "--format", form]
+    monkeypatch.setitem(figures.FIGURES, ("mupfl", "8"), figure)
+    command = ["reproduce", "mupfl", "fig8", "--seeds", "1", "--scale", "0.05", "--parallel", "1", "--format", form]
     if form == "table":
         plan = CliRunner().invoke(app, [*command, "--dry-run"])
         assert plan.exit_code == 0
         assert "2 to do" in plan.stdout
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mupfl-fig6-scale0.05"]
     if form == "json":
         targets = json.loads(result.stdout)["targets"]
         assert {

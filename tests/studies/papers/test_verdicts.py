@@ -256,7 +256,7 @@ def test_a_study_of_a_table_runs_each_cell_once_and_names_its_scale():
     assert len(runs) == 2 * len({each.arm for each in runs})
     assert {each.config.federation.rounds for each in runs} == {4}
     assert (definition.reference, definition.measure, definition.paper) == ("FedAvg", "matched", "MuPFL")
-    assert name_of("mupfl", "2", {"IF": "100"}, 0.1) == "mupfl-table2-if100-scale0.1"
+    assert name_of("mupfl", "table2", {"IF": "100"}, 0.1) == "mupfl-table2-if100-scale0.1"
 
 
 @pytest.mark.slow
