@@ -102,6 +102,16 @@ def stall(client: Client, message: Message) -> Reply:
     return count(client, message)
 
 
+def stall_until_released(client: Client, message: Message) -> Reply:
+    """Let a victim wait until its folder has the file "released", at most a minute; then count the call."""
+    end = time.monotonic() + 60
+    while client.id in message["victims"] and not Path(message["folder"], "released").exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"client {client.id} was not released")
+        time.sleep(0.02)
+    return count(client, message)
+
+
 def spoil(client: Client, message: Message) -> Reply:
     return client.reply(x=torch.tensor([float("nan") if client.id in message["victims"] else 1.0]))
 
@@ -139,13 +149,6 @@ def scatter(client: Client, message: Message) -> Reply:
     """Reply with numbers of so different sizes that the last bits of their float64 sum depend on the order."""
     generator = torch.Generator().manual_seed(client.id)
     return client.reply(x=torch.randn(8, generator=generator) * 10.0 ** torch.randint(-6, 7, (8,), generator=generator))
-
-
-def wait_at_first(client: Client, message: Message) -> Reply:
-    """Answer at once, but for client 0, which has the lowest id."""
-    if client.id == 0:
-        time.sleep(3)
-    return client.reply()
 
 
 def scatter_large(client: Client, message: Message) -> Reply:

@@ -216,9 +216,8 @@ def test_a_study_that_is_killed_twice_ends_with_the_same_tables(tmp_path):
     for how, enough in ((signal.SIGKILL, 1), (signal.SIGINT, 3)):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         # rglob would walk into checkpoints that the current run deletes meanwhile
-        while len(list((tmp_path / "killed").glob("tiny/*/*/summary.json"))) < enough and process.poll() is None:
-            time.sleep(0.05)
-        time.sleep(0.3)  # long enough to be in the middle of the next run
+        while len(list((tmp_path / "killed").glob("tiny/*/*/metrics.jsonl"))) <= enough and process.poll() is None:
+            time.sleep(0.01)  # until the next run has begun
         os.kill(process.pid, how)
         process.wait()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
