@@ -2,8 +2,11 @@ import math
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import PydanticKnownError
+from refusals import refused
 
-from raylt.hyper import Choice, LogUniform, Uniform, hp, in_range, range_of
+from raylt.errors import ConfigError
+from raylt.hyper import Choice, LogUniform, Uniform, check_ends, hp, in_range, not_too_large, range_of
 from raylt.methods import METHODS
 
 
@@ -78,3 +81,20 @@ def test_default_of_every_hyper_parameter_can_be_drawn_by_a_search(method, field
     declared = METHODS[method].model_fields[field]
     assert in_range(declared.default, range_of(declared))
     assert declared.description
+
+
+@pytest.mark.parametrize("value", [1e30, -1e30, 2**53, -(2**53), "1e31", None])
+def test_numbers_up_to_the_largest_magnitude_and_other_values_are_taken(value):
+    assert not_too_large(value) == value
+
+
+@pytest.mark.parametrize("value", [1.1e30, -1.1e30, 2**53 + 1, -(2**53) - 1])
+def test_larger_numbers_of_either_sign_are_refused(value):
+    with pytest.raises(PydanticKnownError):
+        not_too_large(value)
+
+
+def test_the_ends_of_an_interval_may_be_equal_and_not_reversed():
+    check_ends("least", 1.0, "most", 1.0)
+    with refused("config.out-of-range", ConfigError, key="method.least", value=1.5):
+        check_ends("least", 1.5, "most", 1.0)

@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 import warnings
@@ -22,9 +23,11 @@ from raylt.metrics import (
     mean_iou,
     owned_accuracy,
     owned_iou,
+    packed,
     pooled,
     quality,
     seen_by_each,
+    unpacked,
     wilson_interval,
     worst_decile,
 )
@@ -180,6 +183,8 @@ def test_client_figures_of_own_models_use_each_clients_own_matrix():
     right = tensor([[5, 0, 0], [0, 2, 0], [0, 0, 0]])
     each = by_client({1: right, 0: BY_HAND}, counts)
     assert each["owned"] == [pytest.approx(0.8), 1.0, None]  # client 2 was not judged
+    among_equals = by_client({0: BY_HAND, 1: right, 2: BY_HAND}, counts)  # the first and the last share a model
+    assert among_equals["owned"][:2] == each["owned"][:2]
     figures = client_figures(each)
     assert figures["owned"] == {"mean": pytest.approx(0.9), "worst_decile": pytest.approx(0.8)}
     assert figures["global"] == {"mean": pytest.approx((1 + 5 / 7) / 2), "worst_decile": pytest.approx(5 / 7)}
@@ -259,6 +264,8 @@ def test_wilson_interval_is_that_of_the_score_test():
     assert (low, high) == (pytest.approx(0.2065, abs=1e-4), 1.0)
     low, high = wilson_interval(0.0, 10)
     assert (low, high) == (0.0, pytest.approx(0.2775, abs=1e-4))
+    assert wilson_interval(0.0, 27)[0] == 0.0  # by rounding errors it would be below 0
+    assert wilson_interval(1.0, 16)[1] == 1.0
     for share, n in ((0.3, 10), (0.5, 40), (0.81, 99)):
         for bound in wilson_interval(share, n):
             # the observed share is 1.96 standard deviations away from each bound
@@ -298,6 +305,23 @@ def test_a_probability_on_the_edge_of_two_bins_is_in_the_lower_one():
 
 def test_a_class_that_all_samples_have_has_no_area():
     assert quality(tensor([[0.2, 0.8], [0.6, 0.4]]), tensor([1, 1]))["auc"] is None
+
+
+def test_classes_without_an_area_are_left_out_of_the_mean():
+    two, truth = tensor([[0.2, 0.8], [0.6, 0.4], [0.7, 0.3]]), tensor([1, 0, 1])
+    three = torch.cat([two, torch.zeros(3, 1)], 1)  # a class without a sample
+    assert quality(three, truth)["auc"] == quality(two, truth)["auc"] == 0.5
+
+
+def test_probabilities_that_are_not_numbers_have_no_quality():
+    assert quality(tensor([[0.5, 0.5], [math.nan, math.nan]]), tensor([0, 1])) is None
+
+
+def test_truth_values_of_another_number_or_alphabet_are_refused():
+    text = packed(torch.ones(16, dtype=torch.bool))
+    for wrong, n in ((text, 8), (text, 17), (f"*{text}", 16)):
+        with pytest.raises(ValueError, match=r"hold|alphabet|base64"):
+            unpacked(wrong, n)
 
 
 def test_a_client_none_of_whose_own_images_is_labelled_has_no_accuracy_on_them():

@@ -7,7 +7,7 @@ import ray
 from refusals import refused
 from tiny import configure
 
-from actors.capacity import SERVER_GPUS, Node, Placement, place, plan
+from actors.capacity import SERVER_GPUS, Node, Placement, place, plan, room
 from actors.cluster.session import Cluster, environment, session
 from actors.launch import open_experiment
 from raylt.config import Config
@@ -82,6 +82,22 @@ def test_a_given_share_of_a_gpu_leaves_room_for_the_server(share, slots):
     assert got.gpus > 1 / (each + 1)  # a GPU holds no more actors than planned
 
 
+def test_room_is_counted_by_whole_gpus_and_up_to_rounding():
+    assert room(Placement(4, 1.0, 0.4), [Node(8, 2)]) == 4  # two on each GPU, since none spans two
+    assert room(Placement(4, 1.0, 2.0), [Node(8, 3, count=2)]) == 2
+    assert room(Placement(4, 0.07, 0.0), [Node(7)]) == 100
+
+
+def test_a_plan_says_what_limits_the_actors_and_how_many_clients_each_has():
+    def reasons_of(node, **resources):
+        return plan(configure(resources=resources), 5, [node]).reasons
+
+    reasons = reasons_of(Node(8, 1), gpus_per_client=0.5)
+    assert reasons["client actors"].endswith("2 slots, limited by GPUs")
+    assert reasons["clients per actor"].startswith("3; ")
+    assert reasons_of(Node(8), cpus_per_client=4)["client actors"].endswith("2 slots, limited by CPUs")
+
+
 def test_no_gpu_can_be_asked_for():
     assert placed(4, cpus=8, gpus=2, gpus_per_client=0) == Placement(4, 1.0, 0.0)
 
@@ -101,6 +117,7 @@ def test_more_actors_than_clients_are_as_many_as_clients():
     [
         ((2, 0), {"actors": 9}, {"actors": 9, "slots": 2}, "Set resources.actors=2"),
         ((2, 0), {"clients_per_actor": 5}, {"actors": 4, "slots": 2}, "Set resources.clients_per_actor=10"),
+        ((3, 0), {"clients_per_actor": 5}, {"actors": 4, "slots": 3}, "Set resources.clients_per_actor=7"),
         ((2, 0), {"cpus_per_client": 4}, {"slots": 0}, "Lower resources.cpus_per_client"),
         ((8, 0), {"gpus_per_client": 0.5}, {"slots": 0}, "resources.gpus_per_client"),
         ((8, 1), {"gpus_per_client": 2}, {"slots": 0}, "2 GPUs, and the cluster has 8 CPUs and 1 GPU,"),

@@ -29,6 +29,17 @@ def test_every_client_gets_out_what_was_put_in(make, monkeypatch):
         assert (out.view is None) == (shard.view is None)
 
 
+def test_a_pack_keeps_the_view_of_each_client_that_has_one():
+    images, labels = np.zeros((2, 4, 4, 1), np.uint8), np.zeros((2, 4, 4), np.uint8)
+    views = [None, np.array([1, 0], np.uint8), None]
+    (pack,) = packs([Shard(images, labels, view=view) for view in views])
+    assert [view if view is None else view.tolist() for view in (pack.shard(k).view for k in range(3))] == [
+        None,
+        [1, 0],
+        None,
+    ]
+
+
 def test_neighbours_share_a_pack_up_to_its_size_and_a_large_client_has_its_own():
     sizes = [3, 0, 2, 9, 1, 1]  # numbers of images; an image has 100 bytes, its label and id 16
     shards = [Shard(np.zeros((n, 10, 10, 1), np.uint8), np.zeros(n, np.int64), np.zeros(n, np.int64)) for n in sizes]

@@ -12,10 +12,16 @@ from raylt.data.augment import (
     draw_boxes,
     draw_crops,
     draw_scaled_boxes,
+    draw_view,
+    in_turn,
+    is_own,
+    moves_pixels,
+    needs_grey_or_colour,
     normalise,
     resized_crop_flip,
 )
 from raylt.data.label_maps import VOID
+from raylt.recordability import is_recordable
 
 Y = torch.arange(8)
 OWN = {name: AUGMENTATIONS[name] for name in ("crop_flip", "resized_crop_flip", "scale_crop_flip")}
@@ -67,6 +73,22 @@ def test_resized_crop_keeps_64_percent_unless_told_otherwise():
     assert torch.equal(found, apply_boxes(x, *draw_boxes(8, (32, 32), seeded(), 0.64)))
     found, _ = resized_crop_flip(x, Y, seeded(), 0.2)
     assert torch.equal(found, apply_boxes(x, *draw_boxes(8, (32, 32), seeded(), 0.2)))
+
+
+@pytest.mark.parametrize(
+    ("augment", "draw"), [("resized_crop_flip", draw_boxes), ("scale_crop_flip", draw_scaled_boxes)]
+)
+def test_boxes_are_drawn_for_the_height_and_width_of_the_images(augment, draw):
+    x = images(8, 8, 12)
+    assert torch.equal(OWN[augment](x, Y, seeded())[0], apply_boxes(x, *draw(8, (8, 12), seeded())))
+
+
+def test_each_sample_gets_a_view_of_its_own_and_never_the_image_itself():
+    x = torch.arange(5.0)[None, :, None].expand(400, 5, 1)
+    drawn, _ = draw_view(x, torch.arange(400), seeded())
+    counts = drawn.flatten().long().bincount(minlength=5).tolist()
+    assert counts[0] == 0
+    assert min(counts[1:]) > 60  # 100 are expected of each view, with a standard deviation of 9
 
 
 def test_draws_of_crops_are_uniform_and_independent():
@@ -168,6 +190,13 @@ def test_images_are_moved_alike_whatever_their_labels_are(augment):
     assert torch.equal(labels, torch.arange(16))
 
 
+def test_the_border_of_a_crop_is_black_and_has_no_label():
+    x, y = torch.full((16, 8, 12, 3), 200, dtype=torch.uint8), torch.full((16, 8, 12), 3, dtype=torch.uint8)
+    moved, maps = OWN["crop_flip"](x, y, seeded())
+    assert maps.unique().tolist() == [3, VOID]
+    assert torch.equal(maps == VOID, (moved == 0).all(3))
+
+
 def test_scaled_boxes_are_of_half_to_double_scale_and_cover_or_lie_in_the_image():
     n = 20_000
     boxes, _ = draw_scaled_boxes(n, (48, 64), seeded())
@@ -242,6 +271,32 @@ def test_a_transform_is_torchvisions_on_single_images(name, transform):
     torch.manual_seed(int(torch.randint(2**62, (), generator=seeded(2))))
     for image, expected in zip(x, found, strict=True):
         assert torch.equal(transform(image.permute(2, 0, 1)).permute(1, 2, 0), expected)
+
+
+@pytest.mark.parametrize("name", ["color_jitter", "rand_augment", "trivial_augment"])
+def test_pixels_between_two_bytes_count_as_the_nearer_byte(name):
+    x = images(6)
+    expected, _ = AUGMENTATIONS[name](x, Y[:6], seeded(1))
+    for off in (-0.4, 0.4):
+        assert torch.equal(AUGMENTATIONS[name](x.float() + off, Y[:6], seeded(1))[0], expected)
+
+
+def test_several_augmentations_are_applied_in_their_order():
+    crop, jitter, x = OWN["crop_flip"], AUGMENTATIONS["color_jitter"], images(8)
+    generator = seeded(2)
+    expected, _ = jitter(*crop(x, Y, generator), generator)
+    assert torch.equal(in_turn([crop, None, jitter])(x, Y, seeded(2))[0], expected)
+    assert in_turn([None, crop]) is crop
+    assert in_turn([None]) is None
+
+
+@pytest.mark.parametrize("transform", ["trivial_augment", "auto_augment"])
+def test_of_several_augmentations_each_counts(transform):
+    crop, both = OWN["crop_flip"], in_turn([OWN["crop_flip"], AUGMENTATIONS[transform]])
+    assert (is_own(in_turn([crop, draw_view])), is_own(in_turn([crop, cutout]))) == (True, False)
+    assert (needs_grey_or_colour(crop), needs_grey_or_colour(both)) == (False, True)
+    assert (moves_pixels(crop), moves_pixels(both)) == (False, True)
+    assert (is_recordable(in_turn([crop, crop])), is_recordable(both)) == (True, False)
 
 
 @pytest.mark.parametrize("shape", [(32, 32, 3), (8, 12, 1)])

@@ -34,7 +34,7 @@ def file(pictures, tmp_path):
         x_train=pictures[:20],
         y_train=np.arange(20) % 2,
         x_test=tests,
-        y_test=np.arange(10) % 2,
+        y_test=np.arange(10) % 3 % 2,
         id_train=np.arange(20) % 3,
         id_test=np.arange(10) % 3,
         class_names=np.array(["a", "b"]),
@@ -59,7 +59,7 @@ def test_doubles_are_counted_in_a_line_and_kept(file):
 def test_doubles_are_left_out_with_their_labels_and_clients(file, pictures):
     task = build_task(DataConfig(source=file, doubles="drop"))
     assert np.array_equal(load(task.test.x), pictures[20:26])
-    assert load(task.test.y).tolist() == [0, 1, 0, 1, 0, 1]
+    assert load(task.test.y).tolist() == [1, 0, 0, 1, 0, 0]
     assert [rows.tolist() for rows in task.own_tests] == [[2, 5], [0, 3], [1, 4]]  # ids 1, 2, 0, 1, 2, 0
     assert task.sizes.sum() == 20
     assert any(note.startswith("4 of 10 test images") for note in task.notes)
@@ -106,6 +106,11 @@ def test_copies_are_found_across_many_images(tmp_path):
     np.save(path, images)
     for x in (images, Mapped(str(path), np.arange(len(images)))):
         assert np.flatnonzero(repeated(cut(x, 0, AT_ONCE), cut(x, AT_ONCE, len(images)))).tolist() == [AT_ONCE + 1]
+
+
+def test_more_copies_than_are_read_at_once_are_all_found():
+    images = np.random.default_rng(0).integers(0, 256, (AT_ONCE + 90, 4, 4, 1), dtype=np.uint8)
+    assert repeated(images, images[::-1]).all()
 
 
 @pytest.mark.parametrize(("names", "left"), [(["ann", "bob", "cleo"], ("ann", "cleo")), (None, ("0", "2"))])

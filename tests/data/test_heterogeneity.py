@@ -21,3 +21,8 @@ def test_the_bounds_of_the_distance():
 
 def test_a_class_that_nobody_holds_is_not_the_smallest():
     assert heterogeneity(np.array([[4, 0, 2], [2, 0, 0]])).imbalance == 3
+
+
+def test_mix_of_all_is_that_of_all_samples_and_not_of_equal_clients():
+    # the mix of all is (0.8, 0.2), from which the clients are 0.2, 0.8 and 0.8 away
+    assert heterogeneity(np.array([[8, 0], [0, 1], [0, 1]])).distance == pytest.approx(0.6)

@@ -321,3 +321,15 @@ def test_student_whose_features_are_compared_must_be_as_wide(tiny_task, tmp_path
     teacher = open_teacher(teachers.save_features(tmp_path / "f.npz", tiny_task))
     with refused("model.teacher-mismatch", ConfigError, key="model", value=256):
         teacher.check(tiny_task, {"phrase"}, 256)
+
+
+def test_each_image_encoder_is_a_copy_that_can_be_trained(teacher):
+    one, other = (list(teacher.image_encoder(CPU).parameters()) for _ in range(2))
+    assert {value.data_ptr() for value in one}.isdisjoint(value.data_ptr() for value in other)
+    assert all(value.requires_grad for value in one)
+
+
+def test_a_loaded_teacher_neither_trains_nor_draws(teacher):
+    model = teacher.load()
+    assert not any(value.requires_grad for value in model.parameters())
+    assert not any(module.training for module in model.modules())

@@ -40,6 +40,13 @@ def test_features_are_those_of_the_image_tower(clip_name, clip_network):
     assert torch.allclose(z.norm(dim=1).square(), clip_network.logit_scale.exp().expand(5), rtol=1e-5)
 
 
+def test_models_of_one_name_share_no_weights_and_can_be_trained(clip_name):
+    one, other = (build_model(clip_name, 4, (32, 32, 3)) for _ in range(2))
+    assert {value.data_ptr() for value in one.parameters()}.isdisjoint(value.data_ptr() for value in other.parameters())
+    assert all(value.requires_grad for value in one.parameters())
+    assert all(module.training for module in one.modules())
+
+
 @pytest.mark.parametrize("size", [(40, 60), (60, 40)])
 def test_images_of_any_size_are_prepared_as_open_clip_prepares_them(size):
     from open_clip.transform import PreprocessCfg, image_transform_v2

@@ -12,10 +12,19 @@ from torch.nn import functional as F
 from torchvision.models import GoogLeNet, get_model, get_model_weights, list_models
 
 from raylt.errors import ConfigError
-from raylt.models import MODELS, SEGMENTERS, SplitModel, build_model
+from raylt.models import MODELS, SEGMENTERS, SplitModel, build_model, pretrained
 from raylt.models.pretrained import for_channels
 from raylt.models.resnet import BasicBlock
-from raylt.models.torchvision_timm import HALVES, IMAGENET_MEAN, IMAGENET_STD, PreparedFeatures, library_model
+from raylt.models.torchvision_timm import (
+    HALVES,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Features,
+    PreparedFeatures,
+    _prepared,
+    _take_channels,
+    library_model,
+)
 
 CIFAR, FASHION = (32, 32, 3), (28, 28, 1)
 
@@ -291,3 +300,38 @@ def test_weights_of_three_channels_fit_any_number_of_channels():
         response = F.conv2d(x.expand(-1, channels, -1, -1), for_channels(weight, channels))
         assert torch.allclose(response, colour, atol=1e-5)
     assert torch.equal(for_channels(weight, 4)[:, 3], 0.75 * weight[:, 0])  # the colours in turn
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_images_of_other_channels_have_the_mean_statistics_of_the_colours(channels):
+    prepared = _prepared(Features(nn.Identity()), 8, channels, None)
+    assert (len(prepared.mean), len(prepared.std)) == (channels, channels)
+    assert prepared.mean.mean().item() == pytest.approx(sum(IMAGENET_MEAN) / 3)
+    assert prepared.std.mean().item() == pytest.approx(sum(IMAGENET_STD) / 3)
+    assert channels == 3 or len(prepared.std.unique()) == 1
+
+
+def test_counts_of_batches_come_from_the_file_where_it_has_them():
+    body = nn.Sequential(nn.BatchNorm2d(2))
+    given = {**nn.Sequential(nn.BatchNorm2d(2)).state_dict(), "0.num_batches_tracked": torch.tensor(7)}
+    pretrained.load_body(body, given, [], "weights.pt", "it")
+    assert body[0].num_batches_tracked == 7
+    del given["0.num_batches_tracked"]
+    pretrained.load_body(body, given, [], "weights.pt", "it")
+    assert body[0].num_batches_tracked == 7
+
+
+def test_images_for_a_model_of_timm_have_its_own_statistics():
+    body = nn.Identity()
+    body.pretrained_cfg = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    prepared = _prepared(Features(body), 8, 3, None)
+    assert prepared.mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert prepared.std.flatten().tolist() == pytest.approx([0.4, 0.5, 0.6])
+
+
+def test_a_first_layer_for_other_channels_keeps_its_bias():
+    body = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1))
+    bias = body[0].bias.clone()
+    _take_channels(body, 1, keep=True)
+    assert body[0].weight.shape == (4, 1, 3, 3)
+    assert torch.equal(body[0].bias, bias)

@@ -1,11 +1,22 @@
-"""The sign of an encoder's features, told from the encoder's last layers."""
+"""Models made from other models share no more than they should; and the sign of features, told from last layers."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 
 from raylt.models import build_model
-from raylt.models.split import has_no_negative_features
+from raylt.models.split import (
+    has_no_negative_features,
+    linear,
+    load_entries,
+    pass_zeros,
+    running_statistics,
+    with_classifier,
+    with_encoder,
+    with_entries,
+)
 
 SHAPE = (16, 16, 3)
 
@@ -42,3 +53,52 @@ class Shifted(nn.ReLU):
 )
 def test_only_layers_that_keep_signs_may_follow(layers, known):
     assert has_no_negative_features(nn.Sequential(*layers)) == known
+
+
+@pytest.fixture
+def model():
+    return build_model("resnet8", 3, SHAPE).train()
+
+
+def test_a_model_keeps_its_encoder_where_another_is_made_from_it(model):
+    encoder = model.encoder
+    other = with_encoder(model, nn.Identity())
+    assert model.encoder is encoder
+    assert type(other.encoder) is nn.Identity
+    assert other.classifier is model.classifier
+
+
+def test_a_copy_with_entries_leaves_the_model_as_it_is(model):
+    before = model.classifier.bias.clone()
+    other = with_entries(model, {"classifier.bias": torch.full((3,), 7.0)})
+    assert other.classifier.bias.tolist() == [7.0] * 3
+    assert torch.equal(model.classifier.bias, before)
+
+
+def test_entries_of_another_shape_are_not_stretched(model):
+    with pytest.raises(ValueError, match=r"classifier.bias: shape \[1\], the model has \[3\]"):
+        load_entries(model, {"classifier.bias": torch.ones(1)})
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_image_of_zeros_leaves_statistics_and_mode_as_they_were(model, training):
+    model.train(training)
+    before = copy.deepcopy(model.state_dict())
+    pass_zeros(model, SHAPE)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {module.training for module in model.modules()} == {training}
+
+
+def test_statistics_of_a_client_stay_with_it_under_another_classifier(model):
+    model.local_buffers = running_statistics(model)
+    other = with_classifier(model, torch.zeros(3, model.dim), None)
+    assert model.local_buffers
+    assert other.local_buffers == model.local_buffers
+    assert other.entries().keys() == {name for name in other.state_dict() if name not in model.local_buffers}
+
+
+def test_a_linear_layer_is_made_of_the_tensors_themselves():
+    weight, bias = torch.randn(3, 4), torch.randn(3)
+    layer = linear(weight, bias)
+    assert (layer.weight.data_ptr(), layer.bias.data_ptr()) == (weight.data_ptr(), bias.data_ptr())
+    assert linear(weight, None).bias is None

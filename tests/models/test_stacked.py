@@ -11,7 +11,22 @@ from raylt.models import MODELS, SplitModel
 from raylt.models.stacked import StackedModel, computes_as_alone, unstackable_layer
 from raylt.models.trainable import limit
 
+
+def with_own_settings(classes, shape):
+    """Return a network whose layers have no default settings."""
+    layers = [
+        nn.Conv2d(shape[2], 16, 3, stride=2, padding=2, dilation=2),
+        nn.BatchNorm2d(16, eps=0.1, momentum=0.5),
+        nn.ReLU(),
+        nn.GroupNorm(4, 16, eps=0.1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ]
+    return SplitModel(nn.Sequential(*layers), 16, classes)
+
+
 NETWORKS = {
+    "own settings": (with_own_settings, (8, 8, 3)),
     "odd": (tiny_odd, (7, 7, 3)),
     "small": (MODELS["small"], (8, 8, 1)),
     "cnn": (MODELS["cnn"], (28, 28, 1)),

@@ -346,3 +346,33 @@ def test_a_frozen_encoder_of_a_library_has_no_layers_to_choose_from():
     body = nn.Sequential(OrderedDict(conv_stem=nn.Conv2d(3, 4, 1), blocks=nn.Flatten()))
     assert layer_remedy(FrozenEncoder(body), ["conv_stem"]) == "Take a model of raylt's own, as small or resnet8."
     assert layer_remedy(body, ["conv_stem"]) == "Give one of: conv_stem."
+
+
+def test_frozen_dropout_draws_nothing_while_the_rest_learns():
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(36, 64), nn.Dropout(0.5), nn.Linear(64, 8))
+    limited = limit(SplitModel(encoder, 8, 3), "last:1").train()
+    assert torch.equal(limited(X), limited(X))
+
+
+def test_a_whole_model_keeps_the_stride_of_an_adapted_convolution():
+    encoder = nn.Sequential(nn.Conv2d(1, 8, 1, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    adapted = limit(SplitModel(encoder, 8, 3), "lora:1").eval()
+    nn.init.ones_(adapted.encoder[0].up)
+    assert torch.allclose(whole_model(adapted)(X), adapted(X), atol=1e-6)
+
+
+def test_a_whole_model_can_be_trained_as_a_whole():
+    whole = whole_model(model("last:1")).train()
+    whole(X)
+    assert all(module.training for module in whole.modules())
+
+
+@pytest.mark.parametrize("trainable", ["classifier", "norm", "last:1", "lora:2"])
+def test_what_is_frozen_and_what_travels_make_up_the_model(trainable):
+    limited = model(trainable)
+    frozen, travels = frozen_entries(limited), limited.state_dict()
+    assert frozen
+    assert not frozen.keys() & travels.keys()
+    added = {name for name in travels if name.endswith((".up", ".down"))}
+    names = {name.replace("encoder.body.", "encoder.") for name in [*frozen, *travels]} - added
+    assert names == set(whole_model(limited).state_dict())

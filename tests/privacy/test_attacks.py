@@ -1,5 +1,6 @@
 """Attacks succeed where they must, and fail with shuffled pairs or another client's update."""
 
+import copy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from raylt.methods.creff.method import CReFF
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.sfd.method import SFD
+from raylt.models.split import clipped
 from raylt.ops.matching import class_gradients
 from raylt.privacy import gradient_inversion
 from raylt.privacy.attack import _Attacker, attack
@@ -35,7 +37,7 @@ from raylt.privacy.attacker_view import (
     uploads_of,
 )
 from raylt.privacy.feature_inversion import Decoder, Inverter, mean_features, shuffled
-from raylt.privacy.gradient_inversion import gradient_of, invert_gradient, label_of
+from raylt.privacy.gradient_inversion import gradient_of, invert_gradient, label_of, total_variation
 from raylt.privacy.picture import draw
 from raylt.privacy.reconstruction import check_measures, nearness
 from raylt.registry import resolve
@@ -153,6 +155,38 @@ def test_the_feature_of_one_image_can_be_read_from_its_class_gradient(fresh):
     z, y = fresh.private.z[:1], fresh.private.y[:1]
     gradient = class_gradients(z, y, fresh.model.classifier)[y.item()]
     assert torch.allclose(mean_features(gradient), z[0], atol=1e-4)
+
+
+def test_a_mean_feature_is_read_from_the_row_of_the_largest_gradient_of_a_bias():
+    gradients = tensor([[1.0, 2.0, 0.1], [-4.0, -8.0, -2.0]])  # the true class's row is the negative one
+    assert mean_features(gradients).tolist() == [2.0, 4.0]
+
+
+def test_gradients_are_compared_by_direction_alone():
+    one, other = [tensor([3.0, 0.0]), tensor([[4.0]])], [tensor([0.0, 5.0]), tensor([[0.0]])]
+    distances = [gradient_inversion._cosine_distance(one, [scale * x for x in one]) for scale in (7.0, -0.2)]
+    distances.append(gradient_inversion._cosine_distance(one, other))
+    assert torch.stack(distances).tolist() == pytest.approx([0, 2, 1], abs=1e-6)
+
+
+def test_variation_is_that_of_rows_and_columns():
+    stripes = tensor([[[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]]])
+    assert total_variation(stripes).item() == total_variation(stripes.mT).item() == 1
+
+
+def test_an_attacker_sees_features_as_they_are_uploaded(fresh):
+    model = copy.deepcopy(fresh.model).train()
+    config = load(None, ["method=fedncm", "privacy.epsilon=1", "privacy.clip=0.5"])
+    server = SimpleNamespace(model=model, device=CPU)
+    shard = fresh.task.shards[0]
+    plain, cut = (
+        encode_images(SimpleNamespace(server=server, task=fresh.task, config=config), shard, 0)
+        for config in (fresh.experiment.config, config)
+    )
+    assert torch.equal(plain.z, fresh.outside.z)  # in evaluation mode
+    assert plain.z.norm(dim=1).max() > 0.5
+    assert torch.allclose(cut.z, clipped(plain.z, 0.5))
+    assert 0.5 < plain.x.max() <= 1
 
 
 def test_equal_images_are_as_near_as_can_be():

@@ -9,7 +9,7 @@ from raylt import Run
 from raylt.data.fingerprint import hash_data
 from raylt.errors import CheckpointError, ConfigError
 from raylt.methods.fedprox import FedProx
-from raylt.runs.debug import replay
+from raylt.runs.debug import _describe, replay
 from raylt.runs.folder import provenance
 from raylt.runs.folder.writer import Journal
 
@@ -69,3 +69,11 @@ def test_what_it_raises_is_raised_here(recorded, monkeypatch):
     monkeypatch.setattr("raylt.methods.fedprox.FedProx.objective", fail)
     with pytest.raises(ZeroDivisionError):
         replay(recorded[0], 3, 0, None)
+
+
+def test_a_leaf_of_a_reply_is_described_by_its_type_and_range():
+    assert _describe(torch.tensor([1.0, 2.0, 6.0])) == ("float32 [3]", "1 .. 6")
+    assert _describe(torch.tensor([[1, -3]])) == ("int64 [1, 2]", "-3 .. 1")
+    assert _describe(torch.tensor([1.0, torch.inf]))[1].endswith("1 not finite")
+    assert _describe(torch.zeros(0, 4)) == ("float32 [0, 4]", "empty")
+    assert _describe(0.5) == ("float", "0.5")

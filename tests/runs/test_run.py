@@ -107,6 +107,11 @@ def test_metrics_are_one_value_a_row(plain):
     few = frame.query("metric == 'accuracy' and group == 'few' and step == 3").value.item()
     assert few == plain.summary["groups"]["few"]
     assert frame[frame.metric == "loss"].group.unique().tolist() == ["method"]
+    groups = {metric: set(frame[frame.metric == metric].group) for metric in ("miou", "client_miou")}
+    for group, field in (("training", "seconds"), ("evaluation", "evaluation_seconds")):
+        seconds = frame[(frame.metric == "seconds") & (frame.group == group)].value.tolist()
+        assert seconds == [report[field] for report in plain.reports]
+    assert groups == {"miou": {"all"}, "client_miou": {"mean", "worst_decile"}}
     assert not frame.duplicated(["step", "metric", "group"]).any()
 
 

@@ -84,3 +84,9 @@ def test_a_trial_that_was_stopped_before_an_interruption_counts_where_it_came_to
     # the trial was second of three and stopped at the first rung; as second of four it would have continued
     assert after[3] == Outcome("stopped", 1, 0.55)
     assert after[4] == Outcome("done", 9, 0.7)
+
+
+def test_a_trial_without_an_end_that_passes_all_rungs_counts_at_the_last_or_failed():
+    # it was stopped at the last rung, and passes it after an earlier trial was run again with another score
+    assert outcomes([progress(0.5, 0.6, over=True)], [1, 3], 9) == [Outcome("stopped", 3, 0.6)]
+    assert outcomes([progress(0.5, 0.6, failed=True)], [1, 3], 9) == [Outcome("failed", 9, None)]

@@ -53,6 +53,54 @@ def test_a_method_that_hands_itself_on_before_rounds_keeps_all_its_fields(no_gue
     assert fields_before_rounds("hands_itself_on") == {"a"}
 
 
+def test_fields_that_act_before_rounds_are_found_in_every_function_and_base_class(no_guests):
+    class Early(Method):
+        name = "early"
+        paper = "none"
+        built: float = hp(0.5, Uniform(0, 1), "a")
+        sent: float = hp(0.5, Uniform(0, 1), "a")
+        prepared: float = hp(0.5, Uniform(0, 1), "a")
+        joined: float = hp(0.5, Uniform(0, 1), "a")
+        started: float = hp(0.5, Uniform(0, 1), "a")
+        trained: float = hp(0.5, Uniform(0, 1), "a")
+
+        def build(self, model, spec, config):
+            return super().build(model, spec, config) if self.built else model
+
+        def shared(self, model):
+            return self._entries(model)
+
+        def _entries(self, model):
+            return super().shared(model) if self.sent else {}
+
+        def prepare(self, task, config, model):
+            assert self.prepared
+
+        def join(self, client, message):
+            return client.reply(joined=self.joined)
+
+        def start(self, server, fleet):
+            server.state["started"] = self.started
+
+        def train(self, client, message):
+            return client.reply(trained=self.trained)
+
+    class Later(Early):
+        name = "later"
+        checked: float = hp(0.5, Uniform(0, 1), "a")
+
+        def prepare(self, task, config, model):
+            super().prepare(task, config, model)
+            assert self.checked
+
+    for method in (Early, Later):
+        register(method)
+    early = {"built", "sent", "prepared", "joined", "started"}
+    assert fields_before_rounds("early") == early
+    assert fields_before_rounds("later") == early | {"checked"}
+    assert may_change("method.trained", "later")
+
+
 def test_a_method_without_source_keeps_all_its_fields(no_guests):
     space = {"Method": Method, "hp": hp, "Uniform": Uniform, "__name__": "typed"}
     exec(

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from test_plan import BASE, plan, run, sizes
 
+from tune.asha import Outcome
 from tune.importance import _scores_of_one_step, importance
 from tune.plan import SearchState
 from tune.records import Score, TrialRecord
@@ -40,6 +41,19 @@ def test_trials_are_compared_after_the_last_step_that_nearly_all_of_them_reached
         record.scores = {step: Score(step, "round", value, 0, {}, {}) for step, value in scores.items()}
     found = _scores_of_one_step(records)  # eight of nine are fewer than nine tenths
     assert found == {f"t{number}": 1 - number / 10 for number in range(9)}
+
+
+def test_scores_that_do_not_count_have_no_say_in_the_importance():
+    records = [TrialRecord(f"t{number}", "fedprox", {}, BASE, 9) for number in range(9)]
+    for number, record in enumerate(records):
+        # all were stopped in round 1, and ran to round 3 until that was known
+        scores = [Score(1, "rehearsal", number / 10, 0, {}, {}), Score(2, "proxy", 0.5, 0, {}, {})]
+        record.scores = {score.step: score for score in [*scores, Score(3, "rehearsal", 0.6, 0, {}, {})]}
+        record.outcome = Outcome("stopped", 1, number / 10)
+    assert _scores_of_one_step(records) == {f"t{number}": number / 10 for number in range(9)}
+    for record in records:
+        record.outcome = Outcome("stopped", 2, 0.5)
+    assert _scores_of_one_step(records) == {f"t{number}": number / 10 for number in range(9)}
 
 
 def test_too_few_trials_or_settings_have_none():

@@ -1,17 +1,30 @@
 import json
 import math
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from raylt.config import Config
 from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Uniform
 from tune.asha import Outcome
-from tune.drawing import draw
-from tune.plan import OVER, WAIT, SearchPlan, SearchState, _propose, client_steps, cost_of, front_of
+from tune.drawing import COLOURS, PAPER, draw
+from tune.plan import (
+    OVER,
+    WAIT,
+    SearchPlan,
+    SearchState,
+    _propose,
+    client_steps,
+    cost_of,
+    distributions_of,
+    front_of,
+)
 from tune.records import Score, TrialRecord, on_split
-from tune.report import table_of
+from tune.report import best_yaml, importance_lines, table_of, write
+from tune.space import Grid
 from tune.space import draw as drawn_values
 
 SPACE = {"method.mu": LogUniform(1e-4, 1.0), "local.lr": LogUniform(0.01, 0.3)}
@@ -86,6 +99,14 @@ def test_tpe_learns_after_a_third_of_the_samples_and_from_four_to_ten_trials(sam
         state.update(record)
 
 
+def test_tpe_searches_a_range_of_decades_by_its_logarithm():
+    ranges = distributions_of({"mu": LogUniform(1e-4, 1.0), "momentum": Uniform(0.0, 1.0)})
+    assert {name: (each.low, each.high, each.log) for name, each in ranges.items()} == {
+        "mu": (1e-4, 1.0, True),
+        "momentum": (0.0, 1.0, False),
+    }
+
+
 def test_tpe_learns_from_the_scores_of_stopped_trials():
     trials = []
     for number in range(30):
@@ -106,6 +127,79 @@ def test_the_best_is_one_that_went_to_its_end():
     best = state.best()
     assert best is not None
     assert best.outcome.score == max(r.outcome.score for r in state.trials if r.outcome.state == "done")
+
+
+def test_the_method_with_the_fewest_trials_is_next_until_none_has_another():
+    one = {"local.lr": SPACE["local.lr"]}
+    state = SearchState(plan(spaces={"fedprox": one, "fedavg": one}, searcher="random", samples=2), sizes)
+    ids = [state.next().id for _ in range(4)]
+    assert ids == ["fedprox-000", "fedavg-000", "fedprox-001", "fedavg-001"]
+    assert state.next() == OVER
+    # the search waits as long as one method does, although the other is over
+    for spaces in ({"fedprox": SPACE, "fedavg": {}}, {"fedavg": {}, "fedprox": SPACE}):
+        state = SearchState(plan(spaces=spaces, lag=1), sizes)
+        assert [isinstance(state.next(), TrialRecord) for _ in range(2)] == [True, True]
+        assert state.next() == WAIT
+
+
+def test_the_best_trial_of_a_method_is_one_of_its_own():
+    state = SearchState(plan(spaces={"fedprox": SPACE, "moon": SPACE}, samples=1, scheduler="none"), sizes)
+    for value in (0.5, 0.6):
+        record = state.next()
+        record.scores[9] = Score(9, "final", value, 0, {}, {})
+        state.update(record)
+    assert state.best().id == state.best("moon").id == "moon-000"
+    assert state.best("fedprox").id == "fedprox-000"
+
+
+def test_a_budget_waits_for_running_trials_which_may_leave_some_of_it():
+    cost = client_steps(BASE, sizes(BASE))
+    state = SearchState(plan(samples=None, budget=3 * cost, splits=2, searcher="random", scheduler="none"), sizes)
+    first = state.next()
+    assert state.next() == WAIT  # each trial takes twice the cost of a split
+    first.scores[9] = Score(9, "final", 0.5, 0, {}, {})
+    state.update(first)
+    assert state.next() == OVER
+    state = SearchState(plan(samples=None, budget=2 * cost, searcher="random"), sizes)
+    first, second = state.next(), state.next()
+    assert state.next() == WAIT
+    for record, value in ((first, 0.5), (second, 0.4)):
+        record.scores[1] = Score(1, "round", value, 0, {}, {})
+    first.scores |= {3: Score(3, "round", 0.5, 0, {}, {}), 9: Score(9, "final", 0.5, 0, {}, {})}
+    state.update(first)
+    assert second.outcome.state == "stopped"
+    assert state.next() == OVER  # a ninth of a trial was spent, and eight ninths are too few
+
+
+def test_trials_are_compared_with_trials_of_as_many_rounds():
+    spaces = {"fedprox": {"federation.rounds": Grid((9, 27)), "local.lr": SPACE["local.lr"]}}
+    state = SearchState(plan(spaces=spaces, searcher="random", samples=1), sizes)
+    short, long = state.next(), state.next()
+    assert (short.config.federation.rounds, long.config.federation.rounds) == (9, 27)
+    short.scores = {1: Score(1, "round", 0.8, 0, {}, {}), 3: Score(3, "round", 0.9, 0, {}, {})}
+    long.scores = {3: Score(3, "round", 0.1, 0, {}, {})}
+    state.update(long)
+    assert long.outcome is None  # after as many rounds the other is better, but of its rounds it has taken a third
+
+
+def test_tpe_has_another_seed_for_each_trial_and_leaves_grids_alone(monkeypatch):
+    seeds = []
+
+    def propose(space, earlier, seed):
+        seeds.append(seed)
+        return dict.fromkeys(space, 0.1)
+
+    monkeypatch.setattr("tune.plan._propose", propose)
+    space = {"local.momentum": Grid((0.0, 0.9)), "local.lr": SPACE["local.lr"]}
+    for seed in (0, 1):
+        settings = plan(spaces={"fedprox": space, "fedavg": space}, samples=6, lag=1, scheduler="none", seed=seed)
+        state = SearchState(settings, sizes)
+        while isinstance(record := state.next(), TrialRecord):
+            record.scores[9] = Score(9, "final", 0.5, 0, {}, {})
+            state.update(record)
+        assert [record.values["local.momentum"] for record in state.trials] == [0.0, 0.9] * 12
+        assert sum(record.values["local.lr"] == 0.1 for record in state.trials) == 16
+    assert len(set(seeds)) == len(seeds) == 32
 
 
 @pytest.mark.parametrize(
@@ -174,6 +268,11 @@ def test_client_steps_by_hand():
     assert client_steps(BASE, sizes(BASE)) == 9 * 8
     part = BASE.model_copy(update={"federation": BASE.federation.model_copy(update={"participation": 0.3})})
     assert client_steps(part, sizes(part)) == round(9 * 8 / 3)
+    # one of three clients joins after training, and each round asks half of the others
+    late = Config(
+        method="fedavg", federation={"rounds": 9, "participation": 0.5}, data={"clients": 3, "new_clients": 1}
+    )
+    assert client_steps(late, [64, 32]) == 9 * (4 + 2) / 2
 
 
 def test_methods_share_nothing_but_the_budget_each_may_spend():
@@ -255,6 +354,93 @@ def test_the_front_has_finished_trials_only_and_the_table_marks_them():
     assert next(iter(table_of(plan(searcher="random", metric="few"), state).columns[1].cells)) == "done"
 
 
+def made_trials(settings):
+    """Return a state with trials of each outcome, with their scores."""
+    state = SearchState(settings, sizes)
+    records = [state.next() for _ in range(6)]
+    ends = [("done", 9, 0.7), ("failed", 1, None), ("stopped", 1, 0.5), ("stopped", 3, 0.4), None, ("done", 9, 0.8)]
+    for record, end in zip(records, ends, strict=True):
+        if end is None:
+            continue
+        record.outcome = Outcome(*end)
+        _, step, value = end
+        if value is not None:
+            kind = "final" if step == 9 else "round"
+            record.scores[step] = Score(step, kind, value, 7 * step, {"accuracy": value}, {"accuracy": value - 0.05})
+    records[2].scores[3] = Score(3, "round", 0.9, 21, {"accuracy": 0.9}, {"accuracy": 0.9})
+    return state, records
+
+
+def test_the_table_of_trials_has_the_best_first_and_the_figures_that_count():
+    settings = plan(searcher="random", samples=6)
+    state, records = made_trials(settings)
+    table = table_of(settings, state)
+    columns = {column.header: list(column.cells) for column in table.columns}
+    order = [5, 0, 3, 2, 1, 4]
+    assert columns["trial"] == [records[k].id for k in order]
+    assert columns["state"] == ["done", "done", "stopped", "stopped", "failed", "open"]
+    assert columns["round"] == ["9", "9", "3", "1", "1", "-"]
+    assert columns["accuracy"] == ["80.00", "70.00", "40.00", "50.00", "-", "-"]
+    assert columns["test"] == ["75.00", "65.00", "35.00", "45.00", "-", "-"]
+    assert columns[settings.unit] == [str(steps) for steps in (72, 72, 24, 8, 72, 72)]
+    assert columns["lr"] == [f"{records[k].values['local.lr']:g}" for k in order]
+    assert [row.style for row in table.rows] == ["bold", *[None] * 5]
+    cut = table_of(settings, state, most=4)
+    assert list(cut.columns[0].cells) == [*(records[k].id for k in order[:4]), "... 2 more in trials.csv"]
+    twice = plan(spaces={"fedprox": {"local.lr": SPACE["local.lr"], "method.lr": SPACE["local.lr"]}})
+    assert [column.header for column in table_of(twice, state).columns[-2:]] == ["local.lr", "method.lr"]
+
+
+def test_results_have_the_front_and_the_points_that_count(tmp_path, monkeypatch):
+    monkeypatch.setattr("tune.report.best_yaml", lambda folder, plan, best: f"{best.id}\n")
+    monkeypatch.setattr("tune.report.draw", lambda *_: b"")
+    monkeypatch.setattr("tune.report._draw_front", lambda *_: b"")
+    spaces = {"fedavg": {"local.lr": SPACE["local.lr"]}, "fedprox": SPACE}
+    settings = plan(spaces=spaces, searcher="random", samples=3, other_metrics=("few",))
+    state, records = made_trials(settings)
+    assert [record.method for record in records] == ["fedavg", "fedprox"] * 3
+    records[0].outcome = None
+    write(tmp_path, settings, state)
+    trials = {trial["trial"]: trial for trial in json.loads((tmp_path / "trials.json").read_text())}
+    assert {name: [point["step"] for point in trial["points"]] for name, trial in trials.items()} == {
+        "fedavg-000": [9],
+        "fedavg-001": [1],  # it was stopped, and ran to round 3 until that was known
+        "fedavg-002": [],
+        "fedprox-000": [],
+        "fedprox-001": [3],
+        "fedprox-002": [9],
+    }
+    assert not any(trial["front"] for trial in trials.values())  # none has a figure by the second metric
+    records[5].scores[9].validation["few"] = 0.1
+    write(tmp_path, settings, state)
+    rows = json.loads((tmp_path / "trials.json").read_text())
+    assert [trial["trial"] for trial in rows if trial["front"]] == ["fedprox-002"]
+    # no trial of the first method has finished
+    assert (tmp_path / "best.yaml").read_text() == "fedprox-002\n"
+
+
+def test_the_best_configuration_says_which_figures_to_expect(tmp_path, monkeypatch):
+    summary = {"accuracy": {"last": 0.65, "best": 0.9}, "model_sha256": "ab" * 32}
+    monkeypatch.setattr("tune.report.Files", lambda folder: SimpleNamespace(summary=lambda: summary))
+    config = Config(method="fedavg", data={"seed": 7, "validation": 0.2})
+    record = TrialRecord("fedavg-000", "fedavg", {}, config, 9, splits=3)
+    validation, test = {"few": 0.25, "many": 0.5}, {"few": 0.3, "many": 0.6}
+    record.scores[9] = Score(9, "final", 0.25, 9, validation, test, split=2)
+    record.outcome = Outcome("done", 9, 0.25)
+    text = best_yaml(tmp_path, plan(metric="few", other_metrics=("many",), splits=3), record)
+    head = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("#"))
+    assert "test accuracy 65.00 %, model sha256 abababababababab." in head
+    assert "It was chosen for few 25.00 % on 0.2 of the training samples" in head
+    assert "the worst of 3 splits, the one with data.seed=9." in head
+    assert "By the search's other metrics: many 50.00 %." in head
+
+
+def test_the_importance_of_each_method_is_a_line_in_percent(tmp_path):
+    shares = {"fedprox": {"local.lr": 0.8, "method.mu": 0.2}, "fedavg": {}}
+    (tmp_path / "importance.json").write_text(json.dumps(shares))
+    assert importance_lines(tmp_path) == ["importance for fedprox: local.lr 80 %, method.mu 20 %"]
+
+
 def test_fields_of_one_name_with_other_ranges_have_a_slice_each():
     spaces = {"fedprox": {"method.mu": LogUniform(1e-4, 1.0)}, "moon": {"method.mu": Choice(0.1, 5)}}
     both = plan(spaces=spaces, searcher="random", scheduler="none", samples=2)
@@ -264,6 +450,38 @@ def test_fields_of_one_name_with_other_ranges_have_a_slice_each():
         state.update(record)
     assert {record.method for record in state.trials} == {"fedprox", "moon"}
     assert draw(both, state, {}).startswith(b"\x89PNG")
+
+
+def test_a_picture_of_a_search_has_the_counted_scores_of_each_trial_over_its_cost(monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    settings = plan(searcher="random", samples=3)
+    state = SearchState(settings, sizes)
+    records = [state.next() for _ in range(3)]
+    # the second trial fails, and the third is stopped after round 1, beyond which it runs
+    points = [[(1, 0.5), (3, 0.6), (10, 0.7)], [], [(1, 0.4), (3, 0.45)]]
+    for record, own in zip(records, points, strict=True):
+        record.scores = {
+            step: Score(step, "final" if step == 10 else "rehearsal", value, 7 * step, {}, {}) for step, value in own
+        }
+        record.closed = True
+    records[0].scores[2] = Score(2, "proxy", 0.1, 14, {}, {})
+    records[1].failed = "it failed"
+    state.update(records[0])
+    assert [record.outcome.state for record in records] == ["done", "failed", "stopped"]
+    draw(settings, state, {"fedprox": {"local.lr": 0.8, "method.mu": 0.2}})
+    scores, mu, lr = figures[0].axes
+    drawn = [(np.ravel(line.get_xdata()).tolist(), np.ravel(line.get_ydata()).tolist()) for line in scores.lines]
+    expected = [([7, 21, 70], [50, 60, 70]), ([70], [70]), ([7], [40]), ([7], [40])]
+    assert drawn == [(x, pytest.approx(y)) for x, y in expected]
+    assert [line.get_markerfacecolor() for line in scores.lines[1::2]] == [COLOURS[0], PAPER]
+    assert scores.get_title(loc="left") == "3 trials, 1 stopped early (hollow)"
+    assert [np.ravel(line.get_xdata())[0] for line in lr.lines] == [records[k].values["local.lr"] for k in (0, 2)]
+    assert [np.ravel(line.get_ydata())[0] for line in lr.lines] == pytest.approx([70, 40])
+    assert [line.get_markerfacecolor() for line in lr.lines] == [COLOURS[0], PAPER]
+    assert mu.get_xlabel() == "method.mu   importance 20 %"
+    assert lr.get_xlabel() == "local.lr   importance 80 %"
+    assert list(mu.get_xticks()) == pytest.approx([0.0001, 0.01, 1])
 
 
 def test_a_trial_that_was_stopped_before_an_interruption_has_an_outcome_after_it():

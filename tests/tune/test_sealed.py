@@ -7,8 +7,11 @@ import pytest
 from test_search import small_search
 
 from raylt import Run
+from raylt.config import Config
 from raylt.errors import RayltError
+from raylt.store import Folder
 from tune import resume
+from tune.records import TrialRecord, append_trial
 from tune.verify import verify_search
 
 
@@ -100,6 +103,18 @@ def test_verify_names_the_line_and_the_trial_that_were_changed(folder):
     assert [finding.what for finding in verify_search(folder) if not finding.whole] == ["trials/fedprox-001"]
     change_line(folder / "trials.jsonl", lambda tree: tree["points"][-1].update(score=0.9))
     assert [finding.what for finding in verify_search(folder) if not finding.whole] == ["trials.jsonl"]
+
+
+def test_verify_names_a_line_that_a_kill_cut_off_and_asks_for_no_run_of_a_failed_trial(folder):
+    with Folder.open(folder) as search_folder:
+        append_trial(
+            search_folder,
+            TrialRecord("fedprox-002", "fedprox", {}, Config(method="fedprox"), 1, failed="out of memory"),
+        )
+    assert damaged(folder) == []
+    with (folder / "trials.jsonl").open("a") as stream:
+        stream.write('{"trial": "fedprox-00')
+    assert damaged(folder) == ["trials.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["trials.json", "trials.csv", "best.yaml", "importance.json", "search.png"])

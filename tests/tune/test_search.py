@@ -26,6 +26,7 @@ from tune import resume, search, space, spaces_of
 from tune.loop import SearchLoop
 from tune.placement import bundles_of, check_fit, fitting, most_on_gpu, place_trial
 from tune.plan import SearchPlan
+from tune.records import Score
 from tune.report import csv_table
 from tune.search import check_trials
 from tune.verify import verify_search
@@ -218,6 +219,28 @@ def test_several_methods_spend_the_same_budget(tmp_path):
         assert 700 - trials[0].cost < sum(r.spent for r in trials) <= 700
 
 
+def test_a_stopped_trial_is_told_to_stop_and_each_trial_has_one_line(tmp_path):
+    class Ended(Callback):
+        def on_trial_end(self, trial, best, ended):
+            ends.append((trial.trial, trial.state, None if best is None else best.trial, ended))
+
+    ends = []
+    config = config_of("federation.rounds=9")
+    plan = SearchPlan(config, {"fedprox": space(config, RANGES)}, 3, searcher="random")
+    (tmp_path / "search.json").write_text(json.dumps(plan.to_json()))
+    loop = SearchLoop(tmp_path, plan, Ended())
+    first, second, third = (loop.next().id for _ in range(3))
+    assert loop.add_scores(first, [Score(1, "round", 0.5, 0, {}, {})])
+    assert not loop.add_scores(second, [Score(1, "round", 0.4, 0, {}, {})])
+    loop.close_trial(third, "out of memory")
+    for id in (second, first, first):  # whoever runs the trials may say it twice
+        loop.add_scores(first, [Score(3, "round", 0.5, 0, {}, {}), Score(9, "final", 0.6, 0, {}, {})])
+        loop.close_trial(id, None)
+    assert ends == [(third, "failed", None, 1), (second, "stopped", first, 2), (first, "done", first, 3)]
+    lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert [line["trial"] for line in lines] == [third, second, first]
+
+
 class _Reports(Callback):
     def __init__(self):
         self.trials = []
@@ -332,6 +355,23 @@ def test_trials_share_a_cluster_evenly():
         assert fitting(bundles, nodes, 100) >= min(trials, 8 * have["GPU"])
 
 
+def test_client_actors_of_a_trial_follow_from_its_settings_and_the_cluster():
+    def placed(have, trials, *settings):
+        return place_trial(config_of(*settings), 20, trials, have)
+
+    assert placed({"CPU": 64.0}, 8, "resources.clients_per_actor=3").actors == 7
+    # 16 actors of a quarter fit on the GPUs, and 4 on the CPUs
+    assert placed({"CPU": 4.0, "GPU": 4.0}, 2, "resources.gpus_per_client=0.25").actors == 2
+    assert placed({"CPU": 64.0, "GPU": 7.0}, 5, "resources.gpus_per_client=0.28").actors == 5  # 25 fit on the GPUs
+    # two trials at once, since there are CPUs for four actors: each has a GPU
+    assert placed({"CPU": 4.0, "GPU": 4.0}, 20, "resources.actors=2").gpus == 0.95
+
+
+def test_the_largest_bundle_takes_its_place_first():
+    nodes = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 0.5}]
+    assert fitting([{"GPU": 0.05}, {"CPU": 1.0, "GPU": 1.0}], nodes, 8) == 1
+
+
 def test_as_many_trials_share_a_gpu_as_fit_its_memory():
     def placed(most, trials, gpus, *settings):
         have = {"CPU": 64.0, "GPU": float(gpus)}
@@ -380,6 +420,23 @@ def test_trials_that_share_a_gpu_are_sized_by_the_largest_of_them(monkeypatch):
         _place(replace(plan, base=config_of(settings), spaces={"fedavg": {}}), nodes, None)
     _place(plan, [{"CPU": 16.0}], None)
     assert not seen
+
+
+def test_the_need_of_a_search_is_the_largest_of_each_kind_with_the_largest_batches(monkeypatch):
+    from tune import placement as trial_placement
+
+    seen = []
+
+    def probe(setup, task, gpus):
+        seen.append((setup.config.local.batch, setup.config.evaluation.batch))
+        return Need(1.0, 0.3) if setup.method.name == "fedavg" else Need(2.0, 0.2)
+
+    monkeypatch.setattr(trial_placement, "probe", probe)
+    config = config_of()
+    ranges = {"local.batch": "choice(16, 64, 32)", "evaluation.batch": "choice(16, 512, 64)"}
+    plan = SearchPlan(config, spaces_of(["fedavg", "fedprox"], space(config, ranges), config), searcher="random")
+    assert trial_placement.need_of(plan) == Need(2.0, 0.3)
+    assert seen == [(64, 512)] * 2
 
 
 def test_a_trial_that_does_not_fit_is_refused_with_what_is_missing():

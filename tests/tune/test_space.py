@@ -5,7 +5,7 @@ from raylt.config import Config
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, in_range
 from raylt.methods import METHODS, make_method
-from tune.space import Grid, combinations, configure, draw, parse, separate, space, spaces_of, to_text
+from tune.space import Grid, combinations, configure, draw, parse, separate, space, spaces_of, to_text, value_at
 
 LR = {"local.lr": "loguniform(0.01, 0.3)"}
 
@@ -113,6 +113,7 @@ def test_ranges_that_a_setting_cannot_have_are_refused(ranges, setting):
     [
         ("nothing.lr", "uniform(0,1)", "config.unknown-key"),
         ("resources.actors", "choice(1,2)", "search.not-searchable"),
+        ("output.keep", "choice(1,2)", "search.not-searchable"),
         ("method", "choice(sfd,fedavg)", "search.not-searchable"),
         ("local.lr", "0.1", "search.bad-range"),
     ],
@@ -154,3 +155,36 @@ def test_a_draw_is_used_once_for_each_value_of_a_grid():
 def test_combinations_take_the_ends_of_a_range():
     trials = combinations({"a": Choice(1, 2), "b": LogUniform(0.01, 1.0)})
     assert trials == [{"a": a, "b": b} for a in (1, 2) for b in (0.01, 0.1, 1.0)]
+
+
+def test_a_drawn_float_has_four_digits_and_lies_in_its_range():
+    assert value_at(Uniform(0.0, 1.0), 0.123456789) == 0.1235
+    assert value_at(LogUniform(0.01, 1.0), 0.5) == 0.1
+    # 0.12344 and 0.65436 round to values outside
+    assert [value_at(Uniform(0.12344, 0.65436), u) for u in (0.0, 1.0)] == [0.12344, 0.65436]
+
+
+def test_settings_and_methods_are_drawn_by_random_numbers_of_their_own():
+    space = {"local.lr": Uniform(0.0, 1.0), "local.momentum": Uniform(0.0, 1.0)}
+    values = [value for method in ("fedavg", "fedprox") for value in draw(space, 0, method, 0).values()]
+    assert len(set(values)) == 4
+
+
+def test_a_trial_keeps_the_given_fields_of_its_method_and_names_all():
+    base = Config(method={"name": "fedprox", "mu": 0.5})
+    assert configure(base, "fedprox", {"local.lr": 0.1}).method == {"name": "fedprox", "mu": 0.5}
+    assert configure(base, "moon", {}).method.keys() == {"name", *METHODS["moon"].model_fields}
+    assert configure(Config(method={"name": "fedprox"}), "fedprox", {}).method.keys() == {"name", "mu"}
+
+
+def test_fields_that_are_named_apply_to_the_methods_that_have_them():
+    config = Config(method={"name": "fedavg"})
+    spaces = spaces_of(["fedprox", "fedavg"], {"local.lr": Uniform(0.01, 0.1)}, config, ["mu"])
+    assert {method: list(space) for method, space in spaces.items()} == {
+        "fedprox": ["method.mu", "local.lr"],
+        "fedavg": ["local.lr"],
+    }
+
+
+def test_a_number_and_a_truth_value_are_two_choices():
+    assert [type(value) for value in parse("choice(1, true, 1.0)").values] == [int, bool, float]

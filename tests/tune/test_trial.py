@@ -22,8 +22,10 @@ from raylt.hyper import Choice, hp
 from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
 from raylt.models import MODELS
+from tune.asha import Outcome
 from tune.loop import sizes
 from tune.plan import client_steps
+from tune.records import Score, TrialRecord, kind_of, score_of
 from tune.search import search, usual_metric
 from tune.space import configure, space
 from tune.trial import Trial, TrialJob, local_fleet
@@ -288,3 +290,59 @@ def test_a_search_of_personal_methods_goes_by_the_clients_own_images():
     assert usual_metric(config, ["fedper", "ditto"]) == "local"
     assert usual_metric(config, ["fedper", "fedavg"]) == "accuracy"
     assert usual_metric(local, ["fedavg"]) == "local"
+
+
+def test_a_step_is_judged_at_rungs_at_intervals_and_at_the_end():
+    config = load(None, ["method=fedavg", "federation.rounds=6", "evaluation.every=2"])
+    steps, rungs = range(1, 8), [3]
+    assert [kind_of(step, config, False, rungs) for step in steps[:-1]] == [
+        None,
+        "round",
+        "round",
+        "round",
+        None,
+        "final",
+    ]
+    assert [kind_of(step, config, True, rungs) for step in steps] == [
+        None,
+        "proxy",
+        "rehearsal",
+        "proxy",
+        None,
+        "proxy",
+        "final",
+    ]
+
+
+def test_a_score_has_the_cost_until_its_round_and_the_test_figures_of_its_step():
+    config = load(None, ["method=fedavg", "federation.rounds=6"])
+    clients = {kind: {"mean": mean, "worst_decile": 0.1} for kind, mean in (("owned", 0.4), ("matched", 0.45))}
+    report = {"step": 3, "accuracy": 0.5, "groups": {"few": 0.2}, "clients": clients}
+    score = score_of(report, "round", {"few": 0.25, "many": None}, "few", config, 60)
+    assert (score.step, score.value, score.client_steps) == (3, 0.25, 30)
+    assert score.test == {"accuracy": 0.5, "few": 0.2, "owned": 0.4, "matched": 0.45}
+    assert score_of(report, "rehearsal", {"few": 0.25}, "few", config, 60).test == {}  # of another model
+    assert score_of(report, "round", {"few": 0.25, "many": None}, "many", config, 60) is None
+    # the step after the last round costs nothing
+    assert score_of(report | {"step": 7}, "final", {"few": 0.25}, "few", config, 60).client_steps == 60
+
+
+def test_the_score_that_decides_is_that_of_the_outcomes_step_and_kind():
+    config = load(None, ["method=fedavg"])
+    record = TrialRecord("t", "fedavg", {}, config, 90)
+    kinds = {1: "round", 3: "round", 9: "final"}
+    record.scores = {step: Score(step, kind, 0.5, 0, {"few": step / 10}, {}) for step, kind in kinds.items()}
+    assert record.figures == {}
+    record.outcome = Outcome("stopped", 3, 0.5)
+    assert record.figures == {"few": 0.3}
+    assert [score.step for score in record.counted_scores] == [1, 3]
+    record.outcome = Outcome("done", 9, 0.5)
+    assert record.figures == {"few": 0.9}
+    assert [score.step for score in record.counted_scores] == [1, 3, 9]
+
+
+def test_clients_that_join_after_training_take_no_steps():
+    settings = ["method=fedavg", "data.clients=5", "data.new_clients=2"]
+    everyone = sizes(load(None, settings[:2]))
+    assert len(everyone) == 5
+    assert len(sizes(load(None, settings))) == 3

@@ -161,6 +161,15 @@ def test_unchanged_part_survives_the_removal_of_the_folder_it_was_written_in(two
     assert latest(two)[0].read("client-000")["c"].item() == 7
 
 
+def test_a_part_that_changed_last_time_is_not_taken_from_the_checkpoint_before(tmp_path):
+    first = save(tmp_path, 1, keep=3, server={"w": tensor([1.0])})
+    second = save(tmp_path, 2, keep=3, previous=first, server={"w": tensor([2.0])})
+    save(tmp_path, 3, keep=3, previous=second, server=None)
+    saved, faults = latest(tmp_path)
+    assert (saved.facts["step"], faults) == (3, [])
+    assert saved.read("server")["w"].item() == 2
+
+
 def test_unchanged_part_without_a_file_is_carried_on(tmp_path):
     first = save(tmp_path, 1, client={"k": 3, "none": None})
     save(tmp_path, 2, previous=first, client=None)

@@ -10,7 +10,7 @@ from torch import tensor
 
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.client_host import ClientHost
-from raylt.core.fleet.cohort import Cohort
+from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.reductions import Reduction, each, mean, total
 from raylt.core.server import Server
@@ -419,6 +419,15 @@ def test_over_selection_asks_more_and_takes_the_first_share(
     assert fleet.round_stats.lost == []
 
 
+def test_answers_come_in_the_order_of_ids_whoever_is_first(make_fleet):
+    fleet = make_fleet()
+    for round in range(5):
+        fleet.begin(round)
+        ids = [answer.id for answer in fleet._answers(tell, IDS, {}, 4, lambda id, reply: True, None)]
+        assert len(ids) == 4
+        assert ids == sorted(ids)
+
+
 def test_every_client_is_among_the_first_at_times_and_the_same_again(make_fleet):
     rounds = []
     for _ in range(2):
@@ -620,6 +629,12 @@ def test_an_evaluation_leaves_its_clients_with_problems_in_the_statistics_and_no
     assert after.pop("lost") == [2]
     before.pop("lost")
     assert after == before
+
+
+def test_all_troubles_of_an_evaluation_are_added_and_nothing_else():
+    stats = RoundStats(lost=[1], rejected={5: "of before"}, participants={1})
+    stats.add_troubles(RoundStats({"judge": Traffic(1, 2, 3)}, [2], [3, 3], {4: "no number"}, {2}))
+    assert stats == RoundStats({}, [1, 2], [3, 3], {5: "of before", 4: "no number"}, {1}, stats.timings)
 
 
 def test_traffic_counts_bytes_by_function(make_fleet):

@@ -5,7 +5,9 @@ import torch
 from tiny import configure, make_experiment
 from torch import tensor
 
-from raylt.core.fleet.reductions import total
+from raylt.core.client import Reply
+from raylt.core.fleet.aggregation import Robust
+from raylt.core.fleet.reductions import mean, total
 from raylt.core.fleet.robust_sums import robust_sum
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fed3r import Fed3R
@@ -110,3 +112,17 @@ def test_methods_finish_with_robust_sums(tiny_task, tmp_path, method, rule):
         reports.append(experiment.step())
     assert not any(report.rejected or report.lost for report in reports)
     assert reports[-1].accuracy is not None
+
+
+def test_replies_are_combined_by_the_rule_of_the_run_and_the_samples_of_those_who_replied():
+    samples = {id: 1 + id for id in range(6)}  # the first client does not reply
+    values = dict(zip(range(1, 6), (0.0, 1.0, 5.0, 6.0, 10.0), strict=True))
+    first = Robust({"model": mean, "sums": total}, list(samples), "trimmed_mean", samples)
+    for aggregator in (first, first.empty()):  # the second is for replies of another layout
+        sums = {id: {"z": samples[id] * tensor([value])} for id, value in values.items()}
+        for id, value in values.items():
+            aggregator.accept(id, Reply(samples[id], {"model": {"w": tensor([value])}, "sums": sums[id]}))
+        replies = aggregator.result()
+        assert replies["model"]["w"].item() == 4  # (1 + 5 + 6) / 3; the median is 5
+        expected = robust_sum("trimmed_mean", total, list(sums.values()), [samples[id] for id in values])
+        assert torch.equal(replies["sums"]["z"], expected["z"])

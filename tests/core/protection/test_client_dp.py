@@ -13,9 +13,10 @@ from tiny import configure, make_experiment
 
 from raylt.core.client import Reply
 from raylt.core.fleet.aggregation import Plain
-from raylt.core.fleet.reductions import mean
-from raylt.core.protection.accounting import delta_of, epsilon_of
+from raylt.core.fleet.reductions import each, mean, total
+from raylt.core.protection.accounting import delta_of, epsilon_of, rate_of
 from raylt.core.protection.client_dp import ClientDP, ClientNoise
+from raylt.core.protection.protection import check_delta
 from raylt.errors import BudgetSpent, ConfigError
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.fedavg import FedAvg
@@ -70,6 +71,13 @@ def test_updates_are_cut_to_their_length_and_count_once_over_the_expected_number
     assert (got["model"]["batches"].item(), got["loss"]) == (7, None)
 
 
+def test_replies_of_another_layout_are_not_added_to_those_of_the_first():
+    noise = ClientNoise(configure(privacy=BUDGET), {"a": torch.zeros(1)}, 1)
+    aggregator = ClientDP(Plain({"model": mean}, (0, 1)), noise)
+    aggregator.accept(0, Reply(1.0, {"model": {"a": torch.ones(1)}}))
+    assert (aggregator.weights, aggregator.empty().weights) == ({0: 1.0}, {})
+
+
 def test_the_noise_has_the_stated_deviation_and_is_never_that_of_the_seed(tiny_task, tmp_path):
     (one, *_), (two, *_) = (one_round(tiny_task, tmp_path, update_clip=0.3, noise_multiplier=1.0) for _ in range(2))
     # z S / (q K) = 0.3 / 6; the difference of two draws is sqrt(2) as wide
@@ -100,6 +108,12 @@ def test_the_budget_ends_with_the_last_round_that_it_pays_for():
     assert ClientNoise.of({"model": mean}, {"model": {}}, config, 5) is not None
     with refused("privacy.budget-spent", BudgetSpent, round=6):
         ClientNoise.of({"model": mean}, {"model": {}}, config, 6)
+
+
+@pytest.mark.parametrize("reduction", [total, each], ids=["total", "each"])
+def test_models_that_are_not_averaged_are_not_covered(reduction):
+    with refused("privacy.not-covered", ConfigError, part="model"):
+        ClientNoise.of({"model": reduction}, {"model": {}}, configure(privacy=BUDGET), 1)
 
 
 class Boasting(Scaffold):
@@ -145,6 +159,12 @@ def test_a_delta_is_small_enough_for_the_clients_that_train(tiny_task, tmp_path)
         make_experiment(configure(privacy=BUDGET | {"delta": 1 / 3}), task, tmp_path)
 
 
+def test_a_client_without_samples_is_none_that_a_delta_hides():
+    check_delta(configure(privacy=BUDGET | {"delta": 0.4}), [5, 0, 3, 0])
+    with refused("config.out-of-range", ConfigError, key="privacy.delta", count=2):
+        check_delta(configure(privacy=BUDGET | {"delta": 0.5}), [5, 0, 3, 0])
+
+
 def test_robust_rules_and_two_budgets_are_refused(tiny_task, tmp_path):
     with refused("config.conflict", key="privacy.update_epsilon", excludes="federation.robust"):
         make_experiment(configure(privacy=BUDGET, federation={"robust": "median"}), tiny_task, tmp_path)
@@ -171,6 +191,11 @@ def test_a_run_says_what_it_has_spent(tmp_path, secure):
 def test_poisson_sampling_lowers_what_a_run_says_it_has_spent():
     config = configure(privacy=BUDGET, federation={"sampling": "poisson", "participation": 0.5})
     assert ClientNoise(config, {}, 3).statement["epsilon"] == epsilon_of(1.0, 0.5, 3, 1e-3)
+
+
+def test_draws_of_a_fixed_number_of_clients_earn_no_credit():
+    assert rate_of(configure(federation={"participation": 0.5})) == 1.0
+    assert rate_of(configure(federation={"participation": 0.5, "sampling": "poisson"})) == 0.5
 
 
 def test_poisson_rounds_have_clients_by_chance_and_repeat(tiny_task, tmp_path):

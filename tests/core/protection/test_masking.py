@@ -130,6 +130,23 @@ def test_a_wrong_share_is_noticed_and_not_summed(lie, about):
         collector.unmasked({id: answers[id] for id in (0, 1, 2, 4)}, fewest_survivors(6))
 
 
+@pytest.mark.parametrize("about", [0, 3], ids=["seed", "key"])
+@pytest.mark.parametrize("withheld", [True, False])
+def test_a_right_share_of_the_secret_that_is_not_asked_for_and_none_at_all_are_noticed(about, withheld):
+    members, collector = session(6, 3)
+    sent = [0, 1, 2, 4, 5]
+    for id in sent:
+        collector.add(id, members[id].mask(np.arange(3, dtype=np.uint64)))
+    answers = {id: members[id].unmask(sent) for id in sent}
+    if withheld:
+        del answers[0][about]
+    else:
+        seed, key = members[0]._shares[about]
+        answers[0][about] = ("key", key) if about in sent else ("seed", seed)
+    assert collector.unmasked(answers, fewest_survivors(6)).tolist() == [0, 5, 10]
+    assert list(collector.wrong) == [0]
+
+
 class DealsAnotherSecret(Member):
     """A member that deals shares of a false secret but commits itself to its own secret."""
 
@@ -160,6 +177,17 @@ def test_no_member_gives_shares_of_both_secrets_of_a_member():
     members, _ = session(4, 1)
     assert {kind for kind, _ in members[0].unmask([0, 1, 2]).values()} == {"seed", "key"}
     assert [members[0].unmask([0, 1, 2])[id][0] for id in range(4)] == ["seed", "seed", "seed", "key"]
+
+
+def test_members_draw_secrets_of_their_own_and_other_ones_for_shares_than_for_masks():
+    drawn = [secret for m in (Member(0), Member(0)) for secret in (m._seed, m._share_key, m._mask_key)]
+    assert len(set(drawn)) == 6
+
+
+def test_no_two_messages_between_members_have_the_same_nonce():
+    # the two members of a pair encrypt their shares with one key
+    pairs = list(itertools.permutations(range(20), 2))
+    assert len({Member._nonce(sender, receiver) for sender, receiver in pairs}) == len(pairs)
 
 
 def seen_by_server(vector: np.ndarray, shares: int) -> np.ndarray:

@@ -14,9 +14,12 @@ from torch import tensor
 
 import raylt
 from raylt.core.client import Client, Message, Reply
+from raylt.core.fleet.aggregation import Plain
+from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.reductions import total
 from raylt.core.protection.accounting import calibrated_sigma, delta_of
-from raylt.core.protection.sample_dp import Noise
+from raylt.core.protection.protection import Protection, check_delta
+from raylt.core.protection.sample_dp import Noise, SampleDP
 from raylt.core.training.features import features
 from raylt.data.samples import Samples
 from raylt.errors import BudgetSpent, ConfigError
@@ -114,6 +117,23 @@ def test_leaf_by_leaf_a_sample_is_hidden_as_by_one_mechanism():
     )
 
 
+def test_a_sum_without_names_gets_noise_of_its_own_length():
+    parts = {"a": total.like(torch.zeros(2)).bounded(2.0), "b": total.like(torch.zeros(2)).bounded(5.0)}
+    deviations = Noise.of(parts, configure(privacy=BUDGET, method={"name": "fed3r"})).deviations
+    assert 5 * deviations["a"] == pytest.approx(2 * deviations["b"])
+    assert (2 / deviations["a"]) ** 2 + (5 / deviations["b"]) ** 2 == pytest.approx(
+        1 / calibrated_sigma(2.0, 1e-4) ** 2
+    )
+
+
+def test_replies_of_another_layout_get_the_same_share_of_the_noise():
+    parts = {"a": total.like(torch.zeros(4000)).bounded(1.0)}
+    noise = Noise.of(parts, configure(privacy=BUDGET, method={"name": "fed3r"}))
+    aggregator = SampleDP(Plain(parts, (0,)), noise, parts, 1 / 4, {}).empty()
+    aggregator.accept(0, Reply(1.0, {"a": torch.zeros(4000)}))
+    assert aggregator.result()["a"].std().item() == pytest.approx(noise.deviations["a"] / 2, rel=0.06)
+
+
 @pytest.mark.parametrize("secure", [False, True])
 def test_the_noise_has_the_stated_variance_in_every_class(tiny_task, tmp_path, secure):
     config = configure(privacy=BUDGET, federation={"secure": secure}, method={"name": "fedncm"})
@@ -129,6 +149,13 @@ def test_the_noise_has_the_stated_variance_in_every_class(tiny_task, tmp_path, s
     expected = deviation * math.sqrt(5 / 4 if secure else 5)
     spread = (z - z.mean(1, keepdim=True)).std().item()
     assert spread == pytest.approx(expected * math.sqrt(49 / 50), rel=0.05)
+
+
+def test_numbers_get_their_part_of_a_share_of_the_noise_also_where_a_client_has_none():
+    parts = {"n": total.within(dict.fromkeys(range(4000), 0)).bounded(1.0)}
+    noise = Noise.of(parts, configure(privacy=BUDGET, method={"name": "fedncm"}))
+    drawn = noise.added(Reply(1.0, {"n": {}}), parts, 1 / 4).tree["n"]
+    assert np.std(list(drawn.values())) == pytest.approx(noise.deviations["n"] / 2, rel=0.06)
 
 
 def test_noise_is_never_that_of_the_seed(tiny_task, tmp_path):
@@ -217,6 +244,44 @@ def test_a_rehearsal_uploads_nothing(tiny_task, tmp_path):
     experiment.step()
     with refused("privacy.rehearsal", ConfigError, key="privacy.epsilon"), experiment.rehearsal():
         pass
+
+
+def asked(protection, *ids):
+    """Return the empty aggregator of a noisy number from each client."""
+    cohort = Cohort(ids, everyone=True)
+    return protection.aggregator(1, {}, {"n": total.like(0).bounded(1.0)}, cohort, dict.fromkeys(ids, 1.0))
+
+
+def test_a_rehearsal_in_a_rehearsal_does_not_end_it():
+    protection = Protection(configure(privacy=BUDGET, method={"name": "fedncm"}), {0: 5, 1: 5})
+    with protection.rehearsing():
+        with protection.rehearsing():
+            pass
+        with refused("privacy.rehearsal", ConfigError, key="privacy.epsilon"):
+            asked(protection, 0, 1)
+    asked(protection, 0, 1)
+
+
+def test_noisy_counts_are_added_up_under_a_robust_rule_too():
+    config = configure(
+        privacy={"epsilon": 1000.0, "delta": 0.01}, federation={"robust": "median"}, method={"name": "fedncm"}
+    )
+    aggregator = asked(Protection(config, dict.fromkeys(range(3), 10)), 0, 1, 2)
+    for id, n in enumerate((10, 10, 1000)):
+        aggregator.accept(id, Reply(1.0, {"n": n}))
+    assert aggregator.result()["n"] == pytest.approx(1020, abs=10)
+
+
+def test_noisy_replies_of_another_layout_are_not_added_to_those_of_the_first():
+    aggregator = asked(Protection(configure(privacy=BUDGET, method={"name": "fedncm"}), {0: 5, 1: 5}), 0, 1)
+    aggregator.accept(0, Reply(1.0, {"n": 5}))
+    assert (aggregator.weights, aggregator.empty().weights) == ({0: 1.0}, {})
+
+
+def test_a_delta_is_small_enough_for_the_samples_of_all_clients_together():
+    check_delta(configure(privacy=BUDGET | {"delta": 0.05}, method={"name": "fedncm"}), [4, 8, 0])
+    with refused("config.out-of-range", ConfigError, key="privacy.delta", count=12):
+        check_delta(configure(privacy=BUDGET | {"delta": 0.1}, method={"name": "fedncm"}), [4, 8, 0])
 
 
 def test_methods_without_such_sums_are_refused(tiny_task, tmp_path):

@@ -11,10 +11,13 @@ from tiny import configure, make_experiment
 from torch import tensor
 
 from raylt.contract.case import Case
+from raylt.core.client import Reply
 from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.reductions import each, mean, total
 from raylt.core.protection.masking import Member
-from raylt.core.protection.secure_sum import FixedPoint
+from raylt.core.protection.protection import Protection
+from raylt.core.protection.secure_sum import FixedPoint, Secure
 from raylt.errors import ConfigError, Overflow, TooFewReplies
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.fedavg import FedAvg
@@ -103,6 +106,26 @@ def test_a_value_beyond_the_fixed_point_is_an_error_with_its_path(part, value, p
         FixedPoint(PARTS, 3, 1.0).encode(wrong, 1.0)
 
 
+def test_counters_of_three_clients_become_the_nearest_whole_number():
+    layout = FixedPoint(PARTS, 3, heaviest=1.0)
+    grown = [reply(1.0) for _ in range(3)]
+    grown[2]["model"]["batches"] = tensor(5)
+    got = layout.decode(np.sum([layout.encode(each_reply, 1.0) for each_reply in grown], axis=0, dtype=np.uint64), 3.0)
+    assert got["model"]["batches"] == 4  # of 3, 3 and 5
+
+
+def test_floats_are_rounded_to_the_nearest_step():
+    layout = FixedPoint({"w": mean.like(torch.zeros(4, dtype=torch.float64))}, 3, 1.0)
+    steps = tensor([0.6, -0.6, 1.4, -1.4], dtype=torch.float64)
+    assert layout.encode({"w": steps * layout._entries[0].step}, 1.0).view(np.int64).tolist() == [1, -1, 1, -1]
+
+
+@pytest.mark.parametrize("value", [-2e6, float("nan"), float("-inf")])
+def test_values_far_below_zero_and_no_numbers_do_not_fit_either(value):
+    with refused("reply.overflow", Overflow, path="w"):
+        FixedPoint({"w": mean.like(torch.zeros(2))}, 3, 1.0).encode({"w": tensor([1.0, value])}, 1.0)
+
+
 @pytest.mark.parametrize("clients", [2, 3, 100, 4097])
 @pytest.mark.parametrize("kind", ["mean", "total"])
 def test_the_largest_values_of_all_clients_fit_and_their_step_is_small(clients, kind):
@@ -112,6 +135,28 @@ def test_the_largest_values_of_all_clients_fit_and_their_step_is_small(clients, 
     one = layout.encode({"w": tensor([largest])}, 1.0)
     assert clients * int(one.view(np.int64)[0]) < 2**63
     assert layout._entries[0].step <= 8 * clients * largest / 2**63
+
+
+def test_the_largest_counters_of_all_clients_fit():
+    layout = FixedPoint({"batches": mean.like(torch.zeros((), dtype=torch.int64))}, 8, 1.0)
+    one = layout.encode({"batches": tensor(2**36)}, 1.0)
+    assert layout.decode(8 * one, 8.0)["batches"] == 2**36
+
+
+def test_a_count_whose_sum_over_all_clients_would_not_fit_is_an_error():
+    layout = FixedPoint({"n": total.like(0)}, 3, 1.0)
+    assert layout.decode(3 * layout.encode({"n": 2**60}, 1.0), 3.0)["n"] == 3 * 2**60
+    with refused("reply.overflow", Overflow, path="n"):
+        layout.encode({"n": 2**61}, 1.0)
+
+
+def test_an_empty_copy_is_for_the_same_clients_and_weights():
+    secure = Secure({"loss": mean.like(0.0)}, (3, 5, 8), {3: 1.0, 5: 4.0, 8: 2.0})
+    secure.accept(3, Reply(1.0, {"loss": 100.0}))
+    copy = secure.empty()
+    for id, weight, loss in ((3, 1.0, 1.0), (5, 4.0, 2.0), (8, 2.0, 5.0)):
+        copy.accept(id, Reply(weight, {"loss": loss}))
+    assert copy.result()["loss"] == pytest.approx(19 / 7)
 
 
 def test_a_declared_bound_makes_steps_smaller():
@@ -124,8 +169,21 @@ def test_a_declared_bound_makes_steps_smaller():
 def test_parts_that_cannot_be_summed_are_refused_by_name():
     with refused("privacy.not-summable", ConfigError, part="map"):
         FixedPoint({"map": each}, 3, 1.0)
+    with refused("privacy.not-summable", ConfigError, part="map"):
+        FixedPoint({"map": each.like(torch.zeros(2))}, 3, 1.0)
     with refused("privacy.not-summable", ConfigError, part="delta"):
         FixedPoint({"delta": mean}, 3, 1.0)
+
+
+def test_what_the_researcher_judges_is_not_masked():
+    protection, cohort = Protection(configure(federation=SECURE), {}), Cohort((0, 1), everyone=True)
+    with refused("privacy.not-summable", ConfigError, part="confusion"):
+        protection.aggregator(1, {}, {"confusion": each}, cohort, {0: 1.0, 1: 1.0})
+    with protection.judging():
+        aggregator = protection.aggregator(1, {}, {"confusion": each}, cohort, {0: 1.0, 1: 1.0})
+    for id in (0, 1):
+        aggregator.accept(id, Reply(1.0, {"confusion": 10 + id}))
+    assert aggregator.result()["confusion"] == {0: 10, 1: 11}
 
 
 @pytest.mark.parametrize("method", [FedAvg(), FedNova(), pytest.param(Scaffold(), marks=pytest.mark.slow)])
@@ -170,6 +228,15 @@ def test_bytes_are_those_of_the_protocol(tiny_task, tmp_path):
     assert report.traffic["train"]["up"] == 5 * (8 * numbers + 64 + 4 * 82 + 5 * 33 + 11 * 32)
 
 
+def test_bytes_to_clients_are_those_of_the_protocol(tiny_task, tmp_path):
+    plain, secure = (
+        make_experiment(configure(federation=federation), tiny_task, tmp_path).step().traffic["train"]["down"]
+        for federation in ({}, SECURE)
+    )
+    # each of 5 clients gets the two keys of every member, and a sealed pair of shares from each of the 4 others
+    assert secure - plain == 5 * (5 * 64 + 4 * 82)
+
+
 @pytest.mark.parametrize("privacy", [{}, {"update_epsilon": 100.0, "noise_multiplier": 2.0}], ids=["sum", "noisy sum"])
 def test_a_wrong_share_is_left_out_and_noted(tiny_task, tmp_path, monkeypatch, privacy):
     honest = Member.unmask
@@ -185,6 +252,16 @@ def test_a_wrong_share_is_left_out_and_noted(tiny_task, tmp_path, monkeypatch, p
     with pytest.warns(RuntimeWarning, match="client 1 gave a wrong share of the seed of member 0"):
         lied = run(tiny_task, tmp_path, FedAvg(), 1, federation=SECURE, privacy=privacy)
     assert privacy or torch.equal(flat(secure), flat(lied))
+
+
+def test_a_wrong_share_is_the_client_s_and_not_that_of_the_client_with_its_number(monkeypatch):
+    honest = Member.unmask
+    monkeypatch.setattr(Member, "unmask", lambda self, sent: {} if self.id == 1 else honest(self, sent))
+    secure = Secure({"loss": mean.like(0.0)}, (1, 5, 8), dict.fromkeys((1, 5, 8), 1.0))
+    for id in (1, 5, 8):
+        secure.accept(id, Reply(1.0, {"loss": 1.0}))
+    secure.result()
+    assert [trouble.partition(" gave ")[0] for trouble in secure.troubles] == ["client 5"]
 
 
 def test_statistics_of_classes_without_samples_stay_away(tmp_path):

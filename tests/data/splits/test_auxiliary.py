@@ -9,6 +9,7 @@ from raylt.config import DataConfig
 from raylt.data.fingerprint import hash_data
 from raylt.data.images.cache import load
 from raylt.data.sources.sources import open_source
+from raylt.data.splits.auxiliary import auxiliary_rows
 from raylt.data.task import build_task
 from raylt.errors import DataError
 
@@ -47,6 +48,14 @@ def test_seed_decides_which(task):
     same, other = (build_task(CONFIG.model_copy(update=change)) for change in ({}, {"seed": 1}))
     assert np.array_equal(task.auxiliary.ids, same.auxiliary.ids)
     assert not np.array_equal(task.auxiliary.ids, other.auxiliary.ids)
+
+
+@pytest.mark.parametrize("clients", [[range(3)], [range(1797 - 300)]], ids=["left out by the tail", "of clients"])
+def test_images_of_a_class_are_drawn_at_random(clients):
+    source, lists = open_source(CONFIG), [np.array(rows) for rows in clients]
+    configs = [DataConfig(auxiliary=2, seed=seed) for seed in range(3)]
+    drawn = {tuple(auxiliary_rows(source, lists, (), [], config)) for config in configs}
+    assert len(drawn) == 3
 
 
 def test_a_class_with_fewer_gives_what_it_has():

@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from refusals import refused
 
 from raylt.config import DataConfig
-from raylt.data.splits.draw import hold_out, hold_out_validation
+from raylt.data.sources.sources import open_source
+from raylt.data.splits.check import complete, own_tests
+from raylt.data.splits.draw import draw, hold_out, hold_out_validation
 from raylt.data.task import build_task
 from raylt.errors import DataError
 
@@ -76,3 +80,67 @@ def test_clients_alike_hold_out_samples_at_other_places():
     parts = hold_out(ids, labels, 0.5, 0)
     assert [len(rows) for rows in parts] == [10] * 4
     assert len({tuple(rows % 20) for rows in parts}) == 4
+
+
+def test_a_client_that_would_get_no_test_sample_gives_one_of_its_largest_class():
+    labels, ids = np.array([0, 0, 1, 1, 1, 0, 1]), np.array([2, 2, 2, 2, 2, 4, 4])
+    first, second = hold_out(ids, labels, 0.1, 0)
+    assert first.tolist() in ([2], [3], [4])
+    assert second.tolist() == []  # it has one sample of each class
+
+
+@pytest.fixture
+def of_three(tmp_path):
+    """Return a source of 90 images of two classes from three clients, in no order, without a test part."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (90, 2, 2, 1), dtype=np.uint8), rng.permutation(np.arange(90) % 2)
+    arrays = {"x_train": x, "y_train": y, "x_test": x[:1], "y_test": y[:1], "id_train": rng.permutation(90) % 3}
+    np.savez(tmp_path / "it.npz", class_names=np.array(["a", "b"]), **arrays)
+    source = open_source(DataConfig(source=f"npz:{tmp_path / 'it.npz'}"))
+    return replace(source, x_test=source.x_test[:0], y_test=source.y_test[:0])
+
+
+def test_clients_by_id_hold_and_test_their_own_samples_of_a_long_tail(of_three):
+    split = draw(of_three, DataConfig(imbalance=3.0, partition="by_id", clients=3))
+    for k in range(3):
+        assert set(of_three.ids[split.clients[k]]) == set(of_three.ids[split.test[k]]) == {k}
+    assert sum(map(len, split.clients)) < 90 - sum(map(len, split.test))
+
+
+def test_samples_of_a_long_tail_are_dealt_by_their_own_labels(of_three):
+    split = draw(of_three, DataConfig(imbalance=3.0, partition="pathological", clients=2, per_client=1))
+    assert sorted(np.unique(of_three.y_train[rows]).tolist() for rows in split.clients) == [[0], [1]]
+
+
+@pytest.mark.parametrize("key", ["test", "test_share"])
+def test_a_test_part_has_the_share_that_is_set_and_depends_on_the_seed(of_three, key):
+    source = of_three if key == "test" else replace(of_three, ids=None)
+    parts = [
+        draw(source, DataConfig(imbalance=1.0, seed=seed, **{key: share})).test.flat.tolist()
+        for share, seed in ((0.2, 0), (0.2, 0), (0.6, 0), (0.2, 1))
+    ]
+    assert len(parts[2]) == pytest.approx(3 * len(parts[0]), abs=3)
+    assert parts[0] == parts[1]
+    assert sorted(parts[0]) != sorted(parts[3])
+
+
+def test_a_client_without_test_images_has_an_empty_list_at_its_place(of_three):
+    tests = {"x_test": of_three.x_train[:4], "y_test": of_three.y_train[:4], "test_ids": np.array([2, 0, 2, 2])}
+    source = replace(of_three, **tests)
+    split = draw(source, DataConfig(partition="by_id", clients=3))
+    assert [rows.tolist() for rows in own_tests(source, split)] == [[1], [], [0, 2, 3]]
+    assert own_tests(source, replace(split, partition="imported")) is None  # its clients may be others than the ids
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_the_share_of_a_test_part_is_recorded_under_its_own_setting(of_three, pooled):
+    source = replace(of_three, ids=None) if pooled else of_three
+    recorded = complete(DataConfig(), draw(source, DataConfig(imbalance=1.0)))
+    assert (recorded.test_share, recorded.test) == ((0.2, None) if pooled else (None, 0.2))
+
+
+@pytest.mark.parametrize("tail", ["global", "local"])
+def test_a_saved_split_is_recorded_with_the_tail_that_it_was_drawn_with(of_three, tail):
+    split = draw(of_three, DataConfig(imbalance=1.0, tail=tail))
+    for configured in ("global", "local", "mixed"):
+        assert complete(DataConfig(split="split.json", tail=configured), split).tail == tail

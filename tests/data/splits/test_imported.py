@@ -219,6 +219,7 @@ def test_a_row_twice_in_one_list_is_refused_where_a_test_part_is_drawn(tmp_path)
         ({"test": ()}, "0 lists of test samples for 3 clients"),
         ({"test": (np.array([11]),)}, "1 lists of test samples for 3 clients"),
         ({"clients": (), "test": (), "client_names": ()}, "no sample"),
+        ({"judged": (3,)}, "a client that it does not have (3)"),
     ],
 )
 def test_names_and_test_lists_of_another_number_than_clients_are_refused(tmp_path, changes, words):

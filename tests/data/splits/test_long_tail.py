@@ -83,6 +83,14 @@ def test_subset_has_the_counts_and_depends_on_the_seed_alone():
     assert subset.tolist() != long_tail_subset(labels, 10, 5, seed=4).tolist()
 
 
+def test_subset_by_size_keeps_the_largest_class_the_largest():
+    labels = np.repeat(np.arange(3), [20, 100, 60])
+    counts = [
+        np.bincount(labels[long_tail_subset(labels, 4, 3, 0, by_size)]).tolist() for by_size in (True, False)
+    ]  # ratios 1, 1/2, 1/4
+    assert counts == [[20, 83, 41], [20, 10, 5]]
+
+
 def test_survivorss_themselves_are_medium():
     assert shot_groups(np.array([101, 100, 20, 19]), 20, 100) == ["many", "medium", "medium", "few"]
 

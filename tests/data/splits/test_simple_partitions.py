@@ -73,6 +73,21 @@ def test_shards_are_of_one_size_and_hold_few_classes():
         shards(LABELS, 1000, 4, rng())
 
 
+def test_shards_of_a_client_are_drawn_from_all_classes():
+    labels = np.repeat(np.arange(10), 40)  # each of 40 shards has one class
+    owned = [len(np.unique(labels[part])) for part in shards(labels, 20, 2, rng())]
+    assert owned.count(2) > 10
+
+
+@pytest.mark.parametrize(
+    "kind", ["pathological", "shards", "quantity", "exdir", "dirichlet", "dirichlet_min", "hsu", "iid", "creff"]
+)
+def test_samples_of_a_class_are_dealt_in_a_random_order(kind):
+    config = DataConfig(partition=kind, clients=10, per_client=1, alpha=10.0, min_size=0)
+    parts = partition(np.zeros(200, dtype=np.int64), config, None)
+    assert sum(np.diff(part).max() > 1 for part in parts) >= 9  # the rows of a client are not one piece
+
+
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 100.0])
 def test_extended_dirichlet_gives_few_classes_and_divides_them_unevenly(alpha):
     parts = extended_dirichlet(LABELS, 10, 3, alpha, 1, rng())
@@ -141,6 +156,15 @@ def test_own_tail_draws_the_samples_of_a_class_at_random():
     of_the_rarer = [min(rows[rows < 50], rows[rows >= 50], key=len) % 50 for rows in parts]
     assert all(len(rows) == 2 for rows in of_the_rarer)
     assert len(set(map(tuple, of_the_rarer))) > 4
+
+
+def test_tails_of_clients_depend_on_the_seed_where_the_clients_do_not():
+    config = DataConfig(partition="by_id", clients=4, tail="local", imbalance=10)
+    one, same, other = (
+        [rows.tolist() for rows in partition(LABELS, config.model_copy(update={"seed": s}), np.arange(len(LABELS)) % 4)]
+        for s in (0, 0, 1)
+    )
+    assert one == same != other
 
 
 @pytest.mark.parametrize("tail", ["global", "local", "mixed"])

@@ -87,6 +87,34 @@ def test_rounds_are_shown_at_most_a_few_times_a_second(outputs, monkeypatch):
     assert "round 200/200" in outputs[0][-1]
 
 
+def test_a_last_phase_is_no_round_and_a_run_that_ends_early_is_stopped(outputs, monkeypatch):
+    screen = NotebookProgress()
+    config = SimpleNamespace(
+        federation=SimpleNamespace(rounds=2), method={"name": "ccvr"}, data=SimpleNamespace(source="digits")
+    )
+    monkeypatch.setattr(notebook, "resolve", lambda _: SimpleNamespace(method=SimpleNamespace(finishes=True)))
+    line = {"clients": None, "accuracy": 0.5, "global_accuracy": 0.5, "seconds": 1.0, "evaluation_seconds": 0.0}
+    screen.on_start(Path("runs/one"), config, [line, line])
+    assert "round 2/2" in outputs[0][-1]
+    assert 'value="0.6667"' in outputs[0][-1]
+    screen.on_end(None)
+    text = outputs[0][-1].partition("<div>")[0]
+    assert "stopped" in text
+    assert "left" not in text
+    step = {"seconds": 1.0, "evaluation_seconds": 0.0, "rejected": {}, "lost": [], "record": lambda: line}
+    screen.on_step(SimpleNamespace(step=3, phase="finish", **step))
+    assert "round 2/2" in outputs[0][-1]
+    screen.on_start(Path("runs/one"), config, [line] * 3)
+    assert "round 2/2" in outputs[0][-1]
+
+
+def test_the_last_twenty_messages_are_shown(outputs):
+    screen = NotebookProgress()
+    for number in range(25):
+        screen.on_message(f"message {number}.")
+    assert [f"message {number}." in outputs[0][-1] for number in range(25)] == [False] * 5 + [True] * 20
+
+
 def test_studies_and_searches_have_one_output_too(outputs):
     screen = NotebookProgress()
     screen.on_message("left out: <b>")

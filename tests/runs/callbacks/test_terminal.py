@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from raylt.core.fleet.item_progress import ItemsProgress
-from raylt.runs.callbacks.terminal import TerminalProgress
+from raylt.runs.callbacks.terminal import TerminalProgress, TimeLeft, in_words
 
 # long rounds with many clients, so that every text of the bar has its largest length
 SCRIPT = """
@@ -151,3 +151,13 @@ def test_the_time_left_in_the_last_step_is_that_of_its_stage(monkeypatch):
     now[0] += 60
     screen.on_progress("synthesise", 1, 10)
     assert column.render(task).plain == "09:00"
+
+
+def test_the_time_left_goes_by_the_last_ten_steps_and_has_hours(monkeypatch):
+    monkeypatch.setattr("raylt.runs.callbacks.terminal.time.monotonic", lambda: 1000.0)
+    column = TimeLeft()
+    column.add_step(10_000)
+    for _ in range(10):
+        column.add_step(372.5)
+    assert column.text(10) == "1:02:05"
+    assert [in_words(seconds) for seconds in (75, 150)] == ["75 s", "2 min"]

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from raylt.runs.folder.summary import percent, size, split_table, summarise, table_of
+from raylt.runs.folder.summary import (
+    _short,
+    interval_text,
+    percent,
+    size,
+    split_table,
+    summarise,
+    table_of,
+    with_images,
+)
 
 CONCLUDED = {"model_sha256": "ab" * 32, "task": "classification"}
 
@@ -131,6 +140,37 @@ def test_the_table_tells_those_that_never_took_part_only_where_there_are_some():
     assert "never sampled" not in printed(everyone)
 
 
+def test_the_main_figure_of_own_models_is_averaged_over_rounds_that_have_it():
+    def own(step, mean, phase="round"):
+        spread = {"mean": mean, "worst_decile": 0.1}
+        return report(step, 0.25, phase, shown="matched", clients={"matched": spread, "owned": spread})
+
+    # the first round has an accuracy of the global model alone, which is another figure
+    shown = summary_of(report(1, 0.9375), own(2, 0.5), own(3, 0.625), own(4, 0.875, "finish"))["shown"]
+    assert shown == {"figure": "matched", "last": 0.875, "last10": 0.5625, "best": 0.875, "before_finish": 0.625}
+
+
+def test_a_guarantee_is_that_of_the_last_upload_with_noise():
+    budgets = [{"epsilon": epsilon, "delta": 1e-5, "unit": "client", "not_covered": "x: y"} for epsilon in (1.5, 2.5)]
+    reports = [report(step, 0.5, figures={"privacy": budget}) for step, budget in enumerate(budgets, 1)]
+    summary = summary_of(*reports, report(3, 0.5, "finish"))
+    assert summary["privacy"] == budgets[1]
+    assert "2.5, 1e-05 for client; without x" in printed(summary)
+
+
+def test_other_models_and_new_clients_are_shown_by_their_own_class_mix():
+    spreads = {"owned": {"mean": 0.2, "worst_decile": 0.1}, "matched": {"mean": 0.33, "worst_decile": 0.1}}
+    new = {"count": 4, "owned": 0.15, "matched": 0.35}
+    text = printed(
+        summary_of(
+            report(1, 0.5, others={"local": {"clients": spreads, "by_client": {}}}, figures={"new_clients": new})
+        )
+    )
+    assert "evaluated with local" in text
+    assert "33.00 %" in text
+    assert "35.00 % (4)" in text
+
+
 def test_bytes_are_summed_over_rounds_and_kinds_of_call():
     both = {"join": {"down": 1, "up": 2, "replies": 2}, "train": {"down": 10, "up": 20, "replies": 2}}
     summary = summary_of(report(1, 0.5, traffic=both), report(2, 0.5), report(3, 0.5, "finish", traffic={}))
@@ -251,6 +291,20 @@ def test_figures_stand_with_their_test_images():
     assert "72.50 % (n = 40, 57.2 to 83.9 %)" in text  # figures of fewer than 100 images have an interval
     assert "> 60 / 20 to 60 / < 20; 200 / 0 / 40" in text
     assert "1, whose figures say nothing: Bern" in text
+    # 0.125 of 40 images; the many have 200 images, and the medium none
+    assert "- / - / 5.5 to 26.1 %" in text
+    final["by_client"]["local"] = [0.0, None, 0.5]
+    none_right = summarise([final], "fedavg", "cd" * 32, tests, CONCLUDED)
+    assert none_right["clients"]["pooled"] == pytest.approx(10 * 0.5 / 40)
+
+
+def test_an_interval_stands_behind_figures_of_fewer_than_100_images():
+    assert with_images(0.5, 100) == "50.00 % (n = 100)"
+    assert with_images(0.5, 99) == f"50.00 % (n = 99, {interval_text(0.5, 99)})"
+
+
+def test_large_counts_of_a_split_are_in_thousands_or_millions():
+    assert [_short(n) for n in (99_999, 100_000, 9_876_543, 12_345_678)] == ["99999", "100k", "9877k", "12M"]
 
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -281,3 +335,9 @@ def test_a_split_is_shown_by_client_and_class_where_it_fits(width, heads, key):
     assert ("4900" in text) == (heads is not None)
     assert (key in text) if key else "0 airplane" not in text
     assert max(map(len, text.splitlines())) <= width
+    if heads is None:  # 0 to 900 samples of ten classes: the first client has none of class 0
+        assert [cell.split() for cell in list(table.columns[3].cells)[:2]] == [
+            ["truck", "20.00", "%"],
+            ["truck", "13.10", "%"],
+        ]
+        assert list(table.columns[2].cells)[:2] == ["9", "10"]

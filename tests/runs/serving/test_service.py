@@ -4,7 +4,9 @@ import asyncio
 import json
 import re
 
+import numpy as np
 import pytest
+from PIL import Image
 from small_runs import make_tiny_run, picture
 
 from raylt.runs.export.export import export
@@ -68,6 +70,17 @@ def test_an_image_is_answered_as_raylt_predict_does(files, ask, tmp_path):
     assert json.loads(answer.body) == {"class": max(expected, key=expected.__getitem__), "shares": expected}
 
 
+def test_an_image_is_fitted_as_the_images_of_the_training_were(ask, tmp_path):
+    file = tmp_path / "wide.png"
+    Image.fromarray(np.arange(72, dtype=np.uint8).reshape(6, 12) * 3).save(file)
+    model = ask.opened.any
+    answers = []
+    for model.fit in ("crop", "pad"):
+        answers.append(json.loads(ask.post(file.read_bytes()).body)["shares"])
+        assert answers[-1] == model.predict(load_images([file], model.shape, model.fit)).shares[0]
+    assert answers[0] != answers[1]
+
+
 def test_each_client_has_its_own_model(files, tmp_path):
     ask = Asker(files["fedper"], Limits())
     names = ask.opened.clients
@@ -97,9 +110,16 @@ def test_an_image_of_too_many_bytes_or_pixels_is_refused(files, monkeypatch):
     ask = Asker(files["fedavg"], Limits(most_bytes=500))
     assert code_of(ask.post(picture(100))) == (413, "serve.too-large")
     assert ask.post(picture(8)).status == 200
+    assert Asker(files["fedavg"], Limits(most_bytes=len(picture()))).post(picture()).status == 200
+    assert Asker(files["fedavg"], Limits(most_bytes=len(picture()) - 1)).post(picture()).status == 413
     monkeypatch.setattr(serving, "MOST_PIXELS", 99)
     assert ask.post(picture(9)).status == 200
     assert code_of(ask.post(picture(10))) == (413, "serve.too-large")
+
+
+def test_the_page_can_be_asked_for_by_its_head(ask):
+    assert [ask(path, "HEAD").status for path in ("/", "/health", "/card")] == [200] * 3
+    assert code_of(ask("/predict", "HEAD")) == (405, "serve.wrong-verb")
 
 
 def test_a_form_is_refused_with_what_to_send(ask):
@@ -135,6 +155,25 @@ def test_an_address_may_send_a_limited_number_of_images_a_second(files):
     ask.clock = 0.5
     assert [ask.post(picture()).status for _ in range(2)] == [200, 429]
     assert code_of(ask.post(picture())) == (429, "serve.too-many")
+
+
+def test_a_rate_saves_up_no_images_and_counts_no_refused_ones(files):
+    ask = Asker(files["fedavg"], Limits(rate=2))
+    assert ask.post(picture()).status == 200
+    ask.clock = 100.0
+    assert [ask.post(picture()).status for _ in range(3)] == [200, 200, 429]
+    ask = Asker(files["fedavg"], Limits(rate=0.5))
+    statuses = []
+    for ask.clock in (0.0, 1.0, 2.0, 3.0):
+        statuses.append(ask.post(picture()).status)
+    assert statuses == [200, 429, 200, 429]
+
+
+def test_the_address_whose_request_is_longest_ago_is_forgotten_first(files, monkeypatch):
+    monkeypatch.setattr(serving, "ADDRESSES", 2)
+    ask = Asker(files["fedavg"], Limits(rate=1))
+    assert [ask.post(picture(), address=address).status for address in "abac"] == [200, 200, 429, 200]
+    assert [ask.post(picture(), address=address).status for address in "acb"] == [429, 429, 200]
 
 
 def test_an_unforeseen_error_is_one_line(files, monkeypatch):
