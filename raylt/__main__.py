@@ -1,5 +1,22 @@
-"""The entry point of `python -m raylt`."""
+"""The entry point of `raylt` and of `python -m raylt`."""
 
-from raylt.cli.main import main
+import sys
 
-main()
+from raylt.signals import STOPPED, ignore_signals, stop_on_signals
+
+
+def main() -> None:
+    """Run the command line in a process of its own."""
+    stop_on_signals()
+    try:
+        from raylt.cli.main import main as run_command
+
+        run_command()
+    except KeyboardInterrupt:  # while it was imported
+        sys.exit(STOPPED)
+    finally:
+        ignore_signals()
+
+
+if __name__ == "__main__":
+    main()

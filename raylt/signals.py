@@ -1,4 +1,4 @@
-"""Signal handling of commands: SIGTERM, and pipes whose reader closes them, as `head` does."""
+"""Signal handling of commands: those that stop one, and pipes whose reader closes them, as `head` does."""
 
 import io
 import os
@@ -6,20 +6,64 @@ import signal
 import stat
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPED = 130  # exit code of a command that a signal has stopped
+PATIENCE_S = 1.0  # signals within this time count as one, as when a terminal and a scheduler both send one
 
-def interrupt_on_sigterm() -> None:
-    """Make SIGTERM end a command as Ctrl-C does.
 
-    Otherwise the process, or Ray's handler, would end silently.
+def stop_on_signals() -> None:
+    """Make Ctrl-C, SIGTERM and SIGHUP stop a command, and a second such signal end it at once.
+
+    Otherwise SIGTERM and SIGHUP would end it silently, and a second Ctrl-C with a traceback out of the clean-up.
+    Signals that the command's parent has switched off, as `nohup` does, stay so.
+    """
+    first = 0.0
+
+    def stop(*_: object) -> None:
+        nonlocal first
+        if not first:
+            first = time.monotonic()
+            raise KeyboardInterrupt
+        if time.monotonic() - first > PATIENCE_S:
+            os._exit(STOPPED)  # what is on the disk is whole, as after a kill
+
+    _handle(stop)
+
+
+def ignore_signals() -> None:
+    """Ignore further signals at the end of a command, which would replace its exit code or print a traceback."""
+    _handle(signal.SIG_IGN)
+
+
+def _handle(handler: Callable[..., None] | signal.Handlers) -> None:
+    for number in STOPS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+@contextmanager
+def keeping_sigterm() -> Iterator[None]:
+    """Put the handler of SIGTERM back after a block that replaces it, as starting Ray does.
+
+    Where there was none, SIGTERM interrupts as Ctrl-C does. Otherwise Ray's handler would end the process silently.
     """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, interrupt if before in (signal.SIG_DFL, None) else before)
 
 
 def outlive_pipes() -> None:

@@ -1,7 +1,9 @@
-"""Output to a pipe whose reader has closed it."""
+"""Signals that stop a command, and output to a pipe whose reader has closed it."""
 
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -40,3 +42,58 @@ def test_help_ends_quietly_when_its_reader_closes_the_pipe():
     command.stdout.close()
     assert command.stderr is not None
     assert (command.wait(60), command.stderr.read()) == (0, "")
+
+
+def started(folder, *settings):
+    """Start a long run in a process that Ctrl-C reaches, and wait for its first round."""
+    command = [sys.executable, "-m", "raylt", "run", "method=fedavg", "data.clients=3", *settings]
+    process = subprocess.Popen(
+        [*command, "federation.rounds=500", "--fleet", "local", "--out", folder, "--name", "r"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    end = time.monotonic() + 60
+    while not (folder / "r" / "metrics.jsonl").exists():
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGTERM, signal.SIGINT, signal.SIGTERM], [signal.SIGHUP]], ids=["three at once", "hang-up"]
+)
+def test_signals_that_come_together_stop_a_run_once_and_without_a_traceback(tmp_path, signals):
+    process = started(tmp_path)
+    for number in signals:
+        process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == f"stopped; continue with raylt resume {tmp_path / 'r'}"
+    assert "Traceback" not in said
+
+
+TWICE = """
+import os, signal, time
+from raylt import signals
+
+signals.PATIENCE_S = float({patience})
+signals.stop_on_signals()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+except KeyboardInterrupt:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    print("cleaned up")
+"""
+
+
+@pytest.mark.parametrize(("patience", "code", "said"), [(0, 130, ""), (60, 0, "cleaned up\n")])
+def test_a_second_signal_ends_a_command_at_once_unless_it_came_with_the_first(patience, code, said):
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE.format(patience=patience)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, said, "")

@@ -30,7 +30,7 @@ from raylt.cli.verify import verify
 from raylt.config.reading import reason_of
 from raylt.config.sections import SIGNS
 from raylt.errors import ConfigError, RayltError, abrupt_exits_raised, at_the_shell, no_exit, one_line
-from raylt.signals import interrupt_on_sigterm, outlive_pipes
+from raylt.signals import STOPPED, outlive_pipes
 
 EXAMPLES = "\n\n".join(
     (
@@ -144,7 +144,6 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments  # wherever it stands
     code = 0
-    interrupt_on_sigterm()
     outlive_pipes()
     try:
         with at_the_shell(), no_exit(), abrupt_exits_raised():  # of the user's own code: no command ends so
@@ -155,7 +154,7 @@ def main() -> None:
             err.print(f"error [{USAGE}]: {usage}", soft_wrap=True)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        code = 130
+        code = STOPPED
     except Exception as error:
         if debug:
             raise
@@ -169,9 +168,10 @@ def main() -> None:
         else:
             err.print(f"error [{UNFORESEEN}]: {one_line(error)}. Show the traceback with --debug.", soft_wrap=True)
             code = 1
-    if code == 130:  # typer makes Ctrl-C an exit
+    if code == STOPPED:  # typer makes Ctrl-C an exit
         err.print(
-            "stopped; continue with raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study",
+            "stopped; a run that has begun continues with raylt resume RUN, a search with raylt tune --resume SEARCH, "
+            "a study with the same command",
             soft_wrap=True,
         )
     sys.exit(code)

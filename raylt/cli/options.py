@@ -16,6 +16,7 @@ from rich.table import Table
 from raylt.config import DEMO, Config, load
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.console import PlainConsole
+from raylt.signals import STOPPED
 
 # Modules that import torch are imported inside the commands: --help and a mistyped key should not wait for it.
 
@@ -51,15 +52,16 @@ class _Started(Callback):
 
 @contextmanager
 def say_how_to_resume() -> Iterator[_Started]:
-    """Wrap a block: an interrupt prints the command that continues the run or search, and exits with 130."""
+    """Wrap a block: an interrupt prints the command that continues the run or search, and exits with `STOPPED`."""
     started = _Started()
     try:
         yield started
     except KeyboardInterrupt:
-        if started.folder is None:  # nothing can be resumed yet
-            raise
-        err.print(f"stopped; continue with {started.command} {shlex.quote(str(started.folder))}", soft_wrap=True)
-        raise SystemExit(130) from None
+        if started.folder is None:
+            err.print("stopped before the run began; give the same command again", soft_wrap=True)
+        else:
+            err.print(f"stopped; continue with {started.command} {shlex.quote(str(started.folder))}", soft_wrap=True)
+        raise SystemExit(STOPPED) from None
 
 
 class FleetName(StrEnum):

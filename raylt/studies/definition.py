@@ -200,6 +200,7 @@ class Definition(Section):
         """
         self._check_arms()
         self._check_cells()
+        self._check_seeds()
         self._check_only()
         self._check_tuning()
         self._check_measures()
@@ -244,6 +245,24 @@ class Definition(Section):
             if folder in folders:
                 raise _shared_folder("study.cells", [folders[folder], cell], folder)
             folders[folder] = cell
+
+    def _check_seeds(self) -> None:
+        parts = [("base", self.base)]
+        parts += [("arms", settings) for settings in self.arms.values()]
+        parts += [("cells", settings) for settings in self.all_cells.values()]
+        for part, settings in parts:
+            tree = merge({}, settings)
+            data = tree.get("data")
+            for name, section in (("seed", tree), ("data.seed", data if isinstance(data, dict) else {})):
+                if "seed" in section:
+                    raise ConfigError(
+                        f"study.{part}: the seeds of the study set {name} ({section['seed']}). Leave it out here, and "
+                        "give the seeds as seeds: [0, 1, 2].",
+                        code="config.conflict",
+                        key=f"study.{part}",
+                        setting=name,
+                        value=section["seed"],
+                    )
 
     def _check_only(self) -> None:
         for cell, arms in self.only.items():
@@ -331,7 +350,16 @@ def define(tree: Mapping[str, Any]) -> Definition:
     """
     definition: Definition = check(Definition, dict(tree), prefix="study.")
     definition.check_names()
-    definition.runs()
+    for planned in definition.runs():
+        if definition.at == "validation" and not planned.config.data.validation:
+            raise ConfigError(
+                f"study.at: validation needs samples that no client trains on, and arm {planned.arm!r} keeps none back "
+                "(data.validation = 0). Set data.validation, or leave at out.",
+                code="config.conflict",
+                key="study.at",
+                value=definition.at,
+                arm=planned.arm,
+            )
     return definition
 
 
@@ -365,8 +393,9 @@ def _shared_folder(key: str, names: Sequence[str], folder: str) -> ConfigError:
 
 def _unknown(key: str, kind: str, name: str, names: Iterable[str]) -> ConfigError:
     names = list(names)
+    choices = ", ".join(name or repr(name) for name in names)  # the only cell of a study is named ""
     return ConfigError(
-        f"{key}: no such {kind} ({name!r}). {did_you_mean(name, names)}Choose from {', '.join(names)}.",
+        f"{key}: no such {kind} ({name!r}). {did_you_mean(name, names)}Choose from {choices}.",
         code="config.unknown-name",
         key=key,
         name=name,

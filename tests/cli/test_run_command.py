@@ -39,9 +39,12 @@ def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("raylt.runs.start.run", interrupt)
-    assert raylt("run", "method=fedavg") == Outcome(
-        130, "", "stopped; continue with raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study\n"
-    )
+    again = "stopped before the run began; give the same command again\n"
+    assert raylt("run", "method=fedavg") == Outcome(130, "", again)
+    monkeypatch.setattr("raylt.studies.definition.read_definition", interrupt)
+    code, out, said = raylt("study", "some.yaml")
+    assert (code, out) == (130, "")
+    assert said.startswith("stopped; a run that has begun continues with raylt resume RUN, ")
 
 
 def test_interrupted_run_or_search_is_named(raylt, monkeypatch, tmp_path):
