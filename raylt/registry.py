@@ -250,6 +250,12 @@ def check_origins(recorded: list[dict[str, Any]], folder: Path) -> None:
 def _add(value: Any, name: str | None, kind: PluginKind | None, origin: str) -> str:
     if inspect.isclass(value) and issubclass(value, Method):
         kind, name = "method", name or value.name
+    elif kind is not None and kind not in TABLES:
+        raise ConfigError(
+            f"register: there is no such kind ({kind!r}). {did_you_mean(str(kind), TABLES)}Choose from "
+            f"{', '.join(TABLES)}.",
+            code="plugin.wrong-type",
+        )
     elif kind is None or kind == "method" or not callable(value):
         raise ConfigError(
             f"register: is neither a subclass of raylt.Method nor a function with a kind ({value!r}). Give the kind "

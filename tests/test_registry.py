@@ -189,6 +189,7 @@ def test_installed_packages_are_not_searched_for_what_raylt_has_itself(monkeypat
             "plugin.name-taken",
             "'fedavg'",
         ),
+        ("import raylt\nraylt.register(print, kind='modell')\n", "plugin.wrong-type", "Did you mean model?"),
         ("import raylt\ndef digits(c): ...\nraylt.register(digits, kind='source')\n", "plugin.name-taken", "'digits'"),
     ],
 )

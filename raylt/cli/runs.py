@@ -107,7 +107,7 @@ def branch(
 def debug(
     run_folder: RunFolder,
     round: Annotated[int, typer.Option(min=0, help="Round; 0 is the joining of clients.")],
-    client: Annotated[int, typer.Option(min=0, help="Id of the client.")],
+    client: Annotated[str, typer.Option(help="Id or name of the client.")],
     function: Annotated[
         str | None,
         typer.Option(help="Client function to call; by default the first of the round."),

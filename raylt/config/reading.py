@@ -79,6 +79,13 @@ def read(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, An
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Apply `key=value` overrides to a mapping of settings, in place."""
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f"overrides: is one text ({overrides!r}). Give a list, as in overrides=[{overrides!r}].",
+            code="config.wrong-type",
+            key="overrides",
+            value=overrides,
+        )
     # the method first, since its name drops another method's fields but not fields of the same call
     for text in sorted(overrides, key=lambda text: not text.startswith(("method=", "method.name="))):
         _set(tree, text)
@@ -110,7 +117,33 @@ def _read_file(path: Path | str) -> dict[str, Any]:
             code="file.malformed",
             path=str(path),
         )
-    return tree
+    return _nested(tree, path)
+
+
+def _nested(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a file's settings without empty sections, and with dotted keys, as in studies, moved into sections."""
+    dotted = {key: value for key, value in tree.items() if "." in str(key)}
+    nested = {
+        key: value for key, value in tree.items() if key not in dotted and not (value is None and _is_section(key))
+    }
+    for key in dotted:
+        section, _, name = key.partition(".")
+        below = nested.get(section)
+        if isinstance(below, dict) and name in below:
+            raise ConfigError(
+                f"{path}: {key} stands in the file twice, also as {name} below {section}. Leave one out.",
+                code="file.malformed",
+                path=str(path),
+                key=key,
+            )
+    overlay(nested, dotted)
+    return nested
+
+
+def _is_section(key: str) -> bool:
+    field = Config.model_fields.get(key)
+    kind = None if field is None else field.annotation
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
@@ -310,9 +343,19 @@ def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[
         fields: names of the method's fields.
 
     Raises:
-        ConfigError: No setting, or more than one, has a key that ends with a keyword.
+        ConfigError: No setting, or more than one, has a key that ends with a keyword, or a setting is given twice.
     """
-    overlay(tree, {_key(name, value, fields): value for name, value in keywords.items()})
+    by_key = {_key(name, value, fields): value for name, value in keywords.items()}
+    for key in by_key:
+        section, _, name = key.rpartition(".")
+        if section in by_key and name in by_key[section]:
+            raise ConfigError(
+                f"{name}: is given twice, also in {section}=... ({by_key[key]!r}). Leave one out.",
+                code="config.conflict",
+                key=key,
+                value=by_key[key],
+            )
+    overlay(tree, by_key)
 
 
 def _key(name: str, value: Any, fields: Collection[str]) -> str:

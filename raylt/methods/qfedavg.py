@@ -43,7 +43,11 @@ class QFedAvg(Method):
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
 
     q: float = hp(
-        0.1, Choice(0.0, 0.001, 0.01, 0.1, 1.0, 2.0, 5.0), "exponent of fairness, Eq. 2; tuned for each task", ge=0
+        0.1,
+        Choice(0.0, 0.001, 0.01, 0.1, 1.0, 2.0, 5.0),
+        "exponent of fairness, Eq. 2; tuned for each task",
+        ge=0,
+        le=20,  # with more, F_k^q soon exceeds every number
     )
     lipschitz: Literal["rate", "step"] = hp(
         "rate",

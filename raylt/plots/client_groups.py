@@ -104,8 +104,8 @@ def read_client_groups(run: Run, round: int | None = None) -> ClientGroups:
         figures["silhouettes"].get(str(figures["kappa"])),
         plane,
         pca.explained_variance_ratio_,
-        run.task.client_counts[ids],
-        run.task.class_names,
+        run.outline.client_counts[ids],
+        run.outline.class_names,
         {step: report["figures"]["kappa"] for step, report in reports.items()},
     )
 

@@ -34,7 +34,7 @@ from raylt.data.fingerprint import hash_data
 from raylt.data.task import outline_of
 from raylt.errors import CheckpointError, ConfigError
 from raylt.registry import origins, resolve
-from raylt.runs.callbacks.base import Callback, Callbacks
+from raylt.runs.callbacks.base import Callback, Callbacks, checked
 from raylt.runs.callbacks.notebook_progress import progress_display
 from raylt.runs.folder import provenance
 from raylt.runs.folder.writer import Journal
@@ -312,6 +312,7 @@ class _Descent:
             CheckpointError: the folder exists, or the model's frozen weights have changed.
             ConfigError: the rest cannot be run as asked; the folder is removed.
         """
+        callbacks = checked(callbacks)
         parent = self.parent
         task = parent.task
         check_frozen(self.saved.read("server"), self.setup.new_model(task.spec), self.config)

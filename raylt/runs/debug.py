@@ -21,6 +21,7 @@ from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Unusable
 from raylt.data.task import Task
 from raylt.errors import CheckpointError, ClientError, ConfigError
+from raylt.runs.export.artefact import choose_client
 from raylt.runs.folder import provenance
 from raylt.runs.in_process import open_in_process, with_device
 from raylt.runs.run import Run
@@ -41,22 +42,27 @@ class ReplayedCall(Exception):
         return [(path, *_describe(leaf)) for path, leaf in tree.leaves(self.reply.tree)]
 
 
-def replay(run: Run, round: int, client: int, function: str | None, device: DeviceKind | None = None) -> ReplayedCall:
+def replay(
+    run: Run, round: int, client: int | str, function: str | None, device: DeviceKind | None = None
+) -> ReplayedCall:
     """Repeat one call to a client in a round, by default the first, without catching exceptions.
 
     Args:
         round: 1..R; R + 1 for the method's last phase, 0 for the join.
+        client: id or name.
         function: name of the client function to call; None for the first call to the client in the round.
         device: instead of resources.device; needed where this machine lacks the run's kind of device.
 
     Raises:
         CheckpointError: the checkpoint before that round is not kept.
-        ConfigError: the client was not asked, or the kind of device is another.
+        ConfigError: there is no such client, it was not asked, or the kind of device is another.
     """
+    names = [(id, name) for id, name in enumerate(run.task.client_names) if run.task.sizes[id]]
+    asked_id = choose_client(client, names, str(run.folder)) if isinstance(client, str) else client
     saved = _checkpoint_before(run, round)
 
     def fleet(config: Config, task: Task, host: ClientHost) -> ReplayFleet:
-        return ReplayFleet(config, task, host, round, client, function)
+        return ReplayFleet(config, task, host, round, asked_id, function)
 
     setup = run.setup if device is None else with_device(run.setup, device)
     with one_thread():  # as the server does, for the same bits

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from raylt.config import Config, differences, load, located, settled
+from raylt.config import Config, differences, load, located, located_data, settled
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Checkpoint
 from raylt.core.evaluation.counts import Matrices
@@ -15,10 +15,10 @@ from raylt.core.method import Method
 from raylt.core.report import SHARES, best_validated, shown_figure
 from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task, task_from
-from raylt.errors import CheckpointError, ConfigError, resume_call, spoken
+from raylt.errors import CheckpointError, ConfigError, DataError, resume_call, spoken
 from raylt.notebook import html_of, html_table, later
 from raylt.registry import check_origins, resolve, seek
-from raylt.runs.callbacks.base import Callback, Callbacks
+from raylt.runs.callbacks.base import Callback, Callbacks, checked
 from raylt.runs.callbacks.notebook_progress import progress_display
 from raylt.runs.export import trained_model
 from raylt.runs.export.artefact import choose_client
@@ -159,9 +159,21 @@ class Run:
 
         Raises:
             CheckpointError: the data are not those of the run.
+            DataError: they are not where they were.
         """
         self._check_plugins(self.config)
-        task = build_task(self.config.data, self.split, self._start)
+        try:
+            task = build_task(self.config.data, self.split, self._start)
+        except DataError as error:
+            kind, _, place = located_data(self.config.data, self._start).source.partition(":")
+            if error.code != "data.not-found" or kind not in ("folder", "npz"):
+                raise
+            raise DataError(
+                f"{self.folder}: its data are not where they were ({Path(place).absolute()}). Put them back there, or "
+                "a link to them.",
+                code=error.code,
+                **error.details | {"run": str(self.folder)},
+            ) from None
         self._files.check_data(task)
         return task
 
@@ -362,6 +374,7 @@ class Run:
         Raises:
             CheckpointError: other settings, another process runs it, or no usable checkpoint.
         """
+        callbacks = checked(callbacks)
         before, config = self.config, load(self.folder / "config.yaml", overrides)
         changed = list(differences(settled(before), settled(config)))
         if changed:

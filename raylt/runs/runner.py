@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from raylt.config import Config
+from raylt.config.idle import idle_settings
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Seal
 from raylt.core.checkpoint.frozen import check_frozen
@@ -153,6 +154,8 @@ def _take_steps(
     setup, task = encode(setup, task, callback.on_message)
     if setup.has_random_frozen_parts and not trains_on_features(setup.config.trainable, task.kind):
         callback.on_message(f"the frozen parts of {setup.config.model} are random, since weights is not set")
+    for notice in idle_settings(setup.config):
+        callback.on_message(notice)
     if setup.config.views != Config.model_fields["views"].default and setup.augment is not draw_view:
         callback.on_message(
             f"views = {setup.config.views} has no effect, since only augmented images of a frozen encoder have views"

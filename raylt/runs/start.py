@@ -22,7 +22,7 @@ from raylt.models import try_model
 from raylt.models.split import SplitModel
 from raylt.registry import PluginKind, is_plugin, origins, register, resolve
 from raylt.runs import continuation
-from raylt.runs.callbacks.base import Callback, Callbacks
+from raylt.runs.callbacks.base import Callback, Callbacks, checked
 from raylt.runs.callbacks.notebook_progress import progress_display
 from raylt.runs.folder.writer import Journal
 from raylt.runs.run import Run
@@ -79,6 +79,7 @@ def run(
     """
     if name is not None:
         check_name(name, "name")
+    callbacks = checked(callbacks)
     setup, task, _ = plan_run(configure(what, overrides, settings))
     config = setup.config
     method = setup.method
@@ -187,6 +188,7 @@ def configure(
     keywords = dict(settings or {})
     tree = _tree_of(what)
     named = keywords.pop("method", None)
+    _check_one_method(what, named)
     if isinstance(named, Mapping) and "name" not in named:
         keywords["method"] = named
     elif named is not None:
@@ -202,6 +204,19 @@ def configure(
     else:
         override(tree, overrides)
     return check(Config, tree)
+
+
+def _check_one_method(what: "str | Path | Config | Method", named: Any) -> None:
+    """Check that the first argument of `run` and its keyword `method` do not name two methods."""
+    first = what.name if isinstance(what, Method) else what
+    other = named.get("name") if isinstance(named, Mapping) else named
+    if isinstance(first, str) and first in METHODS and other not in (None, first):
+        raise ConfigError(
+            f"method: two methods are named ({first} and {other}). Leave one out.",
+            code="config.conflict",
+            key="method",
+            value=other,
+        )
 
 
 def _tree_of(what: "str | Path | Config | Method") -> dict[str, Any]:

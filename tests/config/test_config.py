@@ -519,3 +519,14 @@ def test_an_unknown_key_that_a_section_has_is_answered_with_it_alone():
 def test_method_is_immutable():
     with pytest.raises(ValidationError, match="frozen"):
         method_of("method=fedprox").mu = 2
+
+
+def test_a_file_may_have_dotted_keys_and_empty_sections(file):
+    path = file("method: fedprox\nmethod.mu: 0.5\nfederation.rounds: 3\nfederation: {patience: 2}\ndata:\n")
+    config = load(path, ["data.clients=4"])
+    assert (config.method, config.federation.rounds) == ({"name": "fedprox", "mu": 0.5}, 3)
+    assert (config.federation.patience, config.data.clients) == (2, 4)
+    path = file("method: fedavg\nfederation.rounds: 3\nfederation: {rounds: 3}\n")
+    assert "federation.rounds stands in the file twice" in str(refusal(path=path))
+    path = file("method: fedavg\nseed:\n")
+    assert facts(refusal(path=path)) == ("config.wrong-type", "seed", None)

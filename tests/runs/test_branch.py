@@ -7,8 +7,9 @@ from refusals import refused
 from small_runs import make_run
 
 import raylt
+from raylt.config import load
 from raylt.core.checkpoint import checkpoint
-from raylt.core.checkpoint.branch_points import fork
+from raylt.core.checkpoint.branch_points import Fork, fork
 from raylt.errors import CheckpointError, ConfigError
 from raylt.methods import METHODS
 from raylt.registry import resolve
@@ -163,6 +164,12 @@ def test_stage_that_begins_with_the_first_round_is_no_branch(tmp_path):
     other = run.config.model_copy(update={"method": run.config.method | {"retrain_rounds": 5}})
     with pytest.raises(ConfigError, match="first round"):
         fork(run.config, run.method, other, resolve(other).method)
+
+
+def test_fields_of_two_stages_branch_a_run_before_the_earlier_one():
+    changed = ["method.argmax=owned", "method.fa=false"]
+    run, other = (load(None, ["method=bpfed", "federation.rounds=5", *more]) for more in ([], changed))
+    assert fork(run, resolve(run).method, other, resolve(other).method) == Fork("finish", 5)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

@@ -32,12 +32,12 @@ def recorded(tmp_path, tiny_task, monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("round", "client"), [(1, 0), (3, 5)])
+@pytest.mark.parametrize(("round", "client"), [(1, 0), (3, 5), (3, "5")])
 def test_the_reply_is_the_one_of_the_run(recorded, round, client):
     run, replies = recorded
     call = replay(run, round, client, None)
     assert call.function == "train"
-    before = replies[round, client]["model"]
+    before = replies[round, int(client)]["model"]
     assert all(torch.equal(value, before[name]) for name, value in call.reply.tree["model"].items())
     assert ("loss", "float") in {(path, kind) for path, kind, _ in call.entries()}
 
@@ -53,6 +53,12 @@ def test_how_clients_join_is_round_0(recorded, monkeypatch):
 def test_a_round_whose_checkpoint_is_gone_is_refused_with_those_that_are_there(recorded):
     with refused("checkpoint.not-kept", CheckpointError, step=1, rounds=[1, 3, 4]):
         replay(recorded[0], 2, 0, None)
+
+
+def test_a_client_that_does_not_exist_is_named_with_those_that_do(recorded):
+    with refused("client.unknown", ConfigError, client="linz") as caught:
+        replay(recorded[0], 3, "linz", None)
+    assert "0, 1, 2, 3, 5" in str(caught.value)
 
 
 def test_a_call_that_was_not_made_is_named(recorded):

@@ -63,9 +63,10 @@ def test_a_stopped_run_is_resumed_to_the_same_model(made):
 
 def test_the_message_names_the_path_that_was_looked_for(made, tmp_path):
     (tmp_path / "here/digits.npz").unlink()
-    with refused("data.not-found", DataError) as caught:
+    with refused("data.not-found", DataError, run=str(made)) as caught:
         _ = Run.open(made).task
-    assert str(tmp_path / "here/digits.npz") in str(caught.value)
+    assert f"not where they were ({tmp_path / 'here/digits.npz'}). Put them back there" in str(caught.value)
+    assert Run.open(made).model().shape == (8, 8, 1)
 
 
 def test_a_copy_of_run_and_data_is_found_in_the_working_directory(made, tmp_path):

@@ -202,7 +202,23 @@ def test_a_prediction_has_labels_names_and_probabilities(plain):
     assert torch.equal(plain.model().predict(torch.from_numpy(images)).labels, prediction.labels)
 
 
-@pytest.mark.parametrize("change", [lambda x: x.astype("float32"), lambda x: x[..., 0], lambda x: x[0]])
+def test_images_may_stand_in_a_list(plain):
+    images = load_images(plain.task.test.x)[:3]
+    labels = plain.model().predict(images).labels
+    assert torch.equal(plain.model().predict(list(images)).labels, labels)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.astype("float32"),
+        lambda x: x[..., 0],
+        lambda x: x[0],
+        lambda x: "photo.png",
+        lambda x: None,
+        lambda x: [x[0], x[1][:2]],
+    ],
+)
 def test_images_of_another_type_or_shape_are_refused(plain, change):
     with pytest.raises(DataError, match=r"^images: .*Give uint8 \[n, H, W, 1\]"):
         plain.model().predict(change(load_images(plain.task.test.x)[:3]))

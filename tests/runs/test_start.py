@@ -128,7 +128,7 @@ def test_the_given_configuration_is_left_as_it_is():
         ({"local": 3}, "^local.*3"),
         ({"data": 3}, "^data.*3"),
         ({"rounds": "many"}, r"federation\.rounds.*many"),
-        ({"method": "fedavg", "mu": 3}, "^mu"),
+        ({"method": "fedavg", "mu": 3}, "^method.*fedprox and fedavg"),
         ({"overrides": ["rounds"]}, "key=value"),
         ({"fleet": "slurm"}, "^fleet.*slurm"),
         ({"name": "a/b"}, "^name.*a/b"),
@@ -240,3 +240,23 @@ def test_a_method_of_ones_own_runs_as_a_value_and_is_read_again(tmp_path):
     run = raylt.run(Mine(mu=0.5), out=tmp_path, name="one", fleet="local", quiet=True, **SMALL)
     assert run.summary["method"] == "mine_of_this_test"
     assert raylt.Run.open(tmp_path / "one").method == Mine(mu=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "value"),
+    [
+        ({"callbacks": raylt.Callback}, "callbacks", repr(raylt.Callback)),
+        ({"callbacks": [print]}, "callbacks", repr(print)),
+        ({"callbacks": "abc"}, "callbacks", "'abc'"),
+        ({"overrides": "local.lr=0.2"}, "overrides", "local.lr=0.2"),
+        ({"method": {"name": "fedavg"}}, "method", "fedavg"),
+        ({"method": "fedavg"}, "method", "fedavg"),
+        ({"mu": 0.1, "method": {"mu": 0.2}}, "method.mu", 0.1),
+        ({"lr": 0.1, "local": {"lr": 0.2}}, "local.lr", 0.1),
+    ],
+)
+def test_arguments_of_a_wrong_kind_or_given_twice_are_refused(settings, key, value, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        raylt.run("fedprox", data="digits", fleet="local", out=tmp_path / "runs", quiet=True, **settings)
+    assert (caught.value.details["key"], caught.value.details["value"]) == (key, value)
+    assert not (tmp_path / "runs").exists()

@@ -233,7 +233,7 @@ def test_a_stopped_trial_is_told_to_stop_and_each_trial_has_one_line(tmp_path):
     assert loop.add_scores(first, [Score(1, "round", 0.5, 0, {}, {})])
     assert not loop.add_scores(second, [Score(1, "round", 0.4, 0, {}, {})])
     loop.close_trial(third, "out of memory")
-    for id in (second, first, first):  # whoever runs the trials may say it twice
+    for id in (second, first, first):  # the one that runs the trials may say it twice
         loop.add_scores(first, [Score(3, "round", 0.5, 0, {}, {}), Score(9, "final", 0.6, 0, {}, {})])
         loop.close_trial(id, None)
     assert ends == [(third, "failed", None, 1), (second, "stopped", first, 2), (first, "done", first, 3)]

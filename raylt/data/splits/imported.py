@@ -82,7 +82,7 @@ def _lists_in(path: Path, content: bytes) -> dict[str, _Lists] | None:
         raise _malformed(path, str(doubled)) from None
     except (ValueError, RecursionError) as error:
         raise _malformed(path, f"it is not JSON ({' '.join(str(error).split())})") from None
-    if isinstance(tree, Mapping) and ("seal" in tree or "labels_sha256" in tree or not tree):
+    if isinstance(tree, Mapping) and ("seal" in tree or "labels_sha256" in tree):
         return None
     return _from_json(path, tree)
 
@@ -93,10 +93,12 @@ def _from_json(path: Path, tree: Any) -> dict[str, _Lists]:
         judged = tree.get("judged", [])
         tree = tree["clients"]
     if isinstance(tree, Mapping) and "user_data" in tree:
-        users = tree.get("users")
+        users, sizes = tree.get("users"), tree.get("num_samples")
         tree = {user: _leaf(path, user, data) for user, data in _mapping(path, tree["user_data"]).items()}
         if users is not None and (not isinstance(users, list) or sorted(map(str, users)) != sorted(tree)):
             raise _malformed(path, f"users and user_data do not have the same names ({shortened(users)})")
+        if users is not None and sizes is not None and sizes != [len(tree[str(user)].train) for user in users]:
+            raise _malformed(path, f"num_samples are not the numbers of rows of its users ({shortened(sizes)})")
     elif isinstance(tree, list):
         tree = {str(k): each for k, each in enumerate(tree)}
     lists = {str(name): _client(path, name, each) for name, each in _mapping(path, tree).items()}
@@ -144,6 +146,8 @@ def _from_csv(path: Path, text: str) -> dict[str, _Lists]:
     lists: dict[str, _Lists] = {}
     for number, line in enumerate(table, start=2):
         part = line.get("part") or "train"
+        if None in line:  # where DictReader puts what has no column
+            raise _malformed(path, f"line {number} has more values than there are columns")
         if not line["client"]:
             raise _malformed(path, f"line {number} names no client")
         if part not in PARTS:
@@ -167,6 +171,7 @@ def _split_of(path: Path, lists: dict[str, _Lists], source: Source, config: Data
     names = sorted(lists, key=int) if all(map(ROW.fullmatch, lists)) else list(lists)
     clients = [_rows(path, name, lists[name].train, source, lists[name].labels) for name in names]
     tested = [_rows(path, name, lists[name].test, source) for name in names]
+    _check_once(path, names, [*clients, *tested])
     test = share = pooled = None
     if any(map(len, tested)):
         if len(source.y_test):
@@ -207,18 +212,40 @@ def _rows(
         DataError: they are no row numbers of the source, or their labels are others than the source's.
     """
     count = len(source.y_train)
-    for wrong in (row for row in rows if type(row) is not int or not 0 <= row < count):
-        raise _malformed(
-            path,
-            f"the client {shortened(name)} has a row outside 0 to {count - 1}, the training images "
-            f"({shortened(wrong)})",
-        )
+    for row in rows:
+        if type(row) is not int:
+            raise _malformed(path, f"the client {shortened(name)} has a row that is no whole number ({row!a:.80})")
+        if not 0 <= row < count:
+            raise _malformed(
+                path, f"the client {shortened(name)} has a row outside 0 to {count - 1}, the training images ({row})"
+            )
     array = np.array(rows, dtype=np.int64)
     if labels is not None and source.kind == "classification" and load(source.y_train)[array].tolist() != list(labels):
         raise _malformed(
             path, f"the labels y of a client differ from those of its rows x in {source.name} ({shortened(name)})"
         )
     return np.sort(array)
+
+
+def _check_once(path: Path, names: Sequence[str], lists: Sequence[np.ndarray]) -> None:
+    """Check that no row is listed twice, and that there is one.
+
+    Args:
+        names: of the clients.
+        lists: the rows of each client for training, then those of each for its test.
+    """
+    rows = np.concatenate(lists)
+    if not len(rows):
+        raise _malformed(path, "its clients have no row")
+    owners = np.repeat(np.arange(len(lists)) % len(names), [len(each) for each in lists])
+    order = np.argsort(rows, kind="stable")
+    twice = np.flatnonzero(np.diff(rows[order]) == 0)
+    if not len(twice):
+        return
+    first, second = order[twice[0]], order[twice[0] + 1]
+    both = (names[int(owners[k])] for k in (first, second))
+    of = " and ".join(dict.fromkeys(f"the client {shortened(name)}" for name in both))
+    raise _malformed(path, f"row {rows[first]} is listed twice, by {of}. Leave it in one list")
 
 
 def shortened(value: Any) -> str:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raylt.errors import ConfigError
+
 if TYPE_CHECKING:  # an observer of a search need not wait for torch
     from raylt.config import Config
     from raylt.core.experiment import RoundReport
@@ -193,3 +195,22 @@ class Callbacks(Callback):
     def _each(self, call: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:
             call(callback)
+
+
+def checked(callbacks: Any) -> Sequence[Callback]:
+    """Return callbacks that a user gave.
+
+    Raises:
+        ConfigError: they are no sequence, or one of them is not a callback.
+    """
+    is_list = isinstance(callbacks, Sequence) and not isinstance(callbacks, str)
+    wrong = [each for each in callbacks if not isinstance(each, Callback)] if is_list else [callbacks]
+    if not wrong:
+        return callbacks
+    raise ConfigError(
+        f"callbacks: is not a list of callbacks ({wrong[0]!r}). Give objects of subclasses of raylt.Callback, as in "
+        "callbacks=[MyCallback()].",
+        code="config.wrong-type",
+        key="callbacks",
+        value=repr(wrong[0]),
+    )

@@ -75,6 +75,7 @@ def try_images(
     files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, depth: int | None = None
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Return the images that can be decoded, and the error texts of those that cannot, by index in `files`."""
+    _check_channels(shape)
     images = []
     faults: dict[int, str] = {}
     for index, file in enumerate(files):
@@ -94,19 +95,23 @@ def load_image(file: Path | bytes, shape: tuple[int, int, int], fit: Fit, depth:
     """Decode an image file, or the bytes of one, to uint8 [H, W, channels]; see `load_images`.
 
     Raises:
-        DataError: it cannot be decoded.
+        DataError: it cannot be decoded, or the model takes no image files.
     """
     from PIL import Image
 
     height, width, channels = shape
-    if channels not in (1, 3):
-        raise DataError(
-            f"{'image' if isinstance(file, bytes) else file}: image files have 1 or 3 channels, the model takes "
-            f"{channels}. Give arrays to raylt.load_model(...).predict.",
-            code="data.wrong-shape",
-            channels=channels,
-        )
+    _check_channels(shape)
     if height == width:
         return fitted_image(file, height, channels, fit, depth)
     image = flat_image(file, depth).convert("L" if channels == 1 else "RGB")
     return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR)).reshape(shape)
+
+
+def _check_channels(shape: tuple[int, int, int]) -> None:
+    if shape[2] not in (1, 3):
+        raise DataError(
+            f"images: image files have 1 or 3 channels, and the model takes {shape[2]}. Give arrays to "
+            "raylt.load_model(...).predict.",
+            code="data.wrong-shape",
+            channels=shape[2],
+        )

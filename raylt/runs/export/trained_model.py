@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -173,7 +174,17 @@ def uint8_images(images: Any, shape: tuple[int, int, int]) -> Tensor:
     Raises:
         DataError: the images have another type or number of channels.
     """
-    x = images if isinstance(images, Tensor) else view(images) if hasattr(images, "dtype") else torch.as_tensor(images)
+    try:
+        x = images if isinstance(images, Tensor) else view(np.asarray(images))
+    except (TypeError, ValueError):  # such as a path, or images of several sizes
+        given = repr(images) if isinstance(images, str) else f"a {type(images).__name__}"
+        raise DataError(
+            f"images: are not an array of numbers ({given}). Give uint8 [n, H, W, {shape[2]}]; image files are "
+            "for raylt predict.",
+            code="data.wrong-shape",
+            value=given,
+            channels=shape[2],
+        ) from None
     if x.dtype != torch.uint8 or x.ndim != 4 or x.shape[3] != shape[2]:
         given = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
         raise DataError(

@@ -120,6 +120,13 @@ def test_clients_may_have_test_images_of_their_own(tmp_path):
         ([[0, -1]], "(-1)"),
         ([[0.0]], "(0.0)"),
         ([[True]], "(True)"),
+        ([["0"]], "no whole number ('0')"),
+        ([[0, 1], [2, 1]], "row 1 is listed twice, by the client 0 and the client 1"),
+        ({"a": {"train": [3, 0, 3]}}, "row 3 is listed twice, by the client a."),
+        ([[], []], "its clients have no row"),
+        ({}, "it has no client"),
+        ({"users": ["a"], "num_samples": [2], "user_data": {"a": {"x": [0]}}}, "num_samples are not"),
+        ("sample,client\n0,a\n1,b,2\n", "line 3 has more values"),
         ({"a": 3}, "the client a"),
         ({"a": {"train": [0], "test": [1]}}, "test images of its own"),
         ({"clients": [[0]], "judged": ["0"]}, "at least one must train"),
@@ -139,11 +146,6 @@ def test_lists_that_do_not_fit_are_refused(npz, content, words):
     with refused("data.malformed", DataError, path=str(npz.parent / "lists.json")) as caught:
         imported(npz, content)
     assert words in str(caught.value)
-
-
-def test_a_row_in_two_lists_is_refused(npz):
-    with refused("data.split-mismatch"):
-        imported(npz, [[0, 1], [1, 2]])
 
 
 def test_a_pickle_is_not_read(npz):
@@ -207,9 +209,9 @@ def test_a_client_has_a_name_that_tables_have_room_for(tmp_path):
 def test_a_row_twice_in_one_list_is_refused_where_a_test_part_is_drawn(tmp_path):
     lists = [[*range(6), 0, 1, 2, 3, 4, 5], [*range(6, 12)]]
     (tmp_path / "lists.json").write_text(json.dumps(lists))
-    with refused("data.split-mismatch") as caught:
+    with refused("data.malformed") as caught:
         build_task(DataConfig(**pets(tmp_path), split=str(tmp_path / "lists.json")))
-    assert "a sample more than once" in str(caught.value)
+    assert "row 0 is listed twice, by the client 0." in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from raylt.runs.export import artefact, graph_formats, trained_model
 from raylt.runs.export.evaluate import Evaluation
 from raylt.runs.export.export import card_of
 from raylt.runs.export.load import load_image, load_images
+from raylt.runs.export.model_card import model_card
 from raylt.runs.verify import verify
 
 CASES = [(name, "classification") for name in METHODS] + [(name, "segmentation") for name in ("fedavg", "mupfl")]
@@ -122,8 +123,19 @@ def test_a_file_says_what_it_is(plain):
     assert about["versions"]["torch"] == torch.__version__
 
 
+def test_a_file_has_the_rounds_and_the_clients_figures_after_the_last_phase(folder):
+    run = make_tiny_run(folder, "bpfed", "data.partition=by_id", name="last phase")
+    about = artefact.read(raylt.export(run)).description
+    assert (len(run.reports), about["rounds"]) == (3, 2)
+    assert about["tests"] == run.summary["tests"]
+    first, last = (run.reports[place]["by_client"] for place in (0, -1))
+    assert first != last
+    for entry in about["clients"]:
+        assert entry["figures"] == {kind: values[entry["id"]] for kind, values in last.items()}
+
+
 @pytest.mark.parametrize("depth", [None, 12])
-def test_an_exported_model_scales_deep_images_as_its_training_did(tmp_path, depth):
+def test_an_exported_model_prepares_images_and_scales_deep_ones_as_its_training_did(tmp_path, depth):
     for name, level in (("dark", 400), ("light", 3000)):
         for i in range(6):
             for part in ("train", "test"):
@@ -135,6 +147,7 @@ def test_an_exported_model_scales_deep_images_as_its_training_did(tmp_path, dept
         source=f"folder:{tmp_path / 'scans'}",
         root=str(tmp_path / "root"),
         size=8,
+        fit="pad",
         depth=depth,
         clients=2,
         partition="iid",
@@ -147,7 +160,7 @@ def test_an_exported_model_scales_deep_images_as_its_training_did(tmp_path, dept
     level = 3003 * 255 / (65535 if depth is None else 4095)
     for path in (raylt.export(run), raylt.export(run, tmp_path / "it.pt2", format="pt2")):
         model = raylt.load_model(path)
-        assert model.depth == depth
+        assert (model.depth, model.fit) == (depth, "pad")
         images = load_images([file], model.shape, model.fit, model.depth)
         assert np.abs(images - level).max() < 1
     assert (load_images([file], (8, 16, 1), "crop", depth) == images[0, 0, 0, 0]).all()
@@ -196,6 +209,25 @@ def test_a_model_card_is_written_next_to_the_file(plain, personal):
     assert "\n| bregenz |" in card
 
 
+def test_a_model_card_has_fifty_clients_and_what_their_figures_are_based_on(personal):
+    about = artefact.read(raylt.export(personal)).description
+    figures = {"matched": 0.25, "local": 0.5}
+    clients = [{"id": id, "name": f"c{id}", "own": {}, "figures": figures, "tested": 7} for id in range(51)]
+    about |= {"clients": clients, "model": "a``b", "tests": about["tests"] | {"thresholds": [3, 9]}}
+    card = model_card(about, "it.safetensors")
+    assert "| client | local, n | matched |\n" in card
+    assert "\n| c49 | 50.00 %" in card
+    assert "| c50 |" not in card
+    assert "and 1 more" in card
+    assert "more than 9 training samples (many), 3 to 9 (medium) and fewer than 3 (few)" in card
+    assert "Network ``` a``b ```, trained" in card
+
+
+def test_the_shares_of_a_label_map_are_those_of_its_pixels():
+    labels, probabilities = torch.tensor([[[0, 0], [0, 1]]]), torch.full((1, 2, 2, 2), 0.5)
+    assert trained_model.Prediction(labels, probabilities, ("a", "b")).shares == [{"a": 0.75, "b": 0.25}]
+
+
 def test_entries_that_all_clients_share_stand_once(personal):
     with safe_open(raylt.export(personal), framework="pt") as file:
         names = set(file.keys())
@@ -212,6 +244,22 @@ def test_values_that_some_clients_share_stand_once():
         values.add(id, {"a": value, "b": torch.ones(())})
     assert values.tensors().keys() == {"a@0", "a@2", "b"}
     assert [values.own_of(id) for id in range(3)] == [{"a": 0}, {"a": 0}, {"a": 2}]
+    values.add(3, {"a": same})
+    assert values.tensors().keys() == {"a@0", "a@2", "b@0"}
+    assert [values.own_of(id) for id in (2, 3)] == [{"a": 2, "b": 0}, {"a": 0}]
+
+
+def test_a_name_comes_before_an_id_and_of_two_clients_of_a_name_the_first():
+    choices = [(0, "2"), (1, "a"), (2, "a")]
+    assert [artefact.choose_client(client, choices, "it") for client in ("2", "a", 2, "1")] == [0, 1, 0, 1]
+
+
+def test_an_exported_file_of_a_model_that_diverged_is_refused(plain, tmp_path):
+    made = artefact.read(raylt.export(plain, tmp_path / "model.safetensors"))
+    made.tensors["classifier.bias"][0] = torch.nan
+    artefact.write(made.path, made.tensors, made.description)
+    with refused("model.not-finite", CheckpointError, entry="classifier.bias"):
+        raylt.load_model(made.path)
 
 
 # models of clients
@@ -252,8 +300,9 @@ def test_a_client_named_in_another_way_is_answered_with_the_name_that_is_like_it
 
 
 def test_an_evaluation_says_how_many_images_of_each_class_were_tested():
-    figures = Evaluation(("a", "b"), torch.tensor([[4, 3], [1, 2]]), {}).to_json()["classes"]
-    assert [(entry["class"], entry["tested"]) for entry in figures] == [("a", 7), ("b", 3)]
+    figures = Evaluation(("a", "b"), torch.tensor([[4, 3], [1, 2]]), {}).to_json()
+    assert [(entry["class"], entry["tested"]) for entry in figures["classes"]] == [("a", 7), ("b", 3)]
+    assert (figures["accuracy"], figures["macro"]) == pytest.approx((6 / 10, (4 / 7 + 2 / 3) / 2))
 
 
 # the file in another process, without the run
@@ -505,3 +554,9 @@ def test_an_image_for_a_model_of_another_shape_is_resized_without_a_cut(tmp_path
     assert image.shape == (40, 20, 3)
     assert (image[:, :3] > 200).all()
     assert (image[:, 6:] < 50).all()
+
+
+def test_image_files_are_refused_for_a_model_of_two_channels_before_they_are_opened(tmp_path):
+    with refused("data.wrong-shape", DataError, channels=2) as caught:
+        load_images([tmp_path / "none.png"], (8, 8, 2), "crop")
+    assert str(caught.value).count("Give arrays") == 1
