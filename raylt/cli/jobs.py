@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from raylt.cli.options import Format, config_of, err, out, print_json
-from raylt.errors import ConfigError, RayltError, quoted
+from raylt.errors import ConfigError, quoted
 from raylt.own_code.top_level_names import claim
 
 RUNS = "~/raylt/runs"  # on the cluster
@@ -88,7 +88,7 @@ def stop(
     with connect(address) as jobs:
         job = jobs.find(run)
         if job.state in ENDED:
-            raise RayltError(
+            raise ConfigError(
                 f"{job.id}: the job has already ended ({job.state}). Name a running job or run.",
                 code="run.not-running",
                 job=job.id,

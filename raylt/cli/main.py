@@ -161,7 +161,9 @@ def main() -> None:
         if isinstance(error, OSError) and error.filename is not None:
             # an error of the operating system about a path from the user
             path = os.fsdecode(error.filename)
-            error = ConfigError(f"{path}: {error.strerror}", code="file.unreadable", path=path)
+            error = ConfigError(
+                f"{path}: {error.strerror}. Check the path and its permissions.", code="file.unreadable", path=path
+            )
         if isinstance(error, RayltError):
             err.print(f"error [{error.code}]: {error}", soft_wrap=True)
             code = error.exit_code

@@ -211,6 +211,8 @@ def _set(tree: dict[str, Any], setting: str) -> None:
             key=key,
             value=text,
         ) from None
+    if isinstance(value, dict) and not text.lstrip().startswith("{"):  # such as model=torchvision:
+        value = text
     assign(tree, key, value)
 
 
@@ -265,7 +267,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "string_too_long": ("config.out-of-range", "is too long"),
     "list": ("config.wrong-type", "is not a list"),
     "tuple": ("config.wrong-type", "is not a list"),
-    "too_": ("config.wrong-type", "has the wrong number of values"),
+    "too_short": ("config.wrong-type", "has too few values"),
+    "too_long": ("config.wrong-type", "has too many values"),
     "model": ("config.wrong-type", "is not a mapping of settings"),
     "dict": ("config.wrong-type", "is not a mapping"),
 }

@@ -5,7 +5,7 @@ It is a file in the run folder, so it reaches a run on another machine that shar
 
 from pathlib import Path
 
-from raylt.errors import RayltError, quoted
+from raylt.errors import ConfigError, quoted
 from raylt.runs.folder.reader import is_locked
 from raylt.store import Folder
 
@@ -21,10 +21,10 @@ def ask_to_stop(folder: Path) -> None:
 
     Raises:
         CheckpointError: the folder cannot be written to.
-        RayltError: no process is running it.
+        ConfigError: no process is running it.
     """
     if not is_locked(folder):
-        raise RayltError(
+        raise ConfigError(
             f"{folder}: no process is running this. Look at it with raylt ls {quoted(folder.parent)}.",
             code="run.not-running",
             path=str(folder),

@@ -107,7 +107,7 @@ def test_split_that_cannot_be_written_or_read_is_refused(raylt, tmp_path):
     refused(raylt("data", "--export", tmp_path / "absent" / "split.json"), "--export", "absent")
     refused(raylt("data", "--import", tmp_path / "absent.json"), "absent.json", "exists")
     (tmp_path / "other.json").write_text("{}")
-    refused(raylt("data", "--import", tmp_path / "other.json"), "other.json", "not a split")
+    refused(raylt("data", "--import", tmp_path / "other.json"), "other.json", "no client")
 
 
 @pytest.mark.slow

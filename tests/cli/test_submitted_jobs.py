@@ -93,6 +93,7 @@ def test_stopping_a_run_that_is_not_running_says_so(raylt, tmp_path):
     run.mkdir()
     (run / "config.yaml").write_text("{method: {name: fedavg}}")
     ended = raylt("stop", run)
+    assert ended.code == 2
     assert "[run.not-running]" in ended.err
 
 

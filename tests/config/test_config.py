@@ -521,6 +521,10 @@ def test_method_is_immutable():
         method_of("method=fedprox").mu = 2
 
 
+def test_a_value_that_ends_with_a_colon_is_a_text():
+    assert load(None, [FEDAVG, "model=torchvision:"]).model == "torchvision:"
+
+
 def test_a_file_may_have_dotted_keys_and_empty_sections(file):
     path = file("method: fedprox\nmethod.mu: 0.5\nfederation.rounds: 3\nfederation: {patience: 2}\ndata:\n")
     config = load(path, ["data.clients=4"])

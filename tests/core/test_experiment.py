@@ -198,6 +198,7 @@ def test_global_model_is_judged_every_so_many_rounds_and_after_the_last(build, e
     for r in reports:
         assert r.accuracy == r.global_accuracy
         assert (r.groups is None) == (r.clients is None) == (r.accuracy is None)
+        assert (r.by_client is None) == (r.step < 5)
 
 
 def test_figures_of_a_report_equal_a_loop_over_the_test_set(build, tiny_task):

@@ -143,6 +143,23 @@ def test_figures_are_those_of_the_models_that_they_settled_with(tiny_task, tmp_p
     assert figures["worst_decile"] == pytest.approx(min(values["matched"]))
 
 
+def test_one_that_cannot_settle_is_not_judged(tiny_task, tmp_path):
+    class Picky(FedPer):
+        name: ClassVar[str] = "picky"
+
+        def settle(self, client, message):
+            assert client.id != 0
+            super().settle(client, message)
+
+    method, task = Picky(), late(tiny_task, 0, 1)
+    experiment = run(task, tmp_path, method, rounds=1, federation={"retries": 0, "quorum": 0.5})
+    client = joined(experiment, method, 1)
+    model = judged_model(method, client, judged_entries(experiment.server, method))
+    matrix = client.test.counts(model, method.predict, 500).all
+    expected = metrics.matched_accuracy(matrix, torch.from_numpy(task.client_counts[1])).item()
+    assert experiment.server.figures["new_clients"]["matched"] == pytest.approx(expected)
+
+
 def test_of_a_global_method_they_use_the_global_model(tiny_task, tmp_path):
     task = late(tiny_task, 1, 5)
     experiment = run(task, tmp_path, FedAvg(), rounds=2)

@@ -130,3 +130,18 @@ def test_judging_that_broke_off_is_taken_up_again(tiny_task, tmp_path):
     again = tests.counts(model, FedPer().predict, 5).all
     assert torch.equal(again, fresh.counts(model, FedPer().predict, 5).all)
     assert whole.sum() == again.sum()
+
+
+def test_a_prediction_from_changed_images_has_their_features_and_not_those_that_are_kept(tiny_task, tmp_path):
+    experiment, _ = run(tiny_task, tmp_path, FedPer(), federation={"rounds": 1})
+    model = experiment.fleet._host.model
+    tests = EvaluationSet(tiny_task.test, tiny_task.spec, torch.device("cpu"))
+    same = []
+
+    def predict(judged, x):
+        answers = judged(-x)
+        same.append(torch.equal(answers, model(-x)))
+        return answers
+
+    tests.counts(model, predict, 50)
+    assert same == [True]

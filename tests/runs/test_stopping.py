@@ -5,7 +5,7 @@ from refusals import refused
 
 import raylt
 from raylt.config import load
-from raylt.errors import RayltError
+from raylt.errors import ConfigError
 from raylt.runs.folder.reader import Files
 from raylt.runs.stopping import FILE, StopAsked, ask_to_stop
 
@@ -52,5 +52,5 @@ def test_a_request_during_the_last_step_changes_nothing(tmp_path):
 
 def test_a_run_without_a_process_cannot_be_stopped(tmp_path):
     run = start(tmp_path, "run")
-    with refused("run.not-running", RayltError, path=str(run.folder)):
+    with refused("run.not-running", ConfigError, path=str(run.folder)):
         ask_to_stop(run.folder)

@@ -284,6 +284,26 @@ def test_local_validation_is_on_the_images_taken_from_each_client(method, tmp_pa
     assert figures["worst_decile"] == pytest.approx(min(means))
 
 
+def test_validation_is_of_the_clients_that_train_by_the_classes_that_they_own(tmp_path):
+    config = load(None, ["data.validation=0.3", "data.clients=5", "data.new_clients=2", "method=fedavg"])
+    task = build_task(config.data)
+    experiment = make_experiment(config, task, tmp_path)
+    for _ in range(2):
+        experiment.step()
+    figures = validate(experiment.method, experiment.server, experiment.fleet, task)
+    samples = Samples(task.validation, task.spec, torch.device("cpu"))
+    batch = samples.batch(torch.arange(len(samples)))
+    with torch.no_grad():
+        right = (experiment.server.model.eval()(batch.x).argmax(1) == batch.y).double()
+    recalls = torch.stack([right[batch.y == c].mean() for c in range(task.classes)])
+    counts = torch.from_numpy(task.client_counts)[experiment.fleet.ids]
+    assert len(counts) == 3
+    assert figures["owned"] == pytest.approx(np.mean([recalls[n > 0].mean() for n in counts]))
+    assert figures["matched"] == pytest.approx(np.mean([(recalls * n).sum() / n.sum() for n in counts]))
+    local = [right[task.validation_clients == id].mean() for id in experiment.fleet.ids]
+    assert figures["local"] == pytest.approx(np.mean(local))
+
+
 def test_a_search_of_personal_methods_goes_by_the_clients_own_images():
     config = load(None, ["method=fedper"])
     local = config.model_copy(update={"federation": config.federation.model_copy(update={"batchnorm": "local"})})

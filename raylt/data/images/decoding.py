@@ -229,7 +229,7 @@ def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -
     high = float(pixels.max())
     if depth is None and pixels.dtype.kind != "f" and bits > 16 and low >= 0:
         raise ValueError(
-            "greys of more than 16 bits, which have no usual full scale: set data.depth to the bits of an image"
+            "a type of more than 16 bits, which has no usual full scale: set data.depth to the bits of an image"
         )
     full_scale = 1.0 if pixels.dtype.kind == "f" else float(2**bits - 1)
     white = full_scale if depth is None else float(2**depth - 1)

@@ -69,7 +69,7 @@ class ListedRun:
 def listing(folder: Path) -> list[ListedRun]:
     """List the runs and studies in a folder, newest first.
 
-    In the folder of a study its runs are listed; in other folders they are counted.
+    In the folder of a study its runs are listed; in other folders they are counted. A run's folder lists that run.
 
     Raises:
         ConfigError: no such folder.
@@ -80,6 +80,8 @@ def listing(folder: Path) -> list[ListedRun]:
             code="file.not-found",
             path=str(folder),
         )
+    if (folder / "config.yaml").is_file():
+        return [_run(folder, folder.name)]
     if (folder / STUDY).is_file():
         entries = [_run(run, str(run.relative_to(folder))) for run in _runs(folder)]
     else:

@@ -12,9 +12,12 @@ from tiny import CPU, configure, make_experiment
 import raylt
 from raylt import Run, metrics
 from raylt.core.checkpoint.checkpoint import hash_tensors
-from raylt.core.evaluation import counts
+from raylt.core.client import Reply
+from raylt.core.evaluation import client_models, counts
 from raylt.core.evaluation.counts import CountsByClient, Matrices
+from raylt.core.fleet.schema import Schema
 from raylt.data.samples import IGNORED, Batch, Samples
+from raylt.data.task import Shard
 from raylt.errors import CheckpointError
 from raylt.methods.fedavg import FedAvg
 from raylt.runs.verify import verify
@@ -121,6 +124,14 @@ def test_many_classes_take_no_more_memory_than_the_test_set_has_labels():
     assert counts.cell_type(1000, 2**31) == counts.cell_type(46_341, 1) == torch.int64
 
 
+def test_a_client_sends_no_more_cells_than_the_test_set_has_labels():
+    few = Shard(np.zeros((3, 1, 1, 1), dtype=np.uint8), np.array([0, 1, 1]))
+    cells = torch.tensor([[0, 1], [7, 1], [8, 1], [9, 0]], dtype=torch.int32)
+    schema = Schema({"confusion": client_models.counts_on(few, 5)}, {0: 2})
+    assert schema.fault(0, Reply(2, {"confusion": cells[:3]})) is None
+    assert schema.fault(0, Reply(2, {"confusion": cells})).code == "reply.wrong-shape"
+
+
 def test_counts_in_the_form_of_earlier_versions_are_read(tmp_path):
     dense, shared = random_counts(3, 5, 9), torch.eye(5, dtype=torch.int64)
     stacked = torch.stack(list(dense.values()))
@@ -201,6 +212,13 @@ def test_predictions_for_pixels_without_a_label_are_not_counted_as_no_numbers():
     judged = counts.Counts(2, CPU)
     judged.add(torch.full((1, 2, 2, 2), torch.nan), Batch(torch.empty(0), labels, torch.tensor([0])))
     assert judged.not_numbers == 2
+
+
+def test_all_predictions_of_a_client_may_be_no_numbers_but_not_more_than_there_are_labels(tiny_task):
+    labels = len(tiny_task.test)
+    condition = client_models.not_numbers_on(tiny_task.test).condition
+    assert condition(labels) is None
+    assert condition(labels + 1) == f"is more than the {labels} labels"
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["global", "personal"])

@@ -163,6 +163,8 @@ def test_a_client_cannot_say_what_it_is_not_judged_on(made):
     assert condition(1, moved) == "has more counts on the client's own test images than on all"
     assert condition(1, honest.flip(0)) == "has no ascending cells of the matrix"
     assert condition(1, honest + torch.tensor([4, 0, 0])) == "has no ascending cells of the matrix"
+    twice = torch.cat([honest[:1] - torch.tensor([0, 1, 0]), torch.tensor([[0, 1, 0]]), honest[1:]])
+    assert condition(1, twice) == "has no ascending cells of the matrix"
     negative = torch.cat([honest, torch.tensor([[15, -1, -1]])])
     assert condition(1, negative[negative[:, 0].argsort()].unique(dim=0)[1:]) is not None
 

@@ -174,6 +174,7 @@ def test_listing_has_runs_and_counts_those_of_a_study(tmp_path, run):
     assert (entries["run"].state, entries["run"].accuracy, entries["run"].progress) == ("done", 0.2, "3/3")
     assert (entries["study"].state, entries["study"].progress) == ("stopped", "1/3 runs")
     assert {entry.name for entry in listing(tmp_path / "study")} == {"fedavg/seed-0", "fedavg/seed-1"}
+    assert [entry.name for entry in listing(tmp_path / "study/fedavg/seed-0")] == ["seed-0"]
 
 
 def test_a_study_of_somebody_else_is_listed_and_nothing_waits_or_is_followed(tmp_path, run):
