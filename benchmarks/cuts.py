@@ -328,6 +328,37 @@ def demonstration() -> Measured:
     return time.process_time(), [run.summary["model_sha256"], run.summary["accuracy"]["last"]]
 
 
+def cost_of_run(method: str, **settings: Any) -> tuple[float, str]:
+    """Return the CPU seconds of a run on the digits and its model's hash; `__` in a setting stands for a dot."""
+    import raylt
+
+    overrides = {key.replace("__", "."): value for key, value in settings.items()}
+    start = time.process_time()
+    run = raylt.run(method, data="digits", fleet="local", out=".", quiet=True, overrides=overrides)
+    return time.process_time() - start, run.summary["model_sha256"]
+
+
+def difference(method: str, longer: dict[str, Any], shorter: dict[str, Any], **settings: Any) -> Measured:
+    """Measure what a longer run takes beyond a shorter one, after a first run that imports everything."""
+    cost_of_run(method, **settings, **shorter)
+    short, _ = cost_of_run(method, **settings, **shorter)
+    long, model = cost_of_run(method, **settings, **longer)
+    return long - short, model
+
+
+def listing() -> Measured:
+    """Measure `raylt ls` of one run, from the start of Python."""
+    cost_of_run("fedavg", federation__rounds=1)
+
+    def of_children() -> float:
+        times = os.times()
+        return times.children_user + times.children_system
+
+    start = of_children()
+    done = subprocess.run([sys.executable, "-m", "raylt", "ls", "."], check=True, capture_output=True, text=True)
+    return of_children() - start, bool(done.stdout)
+
+
 CASES: dict[str, Callable[[], Measured]] = {
     "fit_classifier, d = 64": lambda: fit(64, 10, 100),
     "fit_classifier, d = 512": lambda: fit(512, 100, 100),
@@ -338,6 +369,26 @@ CASES: dict[str, Callable[[], Measured]] = {
     "rand_augment": lambda: augmentation("rand_augment"),
     "short runs of nine methods": short_runs,
     "demonstration": demonstration,
+    "raylt ls": listing,
+    "100 steps of SFD's synthesis": lambda: difference(
+        "sfd",
+        {"method__synthesis_steps": 110},
+        {"method__synthesis_steps": 10},
+        method__rf_dim=1000,
+        federation__rounds=1,
+        local__epochs=1,
+    ),
+    "SFD's training, ten rounds": lambda: difference(
+        "sfd", {"federation__rounds": 11}, {"federation__rounds": 1}, method__safs=False, data__clients=5
+    ),
+    "judging 100 clients, ten rounds": lambda: difference(
+        "fedavg",
+        {"evaluation__every": 1},
+        {"evaluation__every": 11},
+        data__clients=100,
+        federation__rounds=11,
+        federation__participation=0.02,
+    ),
 }
 
 
