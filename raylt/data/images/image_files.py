@@ -1,6 +1,7 @@
 """Search for image files below a folder, with a record of all other files and folders."""
 
 import os
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -152,8 +153,10 @@ def plain_name(folder: Path, name: str) -> str:
     """
     name = unicodedata.normalize("NFC", name)
     if not name.isprintable():
+        encoding = sys.getfilesystemencoding()  # of the locale, which may be older than the folder
+        remedy = "Rename it" if encoding == "utf-8" else f"Set PYTHONUTF8=1, since names are read as {encoding}"
         raise DataError(
-            f"{folder}: the name of a folder has characters that cannot be printed ({name!a}). Rename it.",
+            f"{folder}: the name of a folder has characters that cannot be printed ({name!a}). {remedy}.",
             code="data.bad-name",
             path=shown_name(folder),
         )
