@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = 130  # exit code of a command that a signal has stopped
@@ -35,9 +35,10 @@ def stop_on_signals() -> None:
     _handle(stop)
 
 
-def ignore_signals() -> None:
-    """Ignore further signals at the end of a command, which would replace its exit code or print a traceback."""
-    _handle(signal.SIG_IGN)
+def exit_with(code: int) -> NoReturn:
+    """End a command with its exit code, also if a further signal arrives while Python ends."""
+    _handle(signal.SIG_IGN if code == STOPPED else lambda *_: os._exit(code))
+    sys.exit(code)
 
 
 def _handle(handler: Callable[..., None] | signal.Handlers) -> None:
@@ -47,10 +48,12 @@ def _handle(handler: Callable[..., None] | signal.Handlers) -> None:
 
 
 @contextmanager
-def keeping_sigterm() -> Iterator[None]:
-    """Put the handler of SIGTERM back after a block that replaces it, as starting Ray does.
+def starting_ray() -> Iterator[None]:
+    """Wrap the start of Ray, which replaces the handler of SIGTERM and whose processes inherit ignored signals.
 
-    Where there was none, SIGTERM interrupts as Ctrl-C does. Otherwise Ray's handler would end the process silently.
+    Afterwards the handler is what it was; where there was none, SIGTERM interrupts as Ctrl-C does, since Ray's handler
+    would end the process silently. Ray's processes ignore SIGHUP: a terminal that is closed sends it to all processes
+    at once, and this one then ends them in order.
     """
 
     def interrupt(*_: object) -> None:
@@ -60,10 +63,13 @@ def keeping_sigterm() -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
+    of_ray = getattr(before, "__module__", "").startswith("ray")  # of an earlier session in this process
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, interrupt if before in (signal.SIG_DFL, None) else before)
+        signal.signal(signal.SIGTERM, interrupt if of_ray or before in (signal.SIG_DFL, None) else before)
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 def outlive_pipes() -> None:

@@ -21,7 +21,7 @@ from actors.cluster import reaper
 from actors.cluster.access import Joined, cluster_to_join, entry
 from raylt.errors import ConfigError, spoken
 from raylt.own_code.top_level_names import check_session, worker_environment
-from raylt.signals import keeping_sigterm
+from raylt.signals import starting_ray
 
 # fewer page faults: the process keeps large buffers; otherwise they are returned and cleared at every step
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "2147483648", "MALLOC_TOP_PAD_": "67108864"}
@@ -113,7 +113,7 @@ def _connected(joined: Joined | None, **options: Any) -> Iterator[None]:
         _refresh()
     try:
         try:
-            with keeping_sigterm():
+            with starting_ray():
                 ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         except SystemExit:  # Ray's own handler of SIGTERM while it starts
             raise KeyboardInterrupt from None

@@ -162,7 +162,9 @@ def main() -> None:
             # an error of the operating system about a path from the user
             path = os.fsdecode(error.filename)
             error = ConfigError(
-                f"{path}: {error.strerror}. Check the path and its permissions.", code="file.unreadable", path=path
+                f"{path}: {error.strerror}. Check the path, its permissions and the space left.",
+                code="file.unreadable",
+                path=path,
             )
         if isinstance(error, RayltError):
             err.print(f"error [{error.code}]: {error}", soft_wrap=True)

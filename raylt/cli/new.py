@@ -41,7 +41,7 @@ dependencies = [
 ]
 
 [project.scripts]
-raylt = "raylt.cli.main:main"
+raylt = "raylt.__main__:main"
 
 [tool.hatch.build.targets.wheel]
 packages = ["raylt", "actors", "tune"]

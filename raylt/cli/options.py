@@ -58,7 +58,7 @@ def say_how_to_resume() -> Iterator[_Started]:
         yield started
     except KeyboardInterrupt:
         if started.folder is None:
-            err.print("stopped before the run began; give the same command again", soft_wrap=True)
+            err.print("stopped before it began; give the same command again", soft_wrap=True)
         else:
             err.print(f"stopped; continue with {started.command} {shlex.quote(str(started.folder))}", soft_wrap=True)
         raise SystemExit(STOPPED) from None

@@ -8,7 +8,6 @@ from raylt.config.sections import Config, settings
 _WITHOUT = {
     "data.alpha": ("iid", "by_id", "classes", "pathological", "shards"),
     "data.per_client": ("iid", "by_id", "classes", "creff", "dirichlet", "dirichlet_min", "hsu", "quantity"),
-    "data.min_size": ("iid", "by_id", "classes", "creff", "hsu", "pathological", "shards"),
 }
 _IDLE: dict[str, Callable[[Config], str | None]] = {
     **{key: lambda config, key=key: _partition_without(config, key) for key in _WITHOUT},
@@ -16,7 +15,9 @@ _IDLE: dict[str, Callable[[Config], str | None]] = {
     "local.lr_decay": lambda config: (
         "local.schedule = cosine decides the rate alone" if config.local.schedule == "cosine" else None
     ),
-    "local.lr_decay_every": lambda config: "local.lr_decay = 0" if config.local.lr_decay == 0 else None,
+    "local.lr_decay_every": lambda config: (
+        "local.lr_decay = 0" if config.local.schedule in ("step", "cosine") and not config.local.lr_decay else None
+    ),
 }
 
 

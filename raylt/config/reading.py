@@ -126,9 +126,12 @@ def _nested(tree: dict[str, Any], path: Path) -> dict[str, Any]:
     nested = {
         key: value for key, value in tree.items() if key not in dotted and not (value is None and _is_section(key))
     }
+    if nested.get("method", "") is None and any(key.startswith("method.") for key in dotted):
+        del nested["method"]
     for key in dotted:
         section, _, name = key.partition(".")
         below = nested.get(section)
+        below = {"name": below} if section == "method" and isinstance(below, str) else below
         if isinstance(below, dict) and name in below:
             raise ConfigError(
                 f"{path}: {key} stands in the file twice, also as {name} below {section}. Leave one out.",
@@ -136,6 +139,9 @@ def _nested(tree: dict[str, Any], path: Path) -> dict[str, Any]:
                 path=str(path),
                 key=key,
             )
+    if "method.name" in dotted:  # which would replace the fields that stand in the section
+        given = nested.get("method")
+        nested["method"] = {"name": dotted.pop("method.name"), **(given if isinstance(given, dict) else {})}
     overlay(nested, dotted)
     return nested
 
@@ -211,8 +217,8 @@ def _set(tree: dict[str, Any], setting: str) -> None:
             key=key,
             value=text,
         ) from None
-    if isinstance(value, dict) and not text.lstrip().startswith("{"):  # such as model=torchvision:
-        value = text
+    if isinstance(value, dict) and list(value.values()) == [None] and text.rstrip().endswith(":"):
+        value = text.strip()  # such as model=torchvision:
     assign(tree, key, value)
 
 
@@ -348,17 +354,27 @@ def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[
     Raises:
         ConfigError: No setting, or more than one, has a key that ends with a keyword, or a setting is given twice.
     """
-    by_key = {_key(name, value, fields): value for name, value in keywords.items()}
-    for key in by_key:
+    by_key: dict[str, Any] = {}
+    for keyword, value in keywords.items():
+        key = _key(keyword, value, fields)
+        if key in by_key:
+            raise _given_twice(key, value)
+        by_key[key] = value
+    for key, value in by_key.items():
         section, _, name = key.rpartition(".")
-        if section in by_key and name in by_key[section]:
-            raise ConfigError(
-                f"{name}: is given twice, also in {section}=... ({by_key[key]!r}). Leave one out.",
-                code="config.conflict",
-                key=key,
-                value=by_key[key],
-            )
+        below = by_key.get(section)
+        if isinstance(below, Mapping) and name in below:
+            raise _given_twice(key, value)
     overlay(tree, by_key)
+
+
+def _given_twice(key: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"{key}: is given twice, in two arguments ({value!r}). Leave one out.",
+        code="config.conflict",
+        key=key,
+        value=value,
+    )
 
 
 def _key(name: str, value: Any, fields: Collection[str]) -> str:

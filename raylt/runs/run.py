@@ -166,7 +166,7 @@ class Run:
             task = build_task(self.config.data, self.split, self._start)
         except DataError as error:
             kind, _, place = located_data(self.config.data, self._start).source.partition(":")
-            if error.code != "data.not-found" or kind not in ("folder", "npz"):
+            if error.code != "data.not-found" or kind not in ("folder", "npz") or Path(place).exists():
                 raise
             raise DataError(
                 f"{self.folder}: its data are not where they were ({Path(place).absolute()}). Put them back there, or "

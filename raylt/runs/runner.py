@@ -154,7 +154,7 @@ def _take_steps(
     setup, task = encode(setup, task, callback.on_message)
     if setup.has_random_frozen_parts and not trains_on_features(setup.config.trainable, task.kind):
         callback.on_message(f"the frozen parts of {setup.config.model} are random, since weights is not set")
-    for notice in idle_settings(setup.config):
+    for notice in idle_settings(setup.config) if saved is None else []:
         callback.on_message(notice)
     if setup.config.views != Config.model_fields["views"].default and setup.augment is not draw_view:
         callback.on_message(

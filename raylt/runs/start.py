@@ -192,7 +192,9 @@ def configure(
     if isinstance(named, Mapping) and "name" not in named:
         keywords["method"] = named
     elif named is not None:
-        assign(tree, "method", dict(named) if isinstance(named, Mapping) else named)
+        fields = dict(named) if isinstance(named, Mapping) else {}
+        assign(tree, "method", fields or named)
+        keywords |= {"method": {key: value for key, value in fields.items() if key != "name"}} if fields else {}
     for key, kind in PLUGIN_KEYWORDS.items():
         if callable(keywords.get(key)):
             keywords[key] = register(keywords[key], kind=kind)

@@ -200,7 +200,6 @@ class Definition(Section):
         """
         self._check_arms()
         self._check_cells()
-        self._check_seeds()
         self._check_only()
         self._check_tuning()
         self._check_measures()
@@ -245,6 +244,24 @@ class Definition(Section):
             if folder in folders:
                 raise _shared_folder("study.cells", [folders[folder], cell], folder)
             folders[folder] = cell
+
+    def check_new(self) -> None:
+        """Check what a study must not have that is not made yet. One that is made stays readable.
+
+        Raises:
+            ConfigError: settings name seeds, which the study sets, or no samples are held out for `at: validation`.
+        """
+        self._check_seeds()
+        for planned in self.runs():
+            if self.at == "validation" and not planned.config.data.validation:
+                raise ConfigError(
+                    f"study.at: validation needs samples that no client trains on, and arm {planned.arm!r} keeps none "
+                    "back (data.validation = 0). Set data.validation, or leave at out.",
+                    code="config.conflict",
+                    key="study.at",
+                    value=self.at,
+                    arm=planned.arm,
+                )
 
     def _check_seeds(self) -> None:
         parts = [("base", self.base)]
@@ -350,16 +367,7 @@ def define(tree: Mapping[str, Any]) -> Definition:
     """
     definition: Definition = check(Definition, dict(tree), prefix="study.")
     definition.check_names()
-    for planned in definition.runs():
-        if definition.at == "validation" and not planned.config.data.validation:
-            raise ConfigError(
-                f"study.at: validation needs samples that no client trains on, and arm {planned.arm!r} keeps none back "
-                "(data.validation = 0). Set data.validation, or leave at out.",
-                code="config.conflict",
-                key="study.at",
-                value=definition.at,
-                arm=planned.arm,
-            )
+    definition.runs()
     return definition
 
 

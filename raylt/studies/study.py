@@ -286,7 +286,10 @@ class Study:
         cls, definition: Definition, out: Path, record_file: Path | None, mix_versions: bool
     ) -> "tuple[Study, RayltError | None]":
         """Return the study, and the first error if all open runs lack files, see `check_open_runs`."""
-        previewed = cls(definition, out / definition.name, [])
+        folder = out / definition.name
+        if not is_file(folder / FILE):
+            definition.check_new()
+        previewed = cls(definition, folder, [])
         if record_file is not None:
             outcomes = recorded_runs.load_tuned(record_file, definition, mix_versions)
             previewed.tuned = joined(outcomes, previewed.tuned)

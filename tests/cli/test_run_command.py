@@ -39,7 +39,7 @@ def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("raylt.runs.start.run", interrupt)
-    again = "stopped before the run began; give the same command again\n"
+    again = "stopped before it began; give the same command again\n"
     assert raylt("run", "method=fedavg") == Outcome(130, "", again)
     monkeypatch.setattr("raylt.studies.definition.read_definition", interrupt)
     code, out, said = raylt("study", "some.yaml")

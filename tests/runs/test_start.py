@@ -247,7 +247,7 @@ def test_a_method_of_ones_own_runs_as_a_value_and_is_read_again(tmp_path):
     [
         ({"callbacks": raylt.Callback}, "callbacks", repr(raylt.Callback)),
         ({"callbacks": [print]}, "callbacks", repr(print)),
-        ({"callbacks": "abc"}, "callbacks", "'abc'"),
+        ({"callbacks": "abc"}, "callbacks", "'a'"),
         ({"overrides": "local.lr=0.2"}, "overrides", "local.lr=0.2"),
         ({"method": {"name": "fedavg"}}, "method", "fedavg"),
         ({"method": "fedavg"}, "method", "fedavg"),

@@ -201,11 +201,11 @@ def test_a_recipe_is_read_once_for_all_runs(monkeypatch):
 )
 def test_seeds_are_those_of_the_study_alone(part, setting):
     with refused("config.conflict", ConfigError, setting=setting, value=3):
-        define({"name": "s", "arms": {"a": "fedavg"}} | part)
+        define({"name": "s", "arms": {"a": "fedavg"}} | part).check_new()
 
 
 def test_a_round_is_chosen_on_validation_samples_only_where_they_are_held_out():
     tree = {"name": "s", "arms": {"a": "fedavg", "b": {"method": "fedavg", "data.validation": 0.1}}, "at": "validation"}
     with refused("config.conflict", ConfigError, key="study.at", arm="a"):
-        define(tree)
-    assert define(tree | {"base": {"data.validation": 0.2}}).at == "validation"
+        define(tree).check_new()
+    define(tree | {"base": {"data.validation": 0.2}}).check_new()

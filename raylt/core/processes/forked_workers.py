@@ -167,6 +167,7 @@ def _nurse(work: Work, control: Connection, other_end: Connection, origin: int) 
     other_end.close()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the origin decides
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no worker that ends remains as a zombie
     with contextlib.suppress(EOFError, OSError):

@@ -1,6 +1,6 @@
 """`Callback`: the protocol of everything that observes a run, a study or a search."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,12 +201,13 @@ def checked(callbacks: Any) -> Sequence[Callback]:
     """Return callbacks that a user gave.
 
     Raises:
-        ConfigError: they are no sequence, or one of them is not a callback.
+        ConfigError: they are not several, or one of them is not a callback.
     """
-    is_list = isinstance(callbacks, Sequence) and not isinstance(callbacks, str)
-    wrong = [each for each in callbacks if not isinstance(each, Callback)] if is_list else [callbacks]
-    if not wrong:
-        return callbacks
+    given = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+    wrong = [each for each in given if not isinstance(each, Callback)]
+    if not wrong and isinstance(callbacks, Iterable):
+        return given
+    wrong = wrong or [callbacks]
     raise ConfigError(
         f"callbacks: is not a list of callbacks ({wrong[0]!r}). Give objects of subclasses of raylt.Callback, as in "
         "callbacks=[MyCallback()].",

@@ -174,27 +174,21 @@ def uint8_images(images: Any, shape: tuple[int, int, int]) -> Tensor:
     Raises:
         DataError: the images have another type or number of channels.
     """
-    try:
-        x = images if isinstance(images, Tensor) else view(np.asarray(images))
-    except (TypeError, ValueError):  # such as a path, or images of several sizes
-        given = repr(images) if isinstance(images, str) else f"a {type(images).__name__}"
-        raise DataError(
-            f"images: are not an array of numbers ({given}). Give uint8 [n, H, W, {shape[2]}]; image files are "
-            "for raylt predict.",
-            code="data.wrong-shape",
-            value=given,
-            channels=shape[2],
-        ) from None
-    if x.dtype != torch.uint8 or x.ndim != 4 or x.shape[3] != shape[2]:
-        given = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    if not isinstance(images, Tensor):
+        try:
+            images = np.ascontiguousarray(images)
+        except ValueError:  # images of several sizes
+            images = np.array(None)
+    if not str(images.dtype).endswith("uint8") or images.ndim != 4 or images.shape[3] != shape[2]:
+        given = f"{str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
         raise DataError(
             f"images: have the wrong type or shape ({given}). Give uint8 [n, H, W, {shape[2]}], like the images that "
-            f"the model was trained on ({shape[0]}x{shape[1]}).",
+            f"the model was trained on ({shape[0]}x{shape[1]}); image files are for raylt predict.",
             code="data.wrong-shape",
             value=given,
             channels=shape[2],
         )
-    return x
+    return images if isinstance(images, Tensor) else view(images)
 
 
 def global_model(experiment: Experiment, trained: dict[str, Tensor] | None) -> TrainedModel:

@@ -80,10 +80,10 @@ def listing(folder: Path) -> list[ListedRun]:
             code="file.not-found",
             path=str(folder),
         )
-    if (folder / "config.yaml").is_file():
-        return [_run(folder, folder.name)]
     if (folder / STUDY).is_file():
         entries = [_run(run, str(run.relative_to(folder))) for run in _runs(folder)]
+    elif (folder / "config.yaml").is_file() and (folder / "split.json").is_file():
+        entries = [_run(folder, folder.absolute().name)]
     else:
         entries = [
             _study(path) if (path / STUDY).is_file() else _run(path, path.name)
