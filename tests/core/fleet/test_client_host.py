@@ -1,14 +1,17 @@
 """The clients that a process keeps: it drops their data when there is no room, which changes no result."""
 
 import torch
+from refusals import refused
 from tiny import configure, make_setup
 
 from raylt import tree
 from raylt.core.client import Reply
+from raylt.core.fleet import wire
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.reductions import each
 from raylt.core.fleet.wire import plain
+from raylt.errors import RayltError
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedper import FedPer
 
@@ -64,6 +67,19 @@ def test_what_is_sent_takes_no_larger_tensor_along():
         assert part.untyped_storage().nbytes() == part.nbytes
 
 
+def test_a_reply_has_room_for_sixteen_models(tiny_task, monkeypatch):
+    monkeypatch.setattr(wire, "LEAST_ROOM", 0)
+    host = host_of(tiny_task)
+
+    def copies(client, message):
+        model = client.model.state_dict()
+        return client.reply(**{f"model{number}": model for number in range(message["copies"])})
+
+    assert isinstance(host.run(copies, {"copies": 16}, 1, 0, tiny_task.shards[0], None)[0], Reply)
+    reply, _ = host.run(copies, {"copies": 17}, 1, 0, tiny_task.shards[0], None)
+    assert reply.fault.code == "reply.too-large"
+
+
 def test_dropping_leaves_one_and_says_whether_there_were_others(tiny_task):
     host = host_of(tiny_task)
     for id in (0, 1):
@@ -91,6 +107,31 @@ def test_a_call_ends_with_the_entries_that_the_method_does_not_share(tiny_task):
     assert not shared.keys() & private["model"].keys()
     for name, value in private["model"].items():
         assert torch.equal(value, host.model.state_dict()[name])
+
+
+def test_every_call_starts_in_training_mode(tiny_task):
+    modes = []
+
+    def judge(client, message):
+        modes.append(client.model.training)
+        client.model.eval()
+        return client.reply()
+
+    host = host_of(tiny_task)
+    for id in (0, 1):
+        host.run(judge, {}, 1, id, tiny_task.shards[id], None)
+    assert modes == [True, True]
+
+
+def test_an_error_of_raylt_keeps_its_code_where_the_model_has_diverged(tiny_task):
+    def fail(client, message):
+        next(client.model.parameters()).data.fill_(torch.nan)
+        raise message["error"]
+
+    own = RayltError("no image is left", code="data.bad-name")
+    for error, code in ((own, "data.bad-name"), (ValueError("no number"), "reply.not-finite")):
+        with refused(code, RayltError):
+            host_of(tiny_task).run(fail, {"error": error}, 1, 0, tiny_task.shards[0], None)
 
 
 def test_a_call_has_the_threads_of_its_client_and_leaves_those_of_its_process(tiny_task):

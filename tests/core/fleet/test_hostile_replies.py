@@ -1,7 +1,9 @@
 """A run survives one hostile client: it ends as if the client had been lost, or as if nothing had happened."""
 
+from collections import OrderedDict
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hostile import COMPARED, COUNTS, KINDS, Hostile, Judged
@@ -10,7 +12,7 @@ from tiny import configure, make_experiment
 from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.core.client import Reply
 from raylt.core.fleet.reductions import mean
-from raylt.core.fleet.wire import Fault, Unusable, plain, unpacked
+from raylt.core.fleet.wire import Fault, Unusable, packed, plain, unpacked
 from raylt.errors import CODES
 
 
@@ -94,3 +96,49 @@ def test_a_fault_that_a_client_sends_has_a_code_that_exists_and_a_short_text(fau
     assert arrived.fault.code in CODES
     assert len(arrived.fault.text) <= 400
     assert arrived.nbytes == 3
+
+
+def dicts_in_dicts(number):
+    tree = {}
+    for _ in range(number):
+        tree = {"inner": tree}
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("tree", "code"),
+    [
+        (dicts_in_dicts(16), None),
+        (dicts_in_dicts(17), "reply.too-large"),
+        ({1 - 2**63: 0.0, 2**63 - 1: 0.0}, None),
+        ({2**63: 0.0}, "reply.not-sendable"),
+        ({"x" * 500: 0.0}, None),
+        ({"x" * 501: 0.0}, "reply.not-sendable"),
+        ({"text": "x" * 10_000}, None),
+        ({"text": "x" * 10_001}, "reply.too-large"),
+        (dict.fromkeys(range(200_000), 0), None),
+        (dict.fromkeys(range(200_001), 0), "reply.too-large"),
+    ],
+    ids=["deep", "deeper", "64 bits", "65 bits", "name", "long name", "text", "long text", "names", "many names"],
+)
+def test_each_process_lets_names_and_texts_pass_up_to_their_limits(tree, code):
+    for checked in (plain(Reply(1.0, tree), {}, room=100)[0], unpacked(Reply(1.0, tree))):
+        if code is None:
+            assert checked == Reply(1.0, tree)
+        else:
+            assert isinstance(checked, Unusable)
+            assert checked.fault.code == code
+
+
+def test_a_process_that_sends_its_own_classes_sends_nothing_usable():
+    assert isinstance(unpacked(Reply(1.0, {"x": 1.0})), Reply)
+    assert isinstance(unpacked(Reply(1.0, OrderedDict(x=1.0))), Unusable)
+    assert unpacked(Unusable(Fault("reply.missing", "x is missing"), nbytes="many")).nbytes == 0
+
+
+def test_numbers_of_numpy_arrive_as_plain_ones():
+    reply, state = plain(Reply(np.float32(3), {"n": np.int64(5)}), {"m": np.float64(0.5)}, room=100)
+    arrived = unpacked(packed(reply, state)[0])
+    values = arrived.weight, arrived.tree["n"], state["m"]
+    assert values == (3.0, 5, 0.5)
+    assert [type(value) for value in values] == [float, int, float]

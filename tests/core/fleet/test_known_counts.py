@@ -11,6 +11,7 @@ from tiny import configure, make_experiment
 from raylt.contract.case import Case
 from raylt.contract.checks import believes_no_wrong_count, fault_of
 from raylt.core.client import Reply
+from raylt.core.fleet import schema
 from raylt.core.fleet.reductions import each, mean, total
 from raylt.core.fleet.schema import Schema
 from raylt.errors import Diverged
@@ -30,8 +31,8 @@ COUNTS_LIKE = torch.empty(3, dtype=torch.int64, device="meta")
 
 
 def fault(part, value, samples=5, labels=1, **others):
-    schema = Schema({"part": part} | dict.fromkeys(others, total), {7: samples}, labels=labels)
-    return schema.fault(7, Reply(samples, {"part": value} | others))
+    checks = Schema({"part": part} | dict.fromkeys(others, total), {7: samples}, labels=labels)
+    return checks.fault(7, Reply(samples, {"part": value} | others))
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,36 @@ def test_sums_of_floats_are_bounded_by_the_samples():
         assert fault(total, value).code == "reply.out-of-range"
     assert fault(total, torch.tensor([6e8]), labels=64) is None  # counts of pixels
     assert fault(total.up_to(1), torch.tensor([2.0])).code == "reply.out-of-range"
+
+
+def test_a_sum_of_counts_that_64_bits_cannot_hold_is_refused():
+    assert fault(total, torch.full((2**11,), 2**53)).code == "reply.wrong-sums"  # 2**64 in all, which wraps to zero
+
+
+def test_a_whole_number_in_the_place_of_any_number_is_no_count():
+    assert fault(total.like(0.0), 7) is None
+    assert fault(total.like(0), 7).code == "reply.wrong-sums"
+
+
+def test_a_part_with_fewer_rows_has_the_columns_and_the_type_of_its_template():
+    part = each.like(torch.zeros(3, 2)).or_shorter()
+    for value in (torch.zeros(3, 2), torch.zeros(1, 2), torch.zeros(0, 2)):
+        assert fault(part, value) is None
+    for value in (torch.zeros(4, 2), torch.zeros(1, 3), torch.zeros(1), torch.zeros(1, 2).double()):
+        assert fault(part, value).code == "reply.wrong-shape"
+
+
+def test_a_part_without_a_template_has_a_limit_of_its_own(monkeypatch):
+    monkeypatch.setattr(schema, "MOST_BYTES", 40)
+    assert fault(each, {"a": torch.zeros(5), "b": torch.zeros(5)}) is None
+    assert fault(each, {"a": torch.zeros(5), "b": torch.zeros(6)}).code == "reply.too-large"
+    assert fault(each.like(torch.zeros(11)), torch.zeros(11)) is None
+
+
+def test_the_length_of_a_sum_over_pixels_is_per_pixel():
+    part = total.like(torch.zeros(2))
+    lengths = Schema({"sums": part}, {7: 5}, labels=64).lengths_of(7, Reply(5, {"sums": torch.tensor([960.0, 1280.0])}))
+    assert lengths == {"sums": 5.0}
 
 
 def test_values_by_client_count_only_where_they_are_declared_to():
@@ -234,9 +265,9 @@ def test_no_client_can_bring_the_counters_of_the_others_to_their_limit(tiny_task
 
 def test_a_process_of_clients_knows_the_limit_of_counters_too():
     batches = {"batches": torch.tensor(7), "weight": torch.zeros(3)}
-    schema = Schema({"model": mean.like(batches)}, {7: 5}).restricted_to([7])
+    checks = Schema({"model": mean.like(batches)}, {7: 5}).restricted_to([7])
     for count, code in ((8, None), (2**40, "reply.out-of-range")):
-        found = schema.fault(7, Reply(5, {"model": batches | {"batches": torch.tensor(count)}}))
+        found = checks.fault(7, Reply(5, {"model": batches | {"batches": torch.tensor(count)}}))
         assert (found and found.code) == code
 
 

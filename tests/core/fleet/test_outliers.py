@@ -136,6 +136,7 @@ def test_parts_of_models_and_sums_are_compared():
         "model": mean.like(LIKE),
         "update": each.like(LIKE).up_to(1e6),
         "values": each.like(LIKE),
+        "figures": each.like(LIKE).up_to(10.0),
         "steps": mean.like(LIKE).up_to(1e18),
         "without": mean,
         "sums": total.like(LIKE),
@@ -158,7 +159,7 @@ def test_sums_are_compared_by_their_length_per_sample(blocked, factor, rejected)
 
 @pytest.mark.parametrize("blocked", [(), (0, 1, 2)])
 def test_no_model_has_a_negative_variance(blocked):
-    like = {"w": torch.ones(2), "norm.running_var": torch.ones(2)}
+    like = {"w": torch.ones(2), "norm.running_var": torch.tensor([1.0, 0.0])}  # a dead feature has none
     answers = {id: Reply(1 + id % 9, {"model": like}) for id in IDS}
     answers[IDS[1]] = Reply(1 + IDS[1] % 9, {"model": like | {"norm.running_var": torch.tensor([0.5, -0.1])}})
     fleet, _ = ask(answers, blocked, parts={"model": mean.like(like)})
