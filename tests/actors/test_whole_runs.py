@@ -164,13 +164,18 @@ def test_a_killed_server_is_started_again_with_the_same_result(tmp_path, undistu
 
 @pytest.mark.parametrize(
     ("number", "fleet"),
-    [(signal.SIGINT, "ray"), pytest.param(signal.SIGTERM, "ray", marks=pytest.mark.soak), (signal.SIGTERM, "local")],
+    [
+        (signal.SIGINT, "ray"),
+        (signal.SIGHUP, "ray"),
+        pytest.param(signal.SIGTERM, "ray", marks=pytest.mark.soak),
+        (signal.SIGTERM, "local"),
+    ],
 )
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, number, fleet):
     process = launch(tmp_path, [*LONG, "--fleet", fleet])
     await_a_round(process, tmp_path)
     started = family(process.pid)
-    if number == signal.SIGINT:
+    if number != signal.SIGTERM:
         os.killpg(process.pid, number)  # sent to the whole process group, as a terminal does
     else:
         process.send_signal(number)
