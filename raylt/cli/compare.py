@@ -43,6 +43,9 @@ At = Annotated[
     ),
 ]
 
+Costs = Annotated[
+    bool, typer.Option("--costs", help="Also measure the passes of each arm on a tiny run; takes minutes.")
+]
 Level = Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")]
 
 SpreadOption = Annotated[
@@ -72,6 +75,7 @@ def compare(
             help="Also print the rounds, bytes and seconds until the first measure reaches this, as in 0.8.",
         ),
     ] = None,
+    costs: Costs = False,
     claims: Annotated[bool, typer.Option("--claims", help="Print only the claims, also of several studies.")] = False,
     mix_versions: MixVersions = False,
     format: Annotated[
@@ -82,13 +86,13 @@ def compare(
 
     In LaTeX the best mean of a column is bold, the second underlined, and comments say what a caption needs.
     """
-    from raylt.studies.analysis.time_to_accuracy import reached, with_target
-    from raylt.studies.report.comparison_tables import comparison_table, measures_table
+    from raylt.studies.analysis.time_to_accuracy import reached, with_passes, with_target
+    from raylt.studies.report.comparison_tables import comparison_table, measures_table, with_costs
 
     if claims:
-        if measures or target is not None:
+        if measures or target is not None or costs:
             raise ConfigError(
-                "--claims: each claim names its own measure. Leave out --measure and --target.",
+                "--claims: each claim names its own measure. Leave out --measure, --target and --costs.",
                 code="config.conflict",
                 key="--claims",
             )
@@ -102,11 +106,14 @@ def compare(
     if several and not any(comparison.rows for comparison in comparisons):
         opened.compare(comparisons[0].measure, at, reference, level, mix_versions)  # says why
     table = measures_table(comparisons, spread) if len(comparisons) > 1 else comparison_table(comparisons[0], spread)
+    passes = _passes(opened) if costs else {}
     reaching = None
     if target is not None:
         first = comparisons[0].measure
-        reaching = reached(opened.records, target, first)
+        reaching = with_passes(reached(opened.records, target, first), passes)
         table = with_target(table, reaching, target, first)
+    if costs:
+        table = with_costs(table, passes)
     if format != "json":
         _print(table, format)
         return
@@ -116,6 +123,8 @@ def compare(
         content = {"schema": 1, "measures": {each.measure: each.to_json() for each in comparisons}}
     if reaching is not None:
         content["target"] = [each.to_json() for each in reaching]
+    if costs:
+        content["costs"] = [{"cell": cell, "arm": arm, "passes": each} for (cell, arm), each in passes.items()]
     sys.stdout.write(json.dumps(content, indent=1) + "\n")
 
 
@@ -129,9 +138,7 @@ def rank(
     to: Annotated[
         Path | None, typer.Option(help="Also write a page in Markdown to this file, and its picture next to it.")
     ] = None,
-    costs: Annotated[
-        bool, typer.Option("--costs", help="Also measure the passes of each arm on a tiny run; takes minutes.")
-    ] = False,
+    costs: Costs = False,
     format: Annotated[
         Literal["table", "json", "markdown", "latex"], typer.Option(help="Format of the ranking.")
     ] = "table",
@@ -232,6 +239,13 @@ def _compare_claims(paths: Sequence[Path], at: At, level: float, mix_versions: b
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
     else:
         _print(claims_table(comparisons), format)
+
+
+def _passes(study: "Study") -> dict[tuple[str, str], float | None]:
+    """Return the passes of a study's arms; other comparisons do not import torch."""
+    from raylt.studies.analysis.costs import passes_by_arm
+
+    return passes_by_arm(study.records)
 
 
 def _print(table: "TextTable", format: str) -> None:

@@ -4,9 +4,10 @@ A pass over the samples is a whole forward pass of the encoder. A pass through s
 of the encoder's multiplications.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,8 @@ class CallCost:
         sends: reduction of each part of the reply: mean, total or each.
         up: bytes of the reply.
         down: bytes of the message.
-        trained: passes over the client's samples with activations kept for a gradient.
-        read: passes without, or through layers that are frozen.
+        trained: passes over the client's samples, forward and back through the encoder.
+        read: passes without a way back, or through layers that are frozen.
     """
 
     when: str
@@ -200,7 +201,7 @@ def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Itera
     Calls on joining that neither compute nor send anything are left out.
     """
     for name, traffic in fleet.round_stats.traffic.items():
-        trained, read = (count / samples / traffic.replies for count in passes.counts.get(name, (0, 0)))
+        trained, read = (float(count) / samples / traffic.replies for count in passes.counts.get(name, (0, 0)))
         if when != "join" or traffic.up or trained or read:
             yield CallCost(
                 when,
@@ -230,17 +231,35 @@ class _Passes:
     """
 
     def __init__(self) -> None:
-        self.counts: dict[str, tuple[float, float]] = {}
+        self.counts: dict[str, tuple[Fraction, Fraction]] = {}  # trained, read; exact, as images change sides
         self.call: str | None = None
 
     def see(self, module: nn.Module, inputs: Any, output: Any) -> None:
         whole = getattr(module, "encoder_multiplications", None)
         if self.call is None or whole is None:
             return
-        trained, read = self.counts.get(self.call, (0.0, 0.0))
-        with_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        images = multiplications(module, inputs[0], output) / whole
-        self.counts[self.call] = (trained + images, read) if with_gradient else (trained, read + images)
+        call, images = self.call, Fraction(multiplications(module, inputs[0], output), whole)
+        self._add(call, Fraction(), images)
+        if output.requires_grad and any(p.requires_grad for p in module.parameters()):
+            # called if a gradient comes back to the layer, which it does not where the classifier alone is trained
+            output.register_hook(_once(lambda: self._add(call, images, -images)))
+
+    def _add(self, call: str, trained: Fraction, read: Fraction) -> None:
+        before = self.counts.get(call, (Fraction(), Fraction()))
+        self.counts[call] = (before[0] + trained, before[1] + read)
+
+
+def _once(act: Callable[[], None]) -> Callable[[Tensor], None]:
+    """Return a hook of a tensor that acts on the first gradient and leaves all gradients as they are."""
+    acted = False
+
+    def hook(gradient: Tensor) -> None:
+        nonlocal acted
+        if not acted:
+            acted = True
+            act()
+
+    return hook
 
 
 def multiplications(layer: nn.Module, x: Tensor, output: Tensor) -> int:

@@ -79,7 +79,7 @@ def test_compare_prints_the_claims_of_several_studies(tmp_path, capsys):
     assert [each["claim"]["printed"] for each in content["claims"]["printed"]] == [9.99, 9.99]
     assert "prox > fedavg" in printed(capsys, "compare", studies[0], "--claims")
     twice, measured = [studies[0], studies[0]], [studies[0], "--measure", "few"]
-    for arguments in (twice, measured):
+    for arguments in (twice, measured, [studies[0], "--costs"]):
         with refused("config.conflict", ConfigError, key="--claims"):
             app(["compare", *map(str, arguments), "--claims"], standalone_mode=False)
 
@@ -100,6 +100,22 @@ def test_compare_has_the_table_of_a_target_in_every_format(folder, capsys):
         out = printed(capsys, "compare", folder, "--target", "0.3", "--format", format)
         assert "until accuracy 30 %" in out
         assert row in out
+
+
+def test_compare_has_the_passes_of_each_arm_and_those_until_a_target(tmp_path, capsys):
+    arms = {"fedavg": "fedavg", "rep": {"method": {"name": "fedrep", "head_epochs": 3}}}
+    study = Study.create(define({"name": "passes", "base": TREE["base"], "arms": arms, "seeds": 1}), tmp_path / "runs")
+    for plan in study.definition.runs():
+        write_run(study.folder / plan.folder, plan, [0.1, 0.2, 0.3])
+    content = json.loads(printed(capsys, "compare", study.folder, "--costs", "--target", "0.2", "--format", "json"))
+    passes = {each["arm"]: each["passes"] for each in content["costs"]}
+    assert passes["fedavg"] == 1
+    assert passes["rep"] == pytest.approx(5 / 3)  # (2 + 3 / 3 + 3 / 3 / 3) / 2 with two epochs and three rounds
+    assert {each["arm"]: each["passes"] for each in content["target"]} == {arm: 2 * passes[arm] for arm in passes}
+    out = printed(capsys, "compare", study.folder, "--costs", "--target", "0.2", "--format", "markdown")
+    assert f"| rep | 1 of 1 | 2.0 | {2 * passes['rep']:.1f} |" in out
+    assert f"| rep | {passes['rep']:.2f} |" in out
+    assert "passes" not in printed(capsys, "compare", study.folder, "--target", "0.2")
 
 
 def test_a_study_among_runs_is_refused_by_what_it_is(folder, tmp_path):

@@ -38,7 +38,7 @@ def test_fedavgs_bytes_are_the_models_and_one_number():
     [
         ("fedprox", {}, [(1, 0)]),
         ("ditto", {}, [(2, 0)]),
-        ("fedrep", {"head_epochs": 4}, [(5, 0), (4, 0)]),
+        ("fedrep", {"head_epochs": 4}, [(1, 4), (0, 4)]),  # no gradient comes back to the encoder from the head
         ("moon", {}, [(1, 2)]),
         ("balancefl", {}, [(1, 1)]),
         ("balancefl", {"fa": False}, [(1, 0)]),
@@ -60,8 +60,8 @@ def test_passes_are_counted_copies_of_the_model_included(name, fields, passes):
         ("fedavg", {}, 0.5, 1),  # the tiny run would round half a batch up to a whole one
         ("fedavg", {}, 2.5, 1),
         ("moon", {}, 1, 5 / 3),
-        ("fedrep", {"head_epochs": 4}, 2, 6 / 2),
-        ("fedrep", {"head_epochs": 4}, 0.5, 4.5 / 0.5),
+        ("fedrep", {"head_epochs": 4}, 2, (4 / 3 + 2) / 2),
+        ("fedrep", {"head_epochs": 4}, 0.5, (4 / 3 + 0.5) / 0.5),
         ("fedncm", {}, 1, 1),  # the last phase does not count
         ("balancefl", {"fa": False}, 1, 4 / 3),  # its teacher reads only where a client lacks two classes
         ("balancefl", {"fa": False, "kd": 0}, 1, 1),
@@ -83,7 +83,7 @@ def test_passes_of_rounds_that_differ_are_averaged_over_the_run():
     # its mixing weights are learned from a client's second round on, and the longest there
     first, second, third = (cost("fedala", rounds) * rounds for rounds in (1, 2, 3))
     assert first == pytest.approx(1)
-    assert second - first > third - second > 1.5
+    assert second - first > third - second > 1.2
 
 
 def test_a_pass_through_some_layers_counts_as_their_share():

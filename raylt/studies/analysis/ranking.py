@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from raylt.contract.costs import relative_cost
 from raylt.errors import ConfigError
-from raylt.methods import METHODS, make_method
-from raylt.models import MODELS
+from raylt.studies.analysis.costs import client_passes
 from raylt.studies.analysis.measures import At, measure_of, value_of
 from raylt.studies.analysis.statistics import Interval
 from raylt.studies.records.record import RunRecord
@@ -144,17 +142,13 @@ def _relative_times(studies: Mapping[str, Sequence[RunRecord]]) -> dict[str, flo
 
 
 def with_costs(ranking: Ranking, studies: Mapping[str, Sequence[RunRecord]]) -> Ranking:
-    """Return the ranking with each arm's costs, measured in a tiny run of the arm's method.
-
-    Not measured are methods that are not raylt's own, arms without rounds, and arms with `local.steps`, whose passes
-    depend on the client.
-    """
+    """Return the ranking with each arm's costs, those of the first of its runs; see `client_passes`."""
     settings: dict[str, Mapping[str, Any]] = {}
     for records in studies.values():
         for record in records:
             if record.config:
                 settings.setdefault(record.arm, record.config)
-    arms = [replace(arm, cost=_cost(settings[arm.arm])) if arm.arm in settings else arm for arm in ranking.arms]
+    arms = [replace(arm, cost=client_passes(settings[arm.arm])) if arm.arm in settings else arm for arm in ranking.arms]
     return replace(ranking, arms=arms)
 
 
@@ -162,16 +156,6 @@ def _interval(strength: float, half: float | None) -> Interval:
     if half is None:
         return Interval(float(strength), None, None)
     return Interval(float(strength), float(strength - half), float(strength + half))
-
-
-def _cost(config: Mapping[str, Any]) -> float | None:
-    local, federation = config["local"], config["federation"]
-    rounds = federation["rounds"]
-    asked = rounds * federation["participation"]
-    if config["method"]["name"] not in METHODS or local.get("steps") is not None or not asked:
-        return None
-    method = make_method(dict(config["method"]))
-    return relative_cost(method, MODELS["small"], (8, 8, 1), 4, local["epochs"], rounds, asked)
 
 
 def fit(wins: np.ndarray) -> np.ndarray:

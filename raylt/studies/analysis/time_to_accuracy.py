@@ -1,6 +1,6 @@
-"""Time to accuracy: the rounds, bytes and seconds until a run first reaches a value of a measure."""
+"""Time to accuracy: the rounds, passes, bytes and seconds until a run first reaches a value of a measure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -13,12 +13,14 @@ from raylt.studies.report.text_table import TextTable
 
 @dataclass(frozen=True)
 class Reached:
-    """Rounds, bytes and seconds until an arm reached the target in a cell, as medians over its seeds.
+    """Rounds, passes, bytes and seconds until an arm reached the target in a cell, as medians over its seeds.
 
     Attributes:
         runs: number of finished runs that have values of the measure by round.
         reached: number of those that reached the target.
         without_curve: number of finished runs that have no such values.
+        passes: the rounds times the passes of a client in a round of the arm, as a multiple of FedAvg's: the number of
+            FedAvg's rounds in which a client computes as much. None where not measured.
     """
 
     cell: str
@@ -30,6 +32,7 @@ class Reached:
     bytes: float | None
     seconds: float | None
     without_curve: int
+    passes: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the medians as JSON values."""
@@ -64,15 +67,33 @@ def reached(records: Sequence[RunRecord], target: float, measure: str = "accurac
     return [_reached(cell, arm, runs, target, curve) for (cell, arm), runs in groups.items()]
 
 
+def with_passes(reaching: Sequence[Reached], costs: Mapping[tuple[str, str], float | None]) -> list[Reached]:
+    """Return the times to the target with their passes.
+
+    Args:
+        reaching: the times to the target.
+        costs: passes of a client in a run by cell and arm, as a multiple of FedAvg's.
+    """
+    return [
+        each
+        if each.rounds is None or (cost := costs.get((each.cell, each.arm))) is None
+        else replace(each, passes=each.rounds * cost)
+        for each in reaching
+    ]
+
+
 def with_target(table: TextTable, reaching: Sequence[Reached], target: float, measure: str = "accuracy") -> TextTable:
     """Append a table of the times to the target to a comparison's table; return the result."""
+    costs = any(each.passes is not None for each in reaching)
     rows = []
     for each in reaching:
         mebibytes = None if each.bytes is None else each.bytes / 2**20
-        figures = ["-" if value is None else f"{value:.1f}" for value in (each.rounds, mebibytes, each.seconds)]
-        rows.append([each.cell, each.arm, _count_text(each), *figures])
+        figures = [each.rounds, *([each.passes] if costs else []), mebibytes, each.seconds]
+        texts = ["-" if value is None else f"{value:.1f}" for value in figures]
+        rows.append([each.cell, each.arm, _count_text(each), *texts])
     title = f"until {measure} {100 * target:g} %: medians of the runs that got there"
-    head = ["cell", "arm", "reached by", "rounds", "MiB up and down", "seconds"]
+    passes = ["passes, in rounds of FedAvg"] if costs else []
+    head = ["cell", "arm", "reached by", "rounds", *passes, "MiB up and down", "seconds"]
     return replace(table, further=[*table.further, (title, head, rows)])
 
 

@@ -4,6 +4,7 @@ Tables of equal runs are equal: nothing depends on the duration of a run unless 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from raylt.errors import ConfigError
@@ -17,6 +18,9 @@ from raylt.studies.report.text_table import Places, TextTable
 ANSWERS = "answers to the same test images"
 UNSEALED = "unsealed: no hash binds these figures to their runs"
 DIVERGED = "diverged, which counts as guessing a class"
+PASSES = (
+    "of a client in a run, forward and backward, as a multiple of FedAvg's; what the server computes does not count"
+)
 HEADINGS = {
     "last": "last round",
     "last10": "mean of the last ten evaluated rounds",
@@ -100,6 +104,17 @@ def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval
         places=_places(ordered, comparisons, {name: 2 + several + number for number, name in enumerate(names)}),
         notes=_notes(first, _left_out_of_several(comparisons)),
     )
+
+
+def with_costs(table: TextTable, passes: Mapping[tuple[str, str], float | None]) -> TextTable:
+    """Append a table of the passes of each arm to a comparison's table; return the result.
+
+    Args:
+        table: the comparison's table.
+        passes: passes of a client in a run by cell and arm, as a multiple of FedAvg's; None where not measured.
+    """
+    rows = [[cell, arm, "-" if each is None else f"{each:.2f}"] for (cell, arm), each in passes.items()]
+    return replace(table, further=[*table.further, (f"passes {PASSES}", ["cell", "arm", "passes"], rows)])
 
 
 def claims_table(studies: Mapping[str, Comparison]) -> TextTable:

@@ -8,12 +8,9 @@ from raylt.runs.callbacks.console import UNSAFE
 from raylt.studies.analysis.measures import measure_of
 from raylt.studies.analysis.ranking import Ranked, Ranking
 from raylt.studies.analysis.statistics import Interval
-from raylt.studies.report.comparison_tables import HEADINGS
+from raylt.studies.report.comparison_tables import HEADINGS, PASSES
 from raylt.studies.report.text_table import TextTable
 
-PASSES = (
-    "of a client in a run, forward and backward, as a multiple of FedAvg's; what the server computes does not count"
-)
 SECONDS = (
     "duration of a run's steps, with the server's work and evaluation, as a multiple of the arm fedavg's at the same "
     "seed, median; where runs shared a machine with other work, multiples between a half and two say little"
