@@ -1,4 +1,4 @@
-"""What arms cost at their clients: the passes over samples of a run, measured in a tiny run of the arm's method."""
+"""Measures the passes over samples that an arm makes at a client in a run, in a tiny run of the arm's method."""
 
 import json
 from collections.abc import Iterable, Mapping
