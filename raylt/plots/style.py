@@ -1,12 +1,14 @@
 """Figures, colours and file formats that all plots share."""
 
 import io
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from raylt import store
 from raylt.errors import CheckpointError, ConfigError, spoken
+from raylt.plots.fonts import add_fonts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,11 +82,13 @@ def _content(figure: "Figure", format: str) -> bytes:
     """Return a figure as the bytes of an image file, without a date, so that equal figures give equal files."""
     import matplotlib
 
+    add_fonts(figure)
     dates = {"pdf": "CreationDate", "svg": "Date"}
     metadata = {dates[format]: None} if format in dates else {}
     content = io.BytesIO()
     # TrueType: journals refuse matplotlib's own Type 3 fonts
-    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "raylt"}):
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "raylt"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)  # `add_fonts` names them together
         figure.savefig(content, format=format, metadata=metadata)
     return content.getvalue()
 

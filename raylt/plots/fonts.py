@@ -1,0 +1,64 @@
+"""Fonts for texts with characters that matplotlib's own font lacks, such as Chinese names of classes."""
+
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BOXES = "Last Resort"  # a font that matplotlib brings, which has a box for each character
+
+
+def add_fonts(figure: "Figure") -> None:
+    """Let texts of a figure use installed fonts for characters that their own font lacks.
+
+    Where no installed font has a character, matplotlib draws a box in its place, and a warning names it.
+    """
+    from matplotlib.font_manager import findfont
+    from matplotlib.text import Text
+
+    lacking: dict[Text, set[str]] = {}
+    for text in figure.findobj(lambda artist: isinstance(artist, Text)):
+        assert isinstance(text, Text)
+        printable = {character for character in text.get_text() if character.isprintable()}
+        if missing := printable - _covered(findfont(text.get_fontproperties())):
+            lacking[text] = missing
+    if not lacking:
+        return
+    families = _families(frozenset[str]().union(*lacking.values()))
+    for text in lacking:
+        text.set_fontfamily([*text.get_fontfamily(), *families])
+
+
+@cache
+def _families(characters: frozenset[str]) -> tuple[str, ...]:
+    """Return few installed families that together have these characters, the one with most of them first.
+
+    Characters that no family has are named in a warning, once in a process.
+    """
+    from matplotlib.font_manager import fontManager
+
+    fonts = {font.name: font.fname for font in reversed(fontManager.ttflist) if not font.name.startswith(BOXES)}
+    chosen: list[str] = []
+    left = set(characters)
+    while left:
+        best = max(sorted(fonts), key=lambda name: len(left & _covered(fonts[name])))
+        if not left & _covered(fonts[best]):
+            warnings.warn(
+                f"no installed font has these characters: {' '.join(sorted(left)[:20])}. Pictures show boxes in their "
+                "place. Install a font that has them, such as Noto Sans CJK.",
+                stacklevel=3,
+            )
+            break
+        chosen.append(best)
+        left -= _covered(fonts[best])
+    return tuple(chosen)
+
+
+@cache
+def _covered(path: str) -> frozenset[str]:
+    """Return the characters of a font file."""
+    from matplotlib.font_manager import get_font
+
+    return frozenset(map(chr, get_font(path).get_charmap()))
