@@ -137,8 +137,8 @@ class Experiment:
         return Diverged(
             f"local.lr: training diverged ({rate:g}). The mean loss of round {self._step - 1} was {self._loss:.3g}; "
             f"guessing has {guessing:.2g}. In round {self._step}, {details['usable']} of {details['asked']} "
-            f"clients replied usably. First: {error.__cause__}. Lower local.lr; if one of the clients may be hostile, "
-            "set federation.robust.",
+            f"clients replied usably. First: {error.__cause__}. Lower local.lr, or weights and rates of the method; "
+            "if one of the clients may be hostile, set federation.robust.",
             **{name: detail for name, detail in details.items() if name != "round"},
             code="training.diverged",
             key="local.lr",

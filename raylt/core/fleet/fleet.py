@@ -336,8 +336,8 @@ class Fleet(ABC):
         raise Diverged(
             f"local.lr: training diverged in round {began} ({rate:g}). In round {self.round}, {name}, {len(diverged)} "
             f"of {len(cohort)} clients sent values that are infinite, not numbers or too large. First: {diverged[0]}. "
-            f"The largest value that they received is {before:.3g}. Lower local.lr; if "
-            "one of the clients may be hostile, set federation.robust.",
+            f"The largest value that they received is {before:.3g}. Lower local.lr, or weights "
+            "and rates of the method; if one of the clients may be hostile, set federation.robust.",
             code="training.diverged",
             key="local.lr",
             value=rate,
@@ -403,7 +403,7 @@ def check_finite(parts: Tree, what: str, config: Config) -> None:
         if not finite:
             raise RayltError(
                 f"{what} holds a value that is infinite or not a number ({path}). Lower local.lr ({config.local.lr:g}) "
-                "or the rates of the method.",
+                "or weights and rates of the method.",
                 code="server.not-finite",
                 key="local.lr",
                 value=config.local.lr,
