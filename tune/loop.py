@@ -1,5 +1,6 @@
 """A running search: hands out trials and collects scores, wherever the trials run."""
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -17,20 +18,41 @@ from tune.records import Score, TrialRecord, append_trial, read_ended, split_fol
 ERROR = "error.txt"  # in a trial's folder: the error of its last attempt
 
 
-@lru_cache(maxsize=64)
-def _task(data: str) -> Task:
+@lru_cache(maxsize=4)
+def _task(data: str, start: str, files: tuple[tuple[int, int] | None, ...]) -> Task:
     return build_task(DataConfig.model_validate_json(data))
 
 
 def task_of(config: Config) -> Task:
-    """Return the task of a configuration, cached for other configurations with the same data."""
-    return _task(config.data.model_dump_json())
+    """Return the task of a configuration, cached for other configurations with the same data.
+
+    Relative paths start in the working directory. A file that changed is read again.
+    """
+    data = config.data
+    files = (data.source.partition(":")[2], data.split)
+    return _task(data.model_dump_json(), os.getcwd(), tuple(map(_stamp, files)))
+
+
+def _stamp(path: str | None) -> tuple[int, int] | None:
+    """Return size and time of the last change of a file; None for what is no file."""
+    if not path:
+        return None
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def sizes(config: Config) -> list[int]:
-    """Return the number of samples of each client that takes part in training."""
+    """Return the number of samples of each client that trains; 0 for one that holds none."""
     task = task_of(config)
-    return [n for k, n in enumerate(task.sizes.tolist()) if n and k not in task.new_clients]
+    return [n for k, n in enumerate(task.sizes.tolist()) if k not in task.new_clients]
+
+
+def holders(config: Config) -> int:
+    """Return the number of clients that train and hold samples."""
+    return sum(n > 0 for n in sizes(config))
 
 
 class SearchLoop:

@@ -5,12 +5,11 @@ of trials 0 .. k - lag, which it waits for. `lag` is the number of trials that c
 started. So a search has no state to save: the records of its trials restore it.
 """
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from raylt.config import Config, check
@@ -133,7 +132,7 @@ class SearchState:
     """The trials of a search so far, as one sequence per method.
 
     Args:
-        sizes: returns the samples of each client that holds any, for a configuration.
+        sizes: returns the samples of each client that trains, for a configuration; 0 for one that holds none.
     """
 
     def __init__(self, plan: SearchPlan, sizes: Sizes):
@@ -264,27 +263,21 @@ def cost_of(config: Config, sizes: list[int], count: Count) -> int:
     """Return the cost of a trial in a unit of budgets.
 
     Args:
-        sizes: samples of each client that holds any.
+        sizes: samples of each client that trains; 0 for one that holds none.
         count: "steps": client-steps. "passes": client-steps times the passes that the method makes in a round of
             these settings, on average over the run, as a multiple of FedAvg's; see `relative_cost`.
     """
     steps = client_steps(config, sizes)
     if count == "steps" or not steps:
         return steps
+    from raylt.contract.costs import passes_of_settings  # it imports torch, which `raylt tune --help` does not need
+
     local, federation = config.local, config.federation
     epochs = local.epochs
     if local.steps is not None:
-        epochs = local.steps * len(sizes) / sum(local.step_count(n, epochs=1) for n in sizes)
-    return round(steps * _relative_cost(json.dumps(config.method, sort_keys=True), epochs, federation.rounds))
-
-
-@lru_cache(maxsize=256)
-def _relative_cost(method: str, epochs: float, rounds: int) -> float:
-    from raylt.contract.costs import relative_cost  # it imports torch, which `raylt tune --help` does not need
-    from raylt.methods import make_method
-    from raylt.models import MODELS
-
-    return relative_cost(make_method(json.loads(method)), MODELS["small"], (8, 8, 1), 4, epochs, rounds)
+        held = [n for n in sizes if n]
+        epochs = local.steps * len(held) / sum(local.step_count(n, epochs=1) for n in held)
+    return round(steps * passes_of_settings(config.method, epochs, federation.rounds))
 
 
 def client_steps(config: Config, sizes: list[int]) -> int:
@@ -293,12 +286,11 @@ def client_steps(config: Config, sizes: list[int]) -> int:
     With partial participation it is their expectation.
 
     Args:
-        sizes: samples of each client that holds any.
+        sizes: samples of each client that trains; 0 for one that holds none, which is never asked.
     """
     federation = config.federation
-    each = [config.local.step_count(n) for n in sizes]
-    clients = (config.data.clients or len(sizes)) - config.data.new_clients
-    asked = min(len(sizes), math.ceil(federation.participation * clients - 1e-9))
+    each = [config.local.step_count(n) for n in sizes if n]
+    asked = min(len(each), math.ceil(federation.participation * len(sizes) - 1e-9))
     return round(federation.rounds * asked * sum(each) / len(each))
 
 

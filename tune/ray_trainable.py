@@ -44,7 +44,7 @@ from raylt.runs.in_process import on_any_device, open_in_process
 from raylt.runs.start import check_setup
 from raylt.typed_json import as_json
 from tune.changes import check_changes
-from tune.loop import sizes, task_of
+from tune.loop import holders, task_of
 from tune.placement import bundles_of, check_fit, most_on_gpu, place_trial
 from tune.search import plugins_for, with_validation
 from tune.space import configure
@@ -91,7 +91,7 @@ def trainable(config: Config, parallel: int | None = None) -> Any:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     have = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU")}
     trials = parallel or math.inf
-    clients = len(sizes(config))
+    clients = holders(config)
     placement = place_trial(config, clients, trials, have)
     if config.resources.gpu_share == "auto" and 0 < placement.gpus < 0.5:
         need = probe(setup, task, 1)

@@ -44,7 +44,7 @@ from raylt.store import Folder, folder_for, followed
 from raylt.studies.running.tuning import Count
 from tune import report
 from tune.asha import rungs
-from tune.loop import SearchLoop, sizes, task_of
+from tune.loop import SearchLoop, holders, sizes, task_of
 from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, front_of
 from tune.records import SEARCH_PLAN_JSON, Metric, TrialRecord, on_split
 from tune.space import Grid, Space, configure, draw
@@ -366,12 +366,12 @@ def _place(plan: SearchPlan, nodes: Sequence[Mapping[str, float]], parallel: int
     have = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU")}
     total = sum(sequence.total for sequence in SearchState(plan, sizes).sequences.values())
     most = int(min(total, parallel or 1000))
-    placement = place_trial(plan.base, len(sizes(plan.base)), most, have)
+    placement = place_trial(plan.base, holders(plan.base), most, have)
     if plan.base.resources.gpu_share == "auto" and 0 < placement.gpus < 0.5:
         # several processes would share a GPU, so probe how many its memory holds
         need = need_of(plan)
         if need is not None:
-            placement = place_trial(plan.base, len(sizes(plan.base)), most, have, most_on_gpu(nodes, need))
+            placement = place_trial(plan.base, holders(plan.base), most, have, most_on_gpu(nodes, need))
     return placement, check_fit(bundles_of(placement), nodes, most)
 
 

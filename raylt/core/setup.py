@@ -45,7 +45,10 @@ class Setup:
     def new_model(self, spec: TaskSpec) -> SplitModel:
         """Return the initial model, which is the same in every process."""
         with one_thread(), seeded(self.config.seed, "model"):
-            model = self.method.build(spec, self._base(spec))
+            base = self._base(spec)
+            parts = {name for name, _ in base.named_children()}
+            model = self.method.build(spec, base)
+        model.heads = frozenset(name for name, _ in model.named_children() if name not in parts)
         if self.config.federation.batchnorm == "local":
             model.local_buffers = running_statistics(model) & model.state_dict().keys()  # without frozen ones
         # images come as channels-last views of their bytes; steps are 1.1 to 2 times as fast on them

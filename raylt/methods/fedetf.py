@@ -32,7 +32,7 @@ from raylt.core.training.optimisers import SGD
 from raylt.core.training.sgd import Objective, autocast, sgd, take_statistics
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import Params, SplitModel, with_entries
+from raylt.models.split import Params, SplitModel, with_encoder, with_entries
 from raylt.ops.etf import simplex_etf
 
 FRAME = "classifier.weight"
@@ -67,9 +67,11 @@ class FedETF(Method):
         draw = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # from the seeded global generator [1]
         projection = nn.Linear(base.dim, task.classes)
         encoder = nn.Sequential(OrderedDict(base=base.encoder, projection=projection, unit=Unit()))
-        model = type(base)(encoder, task.classes, task.classes)
-        model.classifier = Frame(simplex_etf(task.classes, task.classes, draw), self.temperature)
-        model.local_buffers = base.local_buffers
+        model = with_encoder(base, encoder)
+        model.dim, model.classifier = (
+            task.classes,
+            Frame(simplex_etf(task.classes, task.classes, draw), self.temperature),
+        )
         return model
 
     def shared(self, model: SplitModel) -> Params:

@@ -27,7 +27,7 @@ from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, hp
-from raylt.models.split import Params, SplitModel, load_entries
+from raylt.models.split import Params, SplitModel, load_entries, with_encoder
 
 
 class MOON(Method):
@@ -46,7 +46,9 @@ class MOON(Method):
             return base
         head = nn.Sequential(nn.Linear(base.dim, base.dim), nn.ReLU(inplace=True), nn.Linear(base.dim, self.projection))
         encoder = nn.Sequential(OrderedDict(base=base.encoder, projection=head))
-        return type(base)(encoder, self.projection, task.classes)
+        model = with_encoder(base, encoder)
+        model.dim, model.classifier = self.projection, base.head(self.projection, task.classes)
+        return model
 
     def train(self, client: Client, message: Message) -> Reply:
         reply = super().train(client, message)

@@ -37,6 +37,7 @@ class SplitModel(nn.Module):
         self.classifier: nn.Module = self.head(dim, classes)
         self.dim = dim
         self.classes = classes
+        self.heads: frozenset[str] = frozenset()  # attributes that a method added to the model
         self.local_buffers: frozenset[str] = frozenset()  # entries that never leave a client, whatever the method
         self.prompts: PromptMaker | None = None  # of an image-text model
 
@@ -106,11 +107,13 @@ def with_classifier(
         bias: [C], used without a copy; None for a classifier without bias.
         longest: the length that features are cut to before the classifier; None leaves them as they are.
     """
-    other = type(model)(model.encoder, model.dim, model.classes)
-    other.classifier = linear(weight, bias, model.head if longest is None else CutLinear)
+    classifier = linear(weight, bias, model.head if longest is None else CutLinear)
     if longest is not None:
-        other.classifier.register_buffer("longest", torch.as_tensor(longest, device=weight.device))
-    other.local_buffers = model.local_buffers
+        classifier.register_buffer("longest", torch.as_tensor(longest, device=weight.device))
+    other = copy.copy(model)
+    kept = {name: module for name, module in model._modules.items() if name not in model.heads}
+    other._modules = {**kept, "classifier": classifier}
+    other.heads = frozenset()
     return other
 
 

@@ -195,5 +195,16 @@ def _without_locations(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_location(value: Any) -> Any:
-    kind, _, path = value.partition(":") if isinstance(value, str) else ("", "", "")
-    return f"{kind}:{Path(path).name}" if kind in ("npz", "folder") else value
+    """Return a setting with a file's name in place of its path.
+
+    Paths behind `npz:` and `folder:` name data, wherever a machine has them. Other relative paths start in the folder
+    of the study and stay; absolute ones, such as weights or an index list, belong to one machine.
+    """
+    if not isinstance(value, str):
+        return value
+    kind, _, path = value.partition(":")
+    if kind not in ("npz", "folder"):
+        kind, _, path = value.rpartition(":")
+        if not path.startswith(("/", "~/")) or path.startswith("//"):  # ray:s3://bucket is no path of a machine
+            return value
+    return f"{kind}:{Path(path).name}" if kind else Path(path).name

@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from raylt.config import Config
+from raylt.core.setup import Setup
+from raylt.data.task import TaskSpec
+from raylt.methods import METHODS
 from raylt.models import build_model
 from raylt.models.split import (
+    SplitModel,
     has_no_negative_features,
     linear,
     load_entries,
@@ -95,6 +100,44 @@ def test_statistics_of_a_client_stay_with_it_under_another_classifier(model):
     assert model.local_buffers
     assert other.local_buffers == model.local_buffers
     assert other.entries().keys() == {name for name in other.state_dict() if name not in model.local_buffers}
+
+
+FIELDS = {"moon": {"projection": 5}, "mupfl": {"bavd": False, "dropout": 0}}  # MuPFL drops activations of stages
+
+
+class Doubled(SplitModel):
+    """A model of a user, with its own constructor, attribute, layer and forward pass."""
+
+    def __init__(self, classes, factor):
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 12)), 12, classes)
+        self.factor = factor
+        self.own = nn.Linear(classes, classes)
+
+    def forward(self, x):
+        return self.factor * self.own(super().forward(x))
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_keeps_the_forward_pass_of_a_users_model(name):
+    method = METHODS[name](**FIELDS.get(name, {}))
+    if method.learns_prompts:
+        pytest.skip("it needs a text tower")
+    task = TaskSpec(("a", "b", "c"), (8, 8, 1), (0.5,), (0.5,), ("many",) * 3)
+    setup = Setup(Config(method=name), method, lambda classes, shape: Doubled(classes, -2.0), None)
+    model = setup.new_model(task).eval()
+    x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model(x), -2 * model.own(model.classifier(model.encoder(x))))
+    weight = torch.randn(3, model.dim, generator=torch.Generator().manual_seed(1))
+    other = with_classifier(model, weight, None)
+    assert torch.allclose(other(x), -2 * model.own(model.encoder(x) @ weight.T), atol=1e-5)
+    assert {part for part, _ in other.named_children()} == {"encoder", "classifier", "own"}
+    assert model.classifier is not other.classifier
+
+
+def test_another_classifier_draws_no_random_number(model):
+    before = torch.get_rng_state()
+    with_classifier(model, torch.ones(3, model.dim), None)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_linear_layer_is_made_of_the_tensors_themselves():

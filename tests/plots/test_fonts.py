@@ -59,6 +59,8 @@ def test_an_installed_font_draws_what_matplotlibs_own_lacks(tmp_path, font_of_ca
 def test_characters_of_no_font_are_named_in_one_warning(tmp_path, font_of_cats):
     figure = figure_of(f"{CAT} {DOG}", f"{DOG}\n\u200b$x$")
     with pytest.warns(UserWarning, match=f"no installed font has these characters: {DOG}. ") as caught:
-        for format in ("png", "svg"):
-            save(figure, tmp_path / f"cats.{format}")
+        save(figure, tmp_path / "cats.png")
     assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(figure, tmp_path / "cats.svg")

@@ -207,9 +207,9 @@ def test_tpe_has_another_seed_for_each_trial_and_leaves_grids_alone(monkeypatch)
     [
         ({"name": "fedavg"}, {"epochs": 2}, 1),
         ({"name": "ditto"}, {"epochs": 2}, 2),
-        ({"name": "fedrep", "head_epochs": 4}, {"epochs": 2}, 6 / 2),
-        # 4 steps where a pass over 64, 32 and 33 samples has 2, 1 and 1: three passes, and four of the head
-        ({"name": "fedrep", "head_epochs": 4}, {"steps": 4}, 7 / 3),
+        ({"name": "fedrep", "head_epochs": 4}, {"epochs": 2}, (4 / 3 + 2) / 2),
+        # 4 steps where a pass over 64, 32 and 33 samples has 2, 1 and 1: three passes, and four of the head at a third
+        ({"name": "fedrep", "head_epochs": 4}, {"steps": 4}, (4 / 3 + 3) / 3),
     ],
 )
 def test_a_budget_in_passes_counts_what_a_method_computes(method, local, multiple):
@@ -273,6 +273,9 @@ def test_client_steps_by_hand():
         method="fedavg", federation={"rounds": 9, "participation": 0.5}, data={"clients": 3, "new_clients": 1}
     )
     assert client_steps(late, [64, 32]) == 9 * (4 + 2) / 2
+    # without a number of clients, as a source with clients of its own decides it; one of four that train holds nothing
+    own = late.model_copy(update={"data": late.data.model_copy(update={"clients": None, "new_clients": 3})})
+    assert client_steps(own, [64, 32, 0, 32]) == 9 * 2 * (4 + 2 + 2) / 3
 
 
 def test_methods_share_nothing_but_the_budget_each_may_spend():

@@ -1,13 +1,10 @@
 """Measures the passes over samples that an arm makes at a client in a run, in a tiny run of the arm's method."""
 
-import json
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
-from raylt.contract.costs import relative_cost
-from raylt.methods import METHODS, make_method
-from raylt.models import MODELS
+from raylt.contract.costs import passes_of_settings
+from raylt.methods import METHODS
 from raylt.studies.records.record import RunRecord
 
 
@@ -31,11 +28,7 @@ def client_passes(config: Mapping[str, Any]) -> float | None:
     """
     local, federation = config["local"], config["federation"]
     asked = federation["rounds"] * federation["participation"]
-    if config["method"]["name"] not in METHODS or local.get("steps") is not None or not asked:
+    kind = METHODS.get(config["method"]["name"])
+    if kind is None or not kind.__module__.startswith("raylt.methods.") or local.get("steps") is not None or not asked:
         return None
-    return _measured(json.dumps(config["method"], sort_keys=True), local["epochs"], federation["rounds"], asked)
-
-
-@lru_cache(maxsize=256)
-def _measured(method: str, epochs: float, rounds: int, asked: float) -> float:
-    return relative_cost(make_method(json.loads(method)), MODELS["small"], (8, 8, 1), 4, epochs, rounds, asked)
+    return passes_of_settings(config["method"], local["epochs"], federation["rounds"], asked)

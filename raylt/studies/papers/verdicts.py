@@ -63,7 +63,7 @@ def verdicts(
     """Return a verdict on each given cell of the papers' tables.
 
     Unfinished runs, and runs that belong to no cell, do not count. But the runs of a cell that failed are named, and
-    then the other runs confirm nothing.
+    then the other runs with as many rounds, by the same version of the code, confirm nothing.
 
     Args:
         records: runs in any state.
@@ -72,14 +72,14 @@ def verdicts(
             cell that were made by the version with the most runs of it.
     """
     runs: dict[str, list[RunRecord]] = defaultdict(list)
-    failed: Counter[str] = Counter()
+    failed: dict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
         if record.state == "done":
             runs[identity(record.config)].append(record)
             if (plain := _as_fedavg(record)) is not None:
                 runs[identity(plain.config)].append(plain)
         elif record.state == "failed" and record.config:
-            failed[identity(record.config)] += 1
+            failed[identity(record.config)].append(record)
     return [judge(cell, runs, failed, mix_versions) for cell in cells or expectations()]
 
 
@@ -104,7 +104,10 @@ def _as_fedavg(record: RunRecord) -> RunRecord | None:
 
 
 def judge(
-    cell: Expectation, runs: dict[str, list[RunRecord]], failed: Mapping[str, int], mix_versions: bool
+    cell: Expectation,
+    runs: Mapping[str, list[RunRecord]],
+    failed: Mapping[str, list[RunRecord]],
+    mix_versions: bool,
 ) -> Verdict:
     """Return the verdict on one cell of a paper's table.
 
@@ -118,7 +121,7 @@ def judge(
     Args:
         cell: the printed cell.
         runs: finished runs by identity.
-        failed: number of failed runs by identity.
+        failed: failed runs by identity.
         mix_versions: as in `verdicts`.
     """
     if cell.problem is not None:
@@ -127,7 +130,7 @@ def judge(
     code = None if mix_versions else _leading_code(of_cell)
     taken = _made_by(code, of_cell)
     seeds = _by_seed(cell, taken)
-    lost = failed.get(cell.identity(), 0)
+    lost = _lost(cell, failed.get(cell.identity(), []), seeds, code)
     lost_note = f"{count_of(lost, 'run')} failed" if lost else ""
     if not seeds.values:
         return Verdict(cell, "not run", why=lost_note)
@@ -248,15 +251,14 @@ def _by_seed(cell: Expectation, records: list[RunRecord], scale: float | None = 
 
     The default scale is 1, or the largest scale if no run has scale 1.
     """
-    paper_rounds = cell.config().federation.rounds
-    scales = {record.config["federation"]["rounds"] / paper_rounds for record in records}
+    scales = {_scale(cell, record) for record in records}
     default = 1.0 if 1.0 in scales else max(scales, default=1.0)
     chosen = default if scale is None else scale
     values: dict[int, tuple[float, RunRecord]] = {}
     repeated: set[int] = set()
     for record in sorted(records, key=lambda r: r.seed):
         value = value_of(record, cell.measure, cell.at)
-        if value is None or record.config["federation"]["rounds"] / paper_rounds != chosen:
+        if value is None or _scale(cell, record) != chosen:
             continue
         seed = record.config["seed"]
         _, first = values.setdefault(seed, (value, record))
@@ -282,6 +284,21 @@ def _other_split_note(seeds: int, of: int) -> str:
 
 def _code(record: RunRecord) -> tuple[str, ...]:
     return tuple(record.made.get("codes", []))
+
+
+def _lost(cell: Expectation, failed: Sequence[RunRecord], seeds: "_Seeds", code: tuple[str, ...] | None) -> int:
+    """Return the number of failed runs of a cell that belong to its finished runs, or all if none finished.
+
+    They have as many rounds and the same version of the code. A run that failed before its first step has none.
+    """
+    if not seeds.values:
+        return len(failed)
+    return sum(_scale(cell, run) == seeds.scale and (code is None or _code(run) in ((), code)) for run in failed)
+
+
+def _scale(cell: Expectation, record: RunRecord) -> float:
+    """Return the number of rounds of a run, relative to the paper."""
+    return record.config["federation"]["rounds"] / cell.config().federation.rounds
 
 
 def _leading_code(records: Sequence[RunRecord]) -> tuple[str, ...] | None:

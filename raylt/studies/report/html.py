@@ -110,7 +110,7 @@ def render(study: Study, mix_versions: bool = False) -> str:
         "apart": comparison.apart,
         "tuned": comparison.tuned,
         "cells": [_cell(study, comparison, cell, colours, detail) for cell in cells],
-        "verdicts": _verdicts(study, done, mix_versions),
+        "verdicts": _verdicts(study, mix_versions),
         "costs": _costs(done),
         "runs": done,
         "made": _provenance(done),
@@ -269,7 +269,7 @@ def _clients(runs: Sequence[RunRecord]) -> list[float]:
     return sorted(value for value in values if value is not None)
 
 
-def _verdicts(study: Study, done: Sequence[RunRecord], mix_versions: bool) -> list[tuple[Any, str, str, str]]:
+def _verdicts(study: Study, mix_versions: bool) -> list[tuple[Any, str, str, str]]:
     """Return each verdict with its printed value, measured value and difference to FedAvg, as text."""
     if study.definition.paper is None:
         return []
@@ -280,7 +280,7 @@ def _verdicts(study: Study, done: Sequence[RunRecord], mix_versions: bool) -> li
             margin(verdict.ours, in_percent),
             "" if verdict.difference is None else margin(verdict.difference.difference, in_percent, sign=True),
         )
-        for verdict in verdicts(done, mix_versions=mix_versions)
+        for verdict in verdicts(study.records, mix_versions=mix_versions)
         if verdict.ours is not None
     ]
 

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 from refusals import refused
@@ -65,6 +66,10 @@ def test_runs_that_failed_are_named_and_the_others_confirm_nothing():
     judged = verdict(*whole, failed)
     assert (judged.kind, judged.seeds, judged.why) == ("cannot be told", 3, "1 run failed")
     assert (verdict(failed).kind, verdict(failed).why) == ("not run", "1 run failed")
+    made = [replace(each, made={"codes": ["one"]}) for each in whole]
+    assert verdict(*made, failed).why == "1 run failed"  # before its first step
+    assert verdict(*made, replace(failed, made={"codes": ["another"]})).kind == "reproduced"
+    assert verdict(*whole, run(MUPFL, 3, 0.0, rounds=1, state="failed")).kind == "reproduced"
     assert verdict(*whole, run(MUPFL, 3, 0.0, state="stopped")).kind == "reproduced"
 
 
