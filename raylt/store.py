@@ -213,6 +213,9 @@ class Folder:
             except BlockingIOError:
                 os.close(handle)
                 return None
+            except BaseException:
+                os.close(handle)
+                raise
             return handle
 
     def is_locked(self, name: str) -> bool:

@@ -275,8 +275,8 @@ def cost_of(config: Config, sizes: list[int], count: Count) -> int:
     local, federation = config.local, config.federation
     epochs = local.epochs
     if local.steps is not None:
-        held = [n for n in sizes if n]
-        epochs = local.steps * len(held) / sum(local.step_count(n, epochs=1) for n in held)
+        in_a_pass = [local.step_count(n, epochs=1) for n in sizes if n]
+        epochs = local.steps * len(in_a_pass) / sum(in_a_pass)
     return round(steps * passes_of_settings(config.method, epochs, federation.rounds))
 
 

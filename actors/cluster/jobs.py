@@ -109,7 +109,7 @@ class JobClient:
         """Yield the output of a job piece by piece until the job ends."""
         shown = 0
         while True:
-            ended = self.find(job.id).state in ENDED
+            ended = self._current(job.id).state in ENDED
             text = self._client.get_job_logs(job.id)
             if len(text) > shown:
                 yield text[shown:]
@@ -120,9 +120,13 @@ class JobClient:
 
     def wait(self, id: str) -> SubmittedJob:
         """Wait until a job ends, and return the job."""
-        while (job := self.find(id)).state not in ENDED:
+        while (job := self._current(id)).state not in ENDED:
             time.sleep(0.5)
         return job
+
+    def _current(self, id: str) -> SubmittedJob:
+        """Return a job of raylt in its present state."""
+        return _job_of(self._client.get_job_info(id))
 
     def output(self, id: str) -> str:
         """Return the text that a job has printed so far."""

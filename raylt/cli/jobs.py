@@ -40,7 +40,7 @@ def submit(
 
     raylt sends the current folder, without runs, data and what .gitignore names.
 
-    Without --out and data.root, it uses ~/raylt/runs and ~/raylt/data on the cluster.
+    Without --out it uses ~/raylt/runs on the cluster, and run and tune without data.root use ~/raylt/data.
     """
     from raylt.registry import plugin_files, resolve
 
@@ -52,13 +52,12 @@ def submit(
             key="command",
             value=command,
         )
-    _check_usage(context, command, words)
+    parsed = _parsed(context, command, words)
     words += [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
     _check_files(words)
     if command == "run":
-        settings = [word for word in words if not word.startswith("-") and ("=" in word or word.endswith(YAML))]
-        _ = resolve(config_of(settings))  # its errors are shown here, not in the log of a job
-    folder = complete(command, words)
+        _ = resolve(config_of(parsed["settings"]))  # its errors are shown here, not in the log of a job
+    folder = str(parsed["run_folder"]) if command == "resume" else complete(command, words)
     variables = {name: os.environ[name] for name in TRACKERS if name in os.environ}
     url = dashboard_of(address)
     claim()
@@ -143,13 +142,15 @@ def list_jobs(address: str, format: Format) -> None:
 
 
 def complete(command: str, words: list[str]) -> str | None:
-    """Append options for folders on the cluster to the command's words, in place, unless the user gave them.
+    """Append options for folders on the cluster to the words of a command that makes some, unless the user gave them.
+
+    Args:
+        command: run, tune or study.
+        words: its options and arguments, changed in place.
 
     Returns:
         The run folder on the cluster; None for a command of several runs.
     """
-    if command == "resume":
-        return next((word for word in words if not word.startswith("-") and "=" not in word), None)
     if _has_option(words, "--resume"):  # a search keeps its folders
         return None
     if not _has_option(words, "--out"):
@@ -179,10 +180,10 @@ def dashboard_of(address: str | None) -> str:
     return address
 
 
-def _check_usage(context: typer.Context, command: str, words: list[str]) -> None:
-    """Raise a usage error if a command does not have these options and arguments."""
+def _parsed(context: typer.Context, command: str, words: list[str]) -> dict[str, Any]:
+    """Return the parameters of a command; raise a usage error if it does not have these options and arguments."""
     group: Any = context.find_root().command
-    _ = group.get_command(context, command).make_context(command, list(words), parent=context.find_root())
+    return group.get_command(context, command).make_context(command, list(words), parent=context.find_root()).params
 
 
 def _check_files(words: list[str]) -> None:

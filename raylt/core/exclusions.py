@@ -43,7 +43,8 @@ class PlannedRun:
     @property
     def training_clients(self) -> int:
         """Return the number of clients that train: all but those that join after training."""
-        return (self.config.data.clients or 1) - self.config.data.new_clients
+        assert self.config.data.clients is not None, "the configuration of a run has the number of clients"
+        return self.config.data.clients - self.config.data.new_clients
 
     @property
     def on_features(self) -> bool:

@@ -146,7 +146,7 @@ class OpenClip(Teacher):
                 tokens = self.tokenizer()(texts)
                 features = torch.cat([model.encode_text(part.to(device)).cpu() for part in tokens.split(BATCH)])
             check_features("the class names", features, shape)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # towers, tokenizers and the hub of Hugging Face raise many types
             raise self._error(
@@ -279,6 +279,8 @@ class OpenClip(Teacher):
                 model.eval().requires_grad_(False)
                 check_finite_weights(model)
                 check_image_tower(model.visual, dim)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
         except Exception as error:  # torch and open_clip raise many types for a damaged or wrong file
             raise self._error(
                 f"{file} does not hold its weights ({shorten(error)})",

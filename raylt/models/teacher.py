@@ -4,6 +4,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -124,8 +125,8 @@ class FeatureFile(Teacher):
         super().__init__(f"npz:{path}")
         self.path = path
 
-    @property
-    def dim(self) -> int:
+    @cached_property
+    def dim(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._read("image")["image"].shape[-1]
 
     @property

@@ -33,6 +33,7 @@ SENT = {
     "noisymeans": ("means", "counts"),
     "rucr": ("means", "counts"),
     "posthoc": ("counts",),
+    "la": ("counts",),
     "creff": ("gradients",),
     "clip2fl": ("gradients",),
     "mupfl": ("gradients",),
@@ -61,16 +62,19 @@ NOT_ATTACKED = {
     "fednh": ("classes.z",),
 }
 ALWAYS = ("models of rounds of more than one step on one image", "figures such as the loss", "judgements")
-# the field that switches these uploads on
-ONLY_WITH = {"sfd": "safs", "mupfl": "pkcf"}
+# the field that switches these uploads on, and its value
+ONLY_WITH: dict[str, tuple[str, object]] = {"sfd": ("safs", True), "mupfl": ("pkcf", True), "la": ("prior", "global")}
 
 
 def uploads_of(method: Method) -> tuple[str, ...]:
     """Return the names of a method's uploads that can be attacked, given the values of its fields."""
     if method.name in ("local", "fedproto"):  # no model leaves a client
         return ()
-    silent = not getattr(method, ONLY_WITH.get(method.name, ""), True)
-    return ("update",) if silent else ("update", *SENT.get(method.name, ()))
+    if method.name in ONLY_WITH:
+        field, value = ONLY_WITH[method.name]
+        if getattr(method, field) != value:
+            return ("update",)
+    return ("update", *SENT.get(method.name, ()))
 
 
 def not_attacked(name: str) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from raylt.runs.folder import provenance
 from raylt.runs.folder.writer import Journal
 from raylt.runs.in_process import open_in_process
 from raylt.runs.run import Run
-from raylt.runs.runner import FleetKind, carry_out
+from raylt.runs.runner import FleetKind, carry_out, check_fleet
 
 FILE_KEYS = ("schema", "previous", "date")  # keys of a line that belong to the file, not to the step
 ROUNDS = "federation.rounds"
@@ -310,8 +310,9 @@ class _Descent:
 
         Raises:
             CheckpointError: the folder exists, or the model's frozen weights have changed.
-            ConfigError: the rest cannot be run as asked; the folder is removed.
+            ConfigError: the rest cannot be run as asked; a folder without a step is removed.
         """
+        check_fleet(fleet, address)
         callbacks = checked(callbacks)
         parent = self.parent
         task = parent.task
@@ -328,6 +329,8 @@ class _Descent:
         except ConfigError:
             journal.discard()
             raise
+        finally:
+            journal.close()
         return Run(self.folder)
 
     def _take_over_steps(self, journal: Journal) -> None:

@@ -1,6 +1,7 @@
 """The commands `raylt submit`, `raylt stop`, `raylt ls --address` and `raylt follow --address`."""
 
 import socket
+from contextlib import contextmanager
 from threading import Thread
 from types import SimpleNamespace
 
@@ -44,9 +45,6 @@ def test_other_commands_get_what_they_know():
     words = ["--resume", "/nfs/search"]
     assert complete("tune", words) is None
     assert words == ["--resume", "/nfs/search"]
-    words = ["/nfs/one", "federation.rounds=9"]
-    assert complete("resume", words) == "/nfs/one"
-    assert words == ["/nfs/one", "federation.rounds=9"]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +68,34 @@ def test_what_cannot_work_is_refused(raylt, monkeypatch, arguments, code):
     ended = raylt(*arguments)
     assert f"[{code}]" in ended.err
     assert ended.code == 2
+
+
+@pytest.fixture
+def submitted(monkeypatch):
+    """Return the list of jobs that a cluster was sent, as their words and their run folder."""
+    jobs = []
+
+    @contextmanager
+    def connect(url):
+        yield SimpleNamespace(submit=lambda words, folder, *_: jobs.append((words, folder)) or "job")
+
+    monkeypatch.setattr("actors.cluster.jobs.connect", connect)
+    return jobs
+
+
+def test_a_recipe_is_checked_with_its_settings(raylt, submitted):
+    cluster = ("--address", "http://127.0.0.1:8265")
+    assert raylt("submit", "run", *cluster, "recipe:demo", "method.gamma=0.1").code == 0
+    assert submitted[0][0][:3] == ["run", "recipe:demo", "method.gamma=0.1"]
+    refused = raylt("submit", "run", *cluster, "recipe:nosuch", "method.gamma=0.1")
+    assert (refused.code, len(submitted)) == (2, 1)
+    assert "nosuch" in refused.err
+
+
+def test_the_run_of_a_resumed_job_is_its_argument(raylt, submitted):
+    cluster = ("--address", "http://127.0.0.1:8265")
+    assert raylt("submit", "resume", *cluster, "--fleet", "local", "runs/one", "federation.rounds=9").code == 0
+    assert submitted[0][1] == "runs/one"
 
 
 def test_a_port_of_another_protocol_is_no_dashboard(raylt):

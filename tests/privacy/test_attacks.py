@@ -20,6 +20,7 @@ from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.methods.creff.method import CReFF
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.la import LogitAdjustment
 from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.sfd.method import SFD
 from raylt.models.split import clipped
@@ -252,6 +253,8 @@ def test_what_a_method_does_not_send_is_refused_by_name(ended):
     with refused("data.wrong-shape", ConfigError, key="--outside", value="shapes"):
         attack(ended, "features", outside="shapes")
     assert uploads_of(CReFF()) == ("update", "gradients")
+    assert uploads_of(LogitAdjustment(prior="global")) == ("update", "counts")
+    assert uploads_of(LogitAdjustment()) == ("update",)
     assert uploads_of(SFD(safs=False)) == uploads_of(MuPFL(pkcf=False)) == ("update",)
 
 

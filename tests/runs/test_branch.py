@@ -15,6 +15,7 @@ from raylt.methods import METHODS
 from raylt.registry import resolve
 from raylt.runs import continuation
 from raylt.runs.folder import provenance
+from raylt.runs.folder.reader import is_locked
 
 SFD = (
     "method=sfd",
@@ -198,6 +199,17 @@ def test_a_branch_that_cannot_be_run_can_be_resumed_and_one_that_is_killed_is_no
     (tmp_path / "half").mkdir()
     with pytest.raises(CheckpointError, match="half"):
         raylt.branch(run, ["method=ccvr"], tmp_path / "half", fleet="local", quiet=True)
+
+
+def test_a_branch_that_fails_while_it_takes_over_steps_is_not_locked(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "parent", "method=fedavg")
+    monkeypatch.setattr(continuation.counts, "copy", die)
+    with pytest.raises(SystemExit):
+        raylt.branch(run, ["method=ccvr"], tmp_path / "branch", fleet="local", quiet=True)
+    assert not is_locked(tmp_path / "branch")
+    with refused("config.unknown-name", ConfigError, key="fleet", value="nonsense"):
+        raylt.branch(run, ["method=ccvr"], tmp_path / "other", fleet="nonsense", quiet=True)
+    assert not (tmp_path / "other").exists()
 
 
 def refuse(setup, task, journal, *_):

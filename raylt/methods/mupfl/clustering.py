@@ -152,7 +152,7 @@ def _partitions(n: int, kappa: int) -> np.ndarray:
     return np.array([labels for labels in grown if max(labels) == kappa - 1], np.int8)
 
 
-KEPT_ROUNDS = 5  # rounds whose similarities stay in the server's state, for `raylt clusters`
+KEPT_ROUNDS = 5  # rounds whose similarities stay in the server's state, for `raylt plot clusters`
 
 
 def check_last_updates(clients: int, size: int) -> None:

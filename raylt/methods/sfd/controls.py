@@ -1,7 +1,8 @@
 """Control experiments for SFD's synthesis (SAFS) that are not in the paper: other classifiers on the same encoder.
 
 They are the classifiers of CCVR, FedNCM and Fed3R, computed from SFD's own sums. Drawn features are as many of each
-class as SAFS makes, and the classifier learns from them as it does from SAFS's. So only the features differ.
+class as SAFS makes, and the classifier learns from them as it does from SAFS's. So only the features differ. Their
+covariance is that of SFD's Eq. 10, which divides by n; CCVR's divides by n - 1.
 """
 
 from collections.abc import Mapping

@@ -123,7 +123,7 @@ class NotebookProgress(Callback):
 
     def _show_step(self) -> None:
         """Update the display with the progress of a run."""
-        self._share = self._steps / self._total
+        self._share = self._steps / self._total if self._total else None  # it failed before it knew its steps
         left = self._time_left.text(self._total - self._steps)
         parts = (f"round {self._taken}/{self._rounds}", self._stage, self._best.text)
         ended = self._steps >= self._total or self._stage == "stopped"

@@ -237,7 +237,10 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Unlock the folder."""
+        self.close()
+
+    def close(self) -> None:
+        """Unlock the folder, which a second call leaves as it is."""
         if self._lock is not None:
             os.close(self._lock)
             self._open.__exit__()

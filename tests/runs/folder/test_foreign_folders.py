@@ -1,5 +1,6 @@
 """A run folder with links and FIFOs in place of every file: raylt neither leaves the folder nor waits."""
 
+import errno
 import os
 import shutil
 from contextlib import contextmanager
@@ -284,3 +285,15 @@ def test_what_is_no_file_is_not_replaced_by_one(tmp_path, make):
         store.write(target, "content")
     assert target.lstat().st_mode == before
     assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_a_lock_that_the_file_system_refuses_leaves_no_open_file(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store.fcntl, "flock", refuse)
+    with store.Folder.open(tmp_path) as folder:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(CheckpointError, match="No locks available"):
+            folder.lock("lock")
+        assert len(os.listdir("/proc/self/fd")) == before
