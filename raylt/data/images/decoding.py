@@ -1,5 +1,6 @@
 """Decoders of image files and npz archives. They check the claimed sizes before they allocate memory."""
 
+import errno
 import io
 import math
 import os
@@ -16,7 +17,7 @@ import numpy as np
 
 from raylt.data.images.image_files import shown_name
 from raylt.disk import exists
-from raylt.errors import DataError
+from raylt.errors import DataError, RayltError
 from raylt.machine import total_memory
 
 if TYPE_CHECKING:
@@ -28,6 +29,17 @@ Fit = Literal["crop", "pad"]
 TURNING = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # PIL's names of metadata that may rotate
 WHOLE = 2**24  # largest file that is read at once, because PIL reads a few bytes forty times
 DEFLATED = 1040  # largest compression ratio of deflate
+
+
+# errors that say nothing about a file: with data.bad=skip it must not be left out for them
+OF_THE_MACHINE = {
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
 
 
 class Undecodable(DataError):
@@ -59,6 +71,7 @@ def open_image(file: Path) -> "Image.Image":
 
     Raises:
         Undecodable: the file cannot be decoded, has a format that is not in FORMATS, or more than PIXELS pixels.
+        RayltError: this machine cannot read the file at present, for a cause that is not in the file.
     """
     with _image(file) as image:
         image.load()
@@ -287,8 +300,17 @@ def _image(file: Path | str | bytes) -> "Iterator[Image.Image]":
             if image.width * image.height > PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels, more than {PIXELS:,} in all")
             yield image
+    except MemoryError:
+        raise
     except Exception as error:  # PIL's decoders raise many types for a damaged file
         name = "an image without a file" if isinstance(file, bytes) else shown_name(file)
+        if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
+            raise RayltError(
+                f"{name}: cannot be read at present ({error.strerror}). Mend this, and run the command again.",
+                code="file.unreadable",
+                path=name,
+                cause=error.strerror,
+            ) from None
         raise Undecodable(name, _cause(error)) from None
 
 

@@ -14,7 +14,7 @@ from raylt.data.images import cache_builder, decoding
 from raylt.data.images.cache import Mapped, load, take
 from raylt.data.images.decoding import fitted_image
 from raylt.data.images.image_trees import How, decode_tree
-from raylt.errors import DataError, DiskFull
+from raylt.errors import DataError, DiskFull, RayltError
 
 
 @pytest.fixture
@@ -119,6 +119,26 @@ def test_broken_images_can_be_left_out(tree, tmp_path):
         assert told == (
             f"left out: 1 image cannot be decoded: {tree}/3.png (it is none, or of a kind that is not read)",
         )
+
+
+@pytest.mark.parametrize("problem", [OSError(errno.EMFILE, "Too many open files"), MemoryError()])
+def test_an_image_that_this_machine_cannot_read_at_present_is_not_left_out(tree, tmp_path, monkeypatch, problem):
+    def opened(path, *rest, **options):
+        if str(path).endswith("3.png"):
+            raise problem
+        return os_open(path, *rest, **options)
+
+    os_open = os.open
+    monkeypatch.setattr(decoding.os, "open", opened)
+    with pytest.raises((RayltError, MemoryError)) as caught:
+        decode_tree("it", tree, FILES, How(8, bad="skip"), tmp_path / "cache")
+    if not isinstance(problem, MemoryError):
+        assert caught.value.code == "file.unreadable"
+        assert "3.png" in str(caught.value)
+    monkeypatch.undo()
+    x, rows, told = decode_tree("it", tree, FILES, How(8, bad="skip"), tmp_path / "cache")
+    assert (len(rows), told) == (6, ())
+    assert x.load()[:, 0, 0, 0].tolist() == [0, 40, 80, 120, 160, 200]
 
 
 def test_grey_stays_grey_where_all_images_are(tree, tmp_path):
