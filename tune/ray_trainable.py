@@ -11,7 +11,6 @@ checkpoint, as population-based training does, if the settings in which they dif
 import math
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from raylt.registry import Plugin, adopt, resolve
 from raylt.runs.export.trained_model import TrainedModel, global_model
 from raylt.runs.in_process import on_any_device, open_in_process
 from raylt.runs.start import check_setup
+from raylt.studies.settings import flat
 from raylt.typed_json import as_json
 from tune.changes import check_changes
 from tune.loop import holders, task_of
@@ -258,14 +258,3 @@ def _checkpoint_in(folder: Path) -> Checkpoint:
             path=str(folder),
         )
     return saved
-
-
-def flat(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted keys: {"local": {"lr": 0.1}} becomes {"local.lr": 0.1}."""
-    settings = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            settings |= flat(value, f"{key}{name}.")
-        else:
-            settings[f"{key}{name}"] = value
-    return settings
