@@ -273,9 +273,9 @@ def test_client_steps_by_hand():
         method="fedavg", federation={"rounds": 9, "participation": 0.5}, data={"clients": 3, "new_clients": 1}
     )
     assert client_steps(late, [64, 32]) == 9 * (4 + 2) / 2
-    # without a number of clients, as a source with clients of its own decides it; one of four that train holds nothing
+    # without a number of clients, as a source with clients of its own decides it; two of five that train hold nothing
     own = late.model_copy(update={"data": late.data.model_copy(update={"clients": None, "new_clients": 3})})
-    assert client_steps(own, [64, 32, 0, 32]) == 9 * 2 * (4 + 2 + 2) / 3
+    assert client_steps(own, [64, 32, 0, 0, 32]) == 9 * 3 * (4 + 2 + 2) / 3
 
 
 def test_methods_share_nothing_but_the_budget_each_may_spend():
