@@ -121,7 +121,7 @@ def _clients(description: ModelDescription) -> list[str]:
         cells = [with_images(entry["figures"][kind], tested.get(kind)) for kind in kinds]
         lines.append(f"| {_cell(entry['name'])} | {' | '.join(cells)} |")
     if len(clients) > MOST:
-        lines.append(f"and {len(clients) - MOST} more")
+        lines += ["", f"and {len(clients) - MOST} more"]  # without the empty line it is a row of the table
     return [*lines, ""]
 
 

@@ -218,7 +218,7 @@ def test_a_model_card_has_fifty_clients_and_what_their_figures_are_based_on(pers
     assert "| client | local, n | matched |\n" in card
     assert "\n| c49 | 50.00 %" in card
     assert "| c50 |" not in card
-    assert "and 1 more" in card
+    assert "\n\nand 1 more\n" in card
     assert "more than 9 training samples (many), 3 to 9 (medium) and fewer than 3 (few)" in card
     assert "Network ``` a``b ```, trained" in card
 
