@@ -549,8 +549,8 @@ class NameCodes:
             DataError: a value is missing, is neither an integer nor a string, or cannot be printed.
         """
         if values.dtype.kind in "iuU":
-            distinct, inverse = np.unique(values, return_inverse=True)
-            names = [self._name(value, 0) for value in distinct]
+            distinct, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+            names = [self._name(value, self.count + row) for value, row in zip(distinct, first, strict=True)]
             codes = np.array([self._number(name) for name in names], np.int32)[inverse]
         else:
             names = [self._name(value, self.count + row) for row, value in enumerate(values)]
@@ -578,6 +578,7 @@ class NameCodes:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def _name(self, value: Any, row: int) -> str:
+        value = value.item() if isinstance(value, np.generic) else value  # messages show it as users write it
         if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):
             raise DataError(
                 f"{self._key}: row {row} of {self._source} has no value. Leave out rows without a class or client.",

@@ -273,6 +273,20 @@ def test_a_row_without_a_name_is_refused(values, code):
         NameCodes("data.label_column", "ray:x").add(values)
 
 
+@pytest.mark.parametrize("names", [np.array(["b", "a", "", "a"]), objects("b", "a", "", "a")])
+def test_the_first_row_without_a_name_is_named_across_batches(names):
+    codes = NameCodes("data.label_column", "ray:x")
+    codes.add(np.array(["a", "b", "a"]))
+    with pytest.raises(DataError) as caught:
+        codes.add(names)
+    assert caught.value.details["row"] == 5
+
+
+def test_a_name_of_an_array_is_quoted_as_plain_text():
+    with pytest.raises(DataError, match=r"printed \('b\\n'\)"):
+        NameCodes("data.label_column", "ray:x").add(np.array(["a", "b\n"]))
+
+
 # the cache
 
 
