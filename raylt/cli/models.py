@@ -114,7 +114,11 @@ def evaluate(
     from raylt.runs.folder.summary import percent
 
     evaluation = judge(
-        lambda name: open_model(model, client or name), data, client is None and _has_several(model), bad
+        lambda name: open_model(model, client or name),
+        data,
+        client is None and _has_several(model),
+        bad,
+        _joining(model),
     )
     figures = evaluation.to_json()
     for note in evaluation.notes:
@@ -171,3 +175,13 @@ def _has_several(model: Path) -> bool:
     from raylt.runs.export.load import has_several_models
 
     return has_several_models(model)
+
+
+def _joining(model: Path) -> list[str]:
+    """Return the names of clients that join a run after training, and have no models; an exported file has none."""
+    if not is_folder(model):
+        return []
+    from raylt.runs.export.export import joining_clients_of
+    from raylt.runs.run import Run
+
+    return [name for _, name in joining_clients_of(Run.open(model))]

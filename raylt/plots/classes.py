@@ -13,8 +13,7 @@ from raylt import metrics
 from raylt.core.evaluation.counts import Matrices
 from raylt.data.task import Task
 from raylt.plots.style import COLOURS, new_figure, plain_text, save_if_asked, style_axes
-from raylt.runs.export.artefact import choose_client
-from raylt.runs.export.export import clients_of, has_client_models
+from raylt.runs.export.export import choose_client_of, clients_of, has_client_models
 from raylt.runs.folder.summary import percent
 from raylt.runs.run import Run
 
@@ -107,7 +106,7 @@ def confusion_of(run: Run, client: str | int | None = None, step: int | None = N
     matrices = run.matrices(step)
     of_clients = has_client_models(run)
     if client is not None:
-        id = choose_client(client, clients_of(run), str(run.folder))
+        id = choose_client_of(run, client)
         if id in matrices.own:
             matrix = matrices.own[id]
             images = "own test images"

@@ -12,8 +12,7 @@ from raylt.data.task import Task
 from raylt.errors import CheckpointError, ConfigError, spoken
 from raylt.plots.style import new_figure, plain_text, save_if_asked
 from raylt.runs.callbacks.prediction_grid import palette_of
-from raylt.runs.export.artefact import choose_client
-from raylt.runs.export.export import clients_of, has_client_models
+from raylt.runs.export.export import choose_client_of, clients_of, has_client_models
 from raylt.runs.export.trained_model import TrainedModel
 from raylt.runs.run import Run
 
@@ -78,12 +77,9 @@ def _model_to_draw(run: Run, client: str | int | None) -> tuple[int | None, Trai
     """Return the client whose class mapping applies (or None), the model that predicts, and the model's name."""
     own_models = has_client_models(run)
     clients = clients_of(run)
-    if client is not None:
-        id = choose_client(client, clients, str(run.folder))
-    else:
-        id = clients[0][0] if own_models else None
-    if id is None:
+    if client is None and not own_models:
         return None, run.model(), "global model"
+    id = clients[0][0] if client is None else choose_client_of(run, client)
     name = dict(clients)[id]
     if own_models:
         return id, run.client_model(id), f"model of client {name}"

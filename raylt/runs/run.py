@@ -422,11 +422,11 @@ class Run:
 
         Raises:
             CheckpointError: nothing was committed yet, or no checkpoint of the step was kept.
-            ConfigError: no such client, or it holds no samples.
+            ConfigError: no such client, it holds no samples, or it joins after training.
         """
-        if isinstance(client, str):
-            names = [(id, name) for id, name in enumerate(self.outline.client_names) if self.outline.sizes[id]]
-            client = choose_client(client, names, str(self.folder))
+        if isinstance(client, str | bool):  # True is no id, although it equals 1
+            joining = [(id, self.outline.client_names[id]) for id in self.outline.new_clients]
+            client = choose_client(client, trained_model.trained_clients(self.outline), str(self.folder), joining)
         return next(self.client_models([client], step))[1]
 
     def client_models(

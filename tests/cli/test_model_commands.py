@@ -15,6 +15,7 @@ from tiny import tiny_pretrained
 import raylt as raylt_package
 from raylt import Run, load_model
 from raylt.data.images.cache import load
+from raylt.errors import ConfigError
 from raylt.metrics import confusion
 from raylt.runs.export.evaluate import evaluate
 from raylt.runs.export.trained_model import Prediction
@@ -205,3 +206,41 @@ def test_new_images_of_one_client(raylt, personal, new):
         "upwards",
         "up left",
     )
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory):
+    """A run in which one of four clients joins after training, and its name."""
+    folder = tmp_path_factory.mktemp("joined")
+    run = make_tiny_run(folder, "fedper", "data.partition=by_id", "data.new_clients=1", "federation.rounds=1")
+    [late] = run.outline.new_clients
+    return run, run.outline.client_names[late]
+
+
+def test_a_client_that_joins_after_training_is_named_and_offered_nowhere(raylt, joined, tmp_path):
+    run, late = joined
+    trained = [name for name in run.outline.client_names if name != late]
+    Image.fromarray(load(run.task.test.x)[0, ..., 0]).save(tmp_path / "x.png")
+    ended = raylt("predict", run.folder, tmp_path / "x.png", "--client", late)
+    refused(ended, f"joins after training, and the model that it tunes then is not kept ({late})", ", ".join(trained))
+    ended = raylt("predict", run.folder, tmp_path / "x.png")
+    refused(ended, f"one of {', '.join(trained)}.")
+    with pytest.raises(ConfigError, match=rf"not kept \({late}\)"):
+        run.client_model(run.outline.new_clients[0])
+
+
+def test_the_folder_of_a_client_that_joins_after_training_is_left_out(raylt, joined, tmp_path):
+    run, late = joined
+    pixels = load(run.task.test.x)[..., 0]
+    for client in run.outline.client_names:
+        place = tmp_path / "new" / client / "up left"
+        place.mkdir(parents=True)
+        Image.fromarray(pixels[0]).save(place / "0.png")
+    code, out, err = raylt("evaluate", run.folder, "--data", f"folder:{tmp_path}/new", "--format", "json")
+    assert code == 0, err
+    assert f"left out: 1 image of client {late}, which joins after training" in " ".join(err.split())
+    assert json.loads(out)["clients"].keys() == set(run.outline.client_names) - {late}
+    assert json.loads(out)["images"] == 3
+    for client in set(run.outline.client_names) - {late}:
+        shutil.rmtree(tmp_path / "new" / client)
+    refused(raylt("evaluate", run.folder, "--data", f"folder:{tmp_path}/new"), f"({late})", "--client")

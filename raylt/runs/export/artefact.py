@@ -34,7 +34,7 @@ from raylt.models.clip import TowerDescription, new_tower
 from raylt.models.image_text import described_model
 from raylt.models.split import Params, with_classifier
 from raylt.registry import check_origins, resolve, seek
-from raylt.runs.export.trained_model import TrainedModel
+from raylt.runs.export.trained_model import TrainedModel, joins_later, names_of
 from raylt.runs.folder.identity import PluginRecord
 from raylt.typed_json import as_json, closed, hash_json, printable
 
@@ -436,21 +436,25 @@ def choose_client_in(description: ModelDescription, client: str | int | None, pa
     return None
 
 
-def choose_client(client: str | int | None, choices: Iterable[tuple[int, str]], where: str) -> int:
+def choose_client(
+    client: str | int | None,
+    choices: Iterable[tuple[int, str]],
+    where: str,
+    joining: Iterable[tuple[int, str]] = (),
+) -> int:
     """Return the id of a client, by name or id, among the clients that have a model.
 
     Args:
         client: None where there is only one.
         choices: id and name of each client.
         where: the run or file, for errors.
+        joining: id and name of each client that joins after training, and has no model.
 
     Raises:
         ConfigError: there is no such client; or there are several, and none is named.
     """
     choices = list(choices)
-    shown = ", ".join(name for _, name in choices[:12])
-    if len(choices) > 12:
-        shown += f" and {len(choices) - 12} more"
+    shown = names_of(choices)
     if client is None:
         if len(choices) > 1:
             raise ConfigError(
@@ -462,6 +466,9 @@ def choose_client(client: str | int | None, choices: Iterable[tuple[int, str]], 
     by_id = {str(id): id for id, _ in choices}
     ids = by_id | by_name  # a name comes before an id
     if str(client) not in ids:
+        for id, name in joining:
+            if str(client) in (name, str(id)):
+                raise joins_later(where, name, shown)
         raise ConfigError(
             f"{where}: has no model of this client ({client}). {did_you_mean(str(client), by_name)}"
             f"Give one of {shown}.",

@@ -1,6 +1,6 @@
 """`raylt evaluate`: evaluate a model, or each client's own model, on new images in folders."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raylt import metrics
 from raylt.data.images.image_files import Listing, list_images, notes_of, plain_name
-from raylt.errors import ConfigError, DataError, spoken
+from raylt.errors import ConfigError, DataError, count_of, spoken
 from raylt.runs.export.graph_formats import GraphModel
 from raylt.runs.export.load import describe_faults, try_images
 from raylt.runs.export.trained_model import TrainedModel
@@ -56,7 +56,11 @@ class Evaluation:
 
 
 def evaluate(
-    model_for: Callable[[str | None], Model], data: str, by_client: bool, bad: Literal["stop", "skip"] = "stop"
+    model_for: Callable[[str | None], Model],
+    data: str,
+    by_client: bool,
+    bad: Literal["stop", "skip"] = "stop",
+    joining: Collection[str] = (),
 ) -> Evaluation:
     """Evaluate models on the images of a folder.
 
@@ -65,9 +69,10 @@ def evaluate(
         data: folder:PATH.
         by_client: whether each client's images are judged by `model_for` its name; else all by the model for None.
         bad: whether an image that cannot be decoded is an error or is left out.
+        joining: names of clients that join after training, and have no models; their images are left out.
 
     Raises:
-        ConfigError: the data is of another kind, or a client has no model.
+        ConfigError: the data is of another kind, a client has no model, or all clients join after training.
         DataError: the folder has another layout, a class is unknown to the model, images cannot be decoded (the
             message names all of them), or no image can.
     """
@@ -80,6 +85,10 @@ def evaluate(
             code="client.not-named",
             path=str(folder),
         )
+    notes = notes_of([(folder, listing)])
+    if by_client:
+        files_by_client, without = _with_models(folder, files_by_client, joining)
+        notes += without
     shared = None if by_client else model_for(None)
     model: Model | None = None
     matrices: dict[str | None, Tensor] = {}
@@ -88,7 +97,7 @@ def evaluate(
         model = shared or model_for(client)
         matrices[client] = _count(model, folder, files, faults, skip=bad == "skip")
     assert model is not None
-    if faults and (bad == "stop" or len(faults) == len(listing.files)):
+    if faults and (bad == "stop" or len(faults) == sum(map(len, files_by_client.values()))):
         remedy = f" {spoken('--bad skip', 'bad=' + repr('skip'))} leaves them out." if bad == "stop" else ""
         raise DataError(describe_faults(faults) + remedy, code="data.undecodable", path=str(folder), images=len(faults))
     return Evaluation(
@@ -96,8 +105,29 @@ def evaluate(
         torch.stack(list(matrices.values())).sum(0),
         {client: matrix for client, matrix in matrices.items() if client is not None},
         tuple(faults),
-        tuple(notes_of([(folder, listing)])),
+        tuple(notes),
     )
+
+
+def _with_models(
+    folder: Path, files_by_client: dict[str | None, list[PurePosixPath]], joining: Collection[str]
+) -> tuple[dict[str | None, list[PurePosixPath]], list[str]]:
+    """Return the images of the clients that train, and a note on each client that joins after training."""
+    kept = {client: files for client, files in files_by_client.items() if client not in joining}
+    late = [client for client in files_by_client if client not in kept]
+    if not kept:
+        raise ConfigError(
+            f"{folder}: has only clients that join after training, and the models that they tune then are not kept "
+            f"({', '.join(map(str, late))}). Give {spoken('--client', 'client')}, one that "
+            "trains, to judge all images by its model.",
+            code="client.unknown",
+            path=str(folder),
+        )
+    return kept, [
+        f"left out: {count_of(len(files_by_client[client]), 'image')} of client {client}, which joins after training; "
+        "the model that it tunes then is not kept"
+        for client in late
+    ]
 
 
 def _folder_of(data: str) -> Path:

@@ -24,7 +24,7 @@ from raylt.runs.export.artefact import (
     task_spec_of,
 )
 from raylt.runs.export.model_card import model_card
-from raylt.runs.export.trained_model import TrainedModel
+from raylt.runs.export.trained_model import TrainedModel, trained_clients
 from raylt.runs.folder.identity import version
 from raylt.runs.run import Run
 
@@ -119,8 +119,27 @@ def has_client_models(run: Run) -> bool:
 
 
 def clients_of(run: Run) -> list[tuple[int, str]]:
-    """Return id and name of each client that has samples."""
+    """Return id and name of each client that has samples and, where clients have their own models, trains."""
+    if has_client_models(run):
+        return trained_clients(run.outline)
     return [(id, name) for id, name in enumerate(run.outline.client_names) if run.outline.sizes[id]]
+
+
+def joining_clients_of(run: Run) -> list[tuple[int, str]]:
+    """Return id and name of each client that joins after training, so that it has no model of its own."""
+    return [(id, run.outline.client_names[id]) for id in run.outline.new_clients] if has_client_models(run) else []
+
+
+def choose_client_of(run: Run, client: str | int | None, where: str | None = None) -> int:
+    """Return the id of a client of a run, by name or id.
+
+    Args:
+        where: what errors name in place of the run's folder.
+
+    Raises:
+        ConfigError: there is no such client, it joins after training, or there are several and none is named.
+    """
+    return choose_client(client, clients_of(run), where or str(run.folder), joining_clients_of(run))
 
 
 def model_of(run: Run, client: str | int | None = None) -> TrainedModel:
@@ -131,7 +150,7 @@ def model_of(run: Run, client: str | int | None = None) -> TrainedModel:
     """
     if client is None and not has_client_models(run):
         return run.model()
-    return run.client_model(choose_client(client, clients_of(run), str(run.folder)))
+    return run.client_model(choose_client_of(run, client))
 
 
 def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
@@ -158,12 +177,12 @@ def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
 def _model_to_export(run: Run, client: str | int | None, format: Format) -> int | None:
     """Return the client to export, GLOBAL for the global model, or None for the models of all clients."""
     if client is not None:
-        return choose_client(client, clients_of(run), str(run.folder))
+        return choose_client_of(run, client)
     if not has_client_models(run):
         return GLOBAL
     if format == "safetensors":
         return None
-    return choose_client(None, clients_of(run), spoken(f"--format {format}", f"format={format!r}"))
+    return choose_client_of(run, None, spoken(f"--format {format}", f"format={format!r}"))
 
 
 def _describe(

@@ -1,7 +1,7 @@
 """A run's models for users, with preprocessing and class names."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,12 @@ from raylt.core.method import Method
 from raylt.core.setup import Setup
 from raylt.data.augment import normalise
 from raylt.data.images.decoding import Fit
-from raylt.data.task import TaskSpec
+from raylt.data.task import Task, TaskSpec
 from raylt.errors import CheckpointError, ConfigError, DataError, one_line
 from raylt.models.trainable import whole_model
 from raylt.tree import view
+
+MOST = 12  # clients that an error names
 
 
 @dataclass(frozen=True)
@@ -238,27 +240,47 @@ def client_models(
         return client.reply()
 
     for id in experiment.fleet.ids if ids is None else ids:
-        _check_trains(experiment, id)
+        _check_trains(experiment.task, id)
         private = None if states is None else states.read(id)
         host.run(keep_model, message, server.round, id, task.shards[id], private)
         yield id, _ready(experiment, models.pop())
 
 
-def _check_trains(experiment: Experiment, id: int) -> None:
+def trained_clients(task: Task) -> list[tuple[int, str]]:
+    """Return id and name of each client that trains: it holds samples, and does not join after training."""
+    return [(id, name) for id, name in enumerate(task.client_names) if task.sizes[id] and id not in task.new_clients]
+
+
+def joins_later(where: str, name: str, choices: str) -> ConfigError:
+    """Return the error for a client that joins after training.
+
+    Args:
+        where: the run or file.
+        choices: names of clients that train.
+    """
+    return ConfigError(
+        f"{where}: the client joins after training, and the model that it tunes then is not kept ({name}). Take one "
+        f"that trains: {choices}.",
+        code="client.unknown",
+        client=name,
+    )
+
+
+def names_of(clients: Sequence[tuple[int, str]]) -> str:
+    """Return the names of the first clients for an error, and the number of the others."""
+    shown = ", ".join(name for _, name in clients[:MOST])
+    return shown + (f" and {len(clients) - MOST} more" if len(clients) > MOST else "")
+
+
+def _check_trains(task: Task, id: int) -> None:
     """Raise ConfigError if a client has no model of its own."""
-    fleet = experiment.fleet
-    if id in fleet.new_clients:
+    trained = trained_clients(task)
+    if id in task.new_clients:
+        raise joins_later("client", task.client_names[id], names_of(trained))
+    if id not in dict(trained):
+        name = dict(enumerate(task.client_names)).get(id, id)
         raise ConfigError(
-            f"client: joins after training, and the model that it tunes then is not kept ({id}). Take a client that "
-            "trains.",
-            code="client.unknown",
-            client=id,
-        )
-    if id not in fleet.ids:
-        raise ConfigError(
-            f"client: holds no samples ({id}). Take one of {', '.join(map(str, fleet.ids))}.",
-            code="client.unknown",
-            client=id,
+            f"client: holds no samples ({name}). Take one of {names_of(trained)}.", code="client.unknown", client=id
         )
 
 
