@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from raylt import store
+from raylt.disk import is_folder
 from raylt.errors import CheckpointError, ConfigError, spoken
 from raylt.plots.fonts import add_fonts
 
@@ -60,15 +61,24 @@ def save(figure: "Figure", path: Path | str) -> Path:
     try:
         store.write(path, _content(figure, path.suffix.removeprefix(".").lower() or "png"))
     except (CheckpointError, ValueError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
-            f"{spoken('--picture', 'path')}: {path} cannot be written ({reason}). Give a .png, .pdf or .svg in a "
-            "folder that exists.",
+            f"{spoken('--picture', 'path')}: {path} cannot be written ({_reason(error, path)}). Give a .png, .pdf or "
+            ".svg in a folder that exists.",
             code="file.unwritable",
             key="--picture",
             path=str(path),
         ) from None
     return path
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """Return the reason why a picture cannot be written, without the path and the remedy of a file's error."""
+    cause = error.__context__
+    if is_folder(path):
+        return "it is a folder"
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return "it is not a plain file" if isinstance(error, CheckpointError) else " ".join(str(error).split()).rstrip(".")
 
 
 def save_if_asked(figure: "Figure", path: Path | str | None) -> "Figure":

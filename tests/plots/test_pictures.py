@@ -6,6 +6,7 @@ from small_runs import make_run
 
 from raylt.errors import CheckpointError, ConfigError
 from raylt.plots.features import draw_encoders, draw_features, spread
+from raylt.plots.style import new_figure, save
 
 QUICK = (
     "method=sfd",
@@ -28,6 +29,19 @@ def test_picture_of_a_finished_run_is_a_figure_that_is_also_written(tmp_path):
     for place in ("absent/it.png", "it.abc"):
         with refused("file.unwritable", ConfigError, key="--picture", path=str(tmp_path / place)):
             draw_features(run, tmp_path / place)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [(".", "it is a folder"), ("absent/it.png", "No such file or directory"), ("..", "it is a folder")],
+)
+def test_a_picture_that_cannot_be_written_has_one_reason_and_one_remedy(tmp_path, monkeypatch, place, reason):
+    monkeypatch.chdir(tmp_path)
+    with refused("file.unwritable", ConfigError, path=place) as caught:
+        save(new_figure(2, 2), place)
+    assert str(caught.value).endswith(
+        f"{place} cannot be written ({reason}). Give a .png, .pdf or .svg in a folder that exists."
+    )
 
 
 def test_runs_without_synthetic_features_are_refused(tmp_path):
