@@ -1,7 +1,7 @@
 """The commands `raylt export | predict | evaluate`: export the models of a run, and use exported models."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -10,10 +10,6 @@ from rich.table import Table
 from raylt.cli.options import ClientOption, Format, FormatOption, RunFolder, err, out, print_json
 from raylt.disk import is_folder
 from raylt.errors import ConfigError
-
-if TYPE_CHECKING:
-    from raylt.runs.export.graph_formats import GraphModel
-    from raylt.runs.export.trained_model import TrainedModel
 
 RunOrFile = Annotated[Path, typer.Argument(metavar="RUN | FILE", help="Run folder, or a file that raylt export wrote.")]
 MOST = 3  # classes of an image that a table names
@@ -70,9 +66,9 @@ def predict(
     format: FormatOption = Format.table,
 ) -> None:
     """Classify images with the model of a run or of an exported file, which needs neither the run nor its data."""
-    from raylt.runs.export.load import load_images
+    from raylt.runs.export.load import load_images, load_model
 
-    trained = open_model(model, client)
+    trained = load_model(model, client)
     prediction = trained.predict(load_images(images, trained.shape, trained.fit, trained.depth))
     shares = prediction.shares
     if format is Format.json:
@@ -110,11 +106,11 @@ def evaluate(
 ) -> None:
     """Evaluate a model on new images, and each personal model on its client's folder."""
     from raylt.runs.export.evaluate import evaluate as judge
-    from raylt.runs.export.load import describe_faults
+    from raylt.runs.export.load import describe_faults, load_model
     from raylt.runs.folder.summary import percent
 
     evaluation = judge(
-        lambda name: open_model(model, client or name),
+        lambda name: load_model(model, client or name),
         data,
         client is None and _has_several(model),
         bad,
@@ -140,18 +136,6 @@ def evaluate(
     for row in figures["classes"]:
         table.add_row(row["class"], str(row["tested"]), *(percent(row[key]) for key in ("recall", "precision", "f1")))
     out.print(table)
-
-
-def open_model(model: Path, client: str | None) -> "TrainedModel | GraphModel":
-    """Load the model of a run folder or of an exported file."""
-    if is_folder(model):
-        from raylt.runs.export.export import model_of
-        from raylt.runs.run import Run
-
-        return model_of(Run.open(model), client)
-    from raylt.runs.export.load import load_model
-
-    return load_model(model, client)
 
 
 def _with_interval(figures: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from raylt.data.images.decoding import Fit, Undecodable, fitted_image, flat_image
-from raylt.disk import exists
+from raylt.disk import exists, is_folder
 from raylt.errors import ConfigError, DataError, count_of
 from raylt.runs.export import artefact, graph_formats
 from raylt.runs.export.artefact import choose_client_in
@@ -17,16 +17,21 @@ SUFFIXES = (".safetensors", ".pt2", ".onnx")
 
 
 def load_model(file: Path | str, client: str | int | None = None) -> TrainedModel | GraphModel:
-    """Load the model from a file that `raylt export` wrote. Neither the run nor its data is needed.
+    """Load the model of a run folder, or of a file that `raylt export` wrote, which needs neither the run nor its data.
 
     Args:
-        client: name or id of the client whose model it is, where the file has several.
+        client: name or id of the client whose model it is, where there are several.
 
     Raises:
-        ConfigError: the file is of another kind, it has no such client, or a plugin that it needs is missing.
-        CheckpointError: the file cannot be read.
+        ConfigError: the file is of another kind, there is no such client, or a plugin that the model needs is missing.
+        CheckpointError: the file cannot be read, or the folder is no run with a checkpoint.
     """
     path = Path(file)
+    if is_folder(path):
+        from raylt.runs.export.export import model_of
+        from raylt.runs.run import Run
+
+        return model_of(Run.open(path), client)
     if path.suffix not in SUFFIXES and not exists(path):
         raise ConfigError(
             f"{path}: there is no such run folder or file. Give a run folder, or a file of raylt export.",

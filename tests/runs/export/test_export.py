@@ -457,6 +457,22 @@ def test_other_files_are_refused(plain, tmp_path):
         raylt.export(plain, Path("a.bin"))
 
 
+def test_a_run_folder_is_loaded_like_its_exported_file(plain, personal):
+    x = load(plain.task.test.x)[:5]
+    assert torch.equal(raylt.load_model(plain.folder).predict(x).probabilities, plain.model().predict(x).probabilities)
+    own = raylt.load_model(str(personal.folder), client="graz").predict(x).probabilities
+    assert torch.equal(own, personal.client_model(1).predict(x).probabilities)
+    with refused("client.not-named", ConfigError):
+        raylt.load_model(personal.folder)
+    with refused("run.not-found", CheckpointError, path=str(plain.folder.parent)):
+        raylt.load_model(plain.folder.parent)
+
+
+def test_true_is_no_client(personal):
+    with refused("client.unknown", ConfigError, client=True):
+        personal.client_model(True)
+
+
 def test_a_model_that_its_entries_do_not_say_is_refused(tmp_path):
     class Doubled(raylt.Method):
         name: ClassVar[str] = "doubled"
