@@ -200,14 +200,15 @@ def reproducibility_page() -> str:
 
 def settings_page() -> str:
     """Return a table of every setting, a section each."""
-    from raylt.config import allowed, settings
+    from raylt.config import UNLISTED, allowed, settings
 
     sections: dict[str, list[str]] = {}
     for key, field in settings():
         cells = [f"`{key}`", field.description or "", _default(field), allowed(field)]
         row = "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
         sections.setdefault(key.rpartition(".")[0] or "run", []).append(row)
-    lines = ["# Settings", "", "`raylt settings` prints the same. Each is given as `key=value` or in a YAML file.", ""]
+    head = f"`raylt settings` prints the same. Each is given as `key=value` or in a YAML file. {UNLISTED}"
+    lines = ["# Settings", "", head, ""]
     for section, rows in sections.items():
         lines += [f"## {section}", "", "| setting | meaning | default | allowed |", "|---|---|---|---|", *rows, ""]
     return "\n".join(lines)

@@ -72,7 +72,7 @@ def settings(
     format: FormatOption = Format.table,
 ) -> None:
     """List settings with their defaults, meanings and allowed values."""
-    from raylt.config import allowed
+    from raylt.config import UNLISTED, allowed
     from raylt.config import settings as all_settings
 
     listing = {
@@ -96,6 +96,8 @@ def settings(
     for key, entry in listing.items():
         table.add_row(f"{key}\n= {_default(key, entry)}", f"{entry['what']}\n{entry['allowed']}\n")
     out.print(table)
+    if any("number" in entry["allowed"] for entry in listing.values()):
+        out.print(UNLISTED)
     if name == "method":
         out.print(_names_by_group())
         out.print("\nraylt methods NAME shows a method with its fields, their defaults and ranges", soft_wrap=True)

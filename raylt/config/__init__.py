@@ -8,6 +8,7 @@ from raylt.config.paths import located, located_data
 from raylt.config.reading import DEMO, apply, assign, check, load, load_data, overlay, override, read, recipe, recipes
 from raylt.config.sections import (
     BENCHMARKS,
+    UNLISTED,
     Config,
     DataConfig,
     EvaluationConfig,
@@ -26,6 +27,7 @@ __all__ = [
     "BENCHMARKS",
     "DEMO",
     "DRAWN",
+    "UNLISTED",
     "Config",
     "DataConfig",
     "EvaluationConfig",

@@ -295,7 +295,7 @@ def _remedy(field: FieldInfo | None, mistake: Any) -> str:
         return ""
     values = allowed(field)
     most = mistake.get("ctx", {}).get("le")
-    if most in GUARDS:  # no listing shows it
+    if most in GUARDS:  # the listed values leave it out
         values += f", at most {most:,}"
     is_list = ", " in values and not values.startswith(("[", "a ", "the "))
     return f" Give {'one of: ' if is_list else ''}{values}."

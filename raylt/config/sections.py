@@ -19,7 +19,8 @@ from raylt.notebook import html_table
 
 MOST = 10**7  # bound of counts and sizes: a larger number is a slip that would otherwise end in a lack of memory
 LAST_SEED = 2**63 - 1
-GUARDS = (MOST, LAST_SEED)  # bounds that catch slips; no user chooses between them, so no listing shows them
+GUARDS = (MOST, LAST_SEED)  # bounds that catch slips; no user chooses between them, so no setting's entry shows them
+UNLISTED = f"Numbers without an upper bound here are at most {MOST:,}, and seeds at most {LAST_SEED:,}."
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}  # of pydantic's bounds
 MOST_THREADS = 256  # threads of one process; with many more, OpenMP ends the process
 
@@ -630,7 +631,10 @@ def settings() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return the values that a field accepts, as text: words, or a kind of number with its bounds."""
+    """Return the values that a field accepts, as text: words, or a kind of number with its bounds.
+
+    It leaves out the bounds of `GUARDS`, which `UNLISTED` states for all settings together.
+    """
     if isinstance(field.json_schema_extra, dict) and "takes" in field.json_schema_extra:
         return str(field.json_schema_extra["takes"])
     bounds = " and ".join(

@@ -128,6 +128,7 @@ def test_settings_say_which_values_they_take(raylt):
     assert all(name in listing["data.source"]["allowed"] for name in NAMES)
     assert all(name in listing["augment"]["allowed"] for name in AUGMENTATIONS)
     table = raylt("settings").out
+    assert "at most 10,000,000, and seeds at most 9,223,372,036,854,775,807." in " ".join(table.split())
     assert "= none" in table
     assert "[number, number] or null" in " ".join(table.split())
 
