@@ -12,7 +12,7 @@ from torch import Tensor
 from raylt import metrics
 from raylt.core.evaluation.counts import Matrices
 from raylt.data.task import Task
-from raylt.plots.style import COLOURS, new_figure, plain_text, save_if_asked, style_axes
+from raylt.plots.style import COLOURS, new_figure, plain_text, save_if_asked, style_axes, tick_name
 from raylt.runs.export.export import choose_client_of, clients_of, has_client_models
 from raylt.runs.folder.summary import percent
 from raylt.runs.run import Run
@@ -161,7 +161,7 @@ def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Fig
         ConfigError: the picture cannot be written.
     """
     matrix = confusion.matrix.double()
-    names = list(map(plain_text, confusion.names))
+    names = list(map(tick_name, confusion.names))
     shares = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
     side = min(24.0, 3.2 + 0.34 * max(len(names), 6))
     figure = new_figure(side + 1, side)
@@ -220,7 +220,7 @@ def draw_classes(confusion: Confusion, path: Path | str | None = None) -> "Figur
     lower.bar(positions, [int(row["samples"] or 0) for row in rows], color=COLOURS[8], zorder=2)
     lower.set(ylabel="samples", yscale="symlog")
     if len(rows) <= NAMED:
-        lower.set_xticks(positions, [plain_text(str(row["class"])) for row in rows], rotation=90)
+        lower.set_xticks(positions, [tick_name(str(row["class"])) for row in rows], rotation=90)
     for ax in (upper, lower):
         style_axes(ax)
     return save_if_asked(figure, path)

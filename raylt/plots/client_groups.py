@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raylt.errors import CheckpointError, spoken
 from raylt.methods.mupfl.clustering import embed
-from raylt.plots.style import ACCENT, COLOURS, INK, new_figure, plain_text, save_if_asked
+from raylt.plots.style import ACCENT, COLOURS, INK, new_figure, plain_text, save_if_asked, tick_name
 from raylt.runs.run import Run
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _draw_classes(ax: "Axes", groups: ClientGroups) -> "AxesImage":
     classes = groups.class_names if len(groups.class_names) <= 20 else ()
     ax.set_xticks(
         range(len(classes)),
-        list(map(plain_text, classes)),
+        list(map(tick_name, classes)),
         fontsize=9,
         rotation=45 if max(map(len, groups.class_names)) > 3 else 0,
     )

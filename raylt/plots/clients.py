@@ -12,7 +12,7 @@ from rich.table import Table
 from raylt.data.task import judged_images_of
 from raylt.errors import CheckpointError, spoken
 from raylt.metrics import FEW_SAMPLES, LOCAL, worst_decile
-from raylt.plots.style import COLOURS, new_figure, plain_text, save_if_asked, style_axes
+from raylt.plots.style import COLOURS, new_figure, save_if_asked, style_axes, tick_name
 from raylt.runs.folder.summary import interval_text, percent
 from raylt.runs.run import Run
 
@@ -136,7 +136,11 @@ def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -
     clients = range(len(comparison.sizes))
     width = 0.84 / len(runs)
     inches = min(40.0, max(7.0, 1.5 + len(clients) * (0.16 + 0.14 * len(runs))))
-    figure = new_figure(inches, 4.8)
+    names = [tick_name(name) for name in comparison.names]
+    longest = max(map(len, names))
+    # long names would overlap, so they are drawn upright
+    upright = len(clients) * max(0.42, 0.1 * longest) > inches and longest > 3
+    figure = new_figure(inches, 4.8 + (0.08 * longest if upright else 0))
     ax = figure.subplots()
     for i, (name, values) in enumerate(runs.items()):
         colour = COLOURS[i % len(COLOURS)]
@@ -153,12 +157,9 @@ def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -
             zorder=2,
         )
         ax.axhline(mean, color=colour, linestyle="--", linewidth=1, zorder=3)
-    longest = max(map(len, comparison.names))
-    # long names would overlap, so they are drawn upright
-    upright = len(clients) * max(0.42, 0.1 * longest) > inches and longest > 3
     every = -(-len(clients) // max(1, int(inches / (0.25 if upright else 0.42))))
     labels = [
-        f"{plain_text(comparison.names[k])}{', ' if upright else chr(10)}{comparison.sizes[k]}"
+        f"{names[k]}{', ' if upright else chr(10)}{comparison.sizes[k]}"
         + (f" / {comparison.tested[k]}" if comparison.tested else "")
         for k in clients[::every]
     ]

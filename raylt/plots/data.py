@@ -10,7 +10,7 @@ import numpy as np
 
 from raylt.data.heterogeneity import heterogeneity
 from raylt.data.task import Task
-from raylt.plots.style import COLOURS, INK, new_figure, plain_text, save_if_asked, style_axes
+from raylt.plots.style import COLOURS, INK, new_figure, save_if_asked, style_axes, tick_name
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -88,12 +88,12 @@ def _draw_counts(ax: "Axes", task: Task, order: "npt.NDArray[np.int64]") -> "Axe
                 colour = "white" if np.log(n) > middle else "black"
                 ax.text(c, k, str(n), ha="center", va="center", fontsize=7, color=colour)
     every = -(-clients // LABELLED)
-    client_names = [plain_text(name) for name in task.client_names]
+    client_names = [tick_name(name) for name in task.client_names]
     ax.set_yticks(range(0, clients, every), client_names[::every], fontsize=8)
     named = classes <= LABELLED
     ax.set_xticks(
         range(classes) if named else [],
-        [plain_text(task.class_names[c]) for c in order] if named else [],
+        [tick_name(task.class_names[c]) for c in order] if named else [],
         fontsize=8,
         rotation=90 if max(map(len, task.class_names)) > 3 else 0,
     )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#2e8b57", "#832db6", "#a96b59", "#f781bf", "#b9ac3a", "#1a1a40", "#5fd3d8")
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (7, 3)))  # of lines that grey must tell apart
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LONGEST = 28  # letters of a name at an axis
 ACCENT, INK, GRID = "#bd1f01", "#555555", "#e3e3e3"
 
 
@@ -106,6 +107,13 @@ def _content(figure: "Figure", format: str) -> bytes:
 def plain_text(text: str) -> str:
     """Return a name with dollar signs escaped, because matplotlib would read text between them as a formula."""
     return text.replace("$", r"\$")
+
+
+def tick_name(name: str) -> str:
+    """Return a name for an axis: a long one with its middle left out, since the plot would have no room next to it."""
+    if len(name) > LONGEST:
+        name = f"{name[: LONGEST // 2]}…{name[1 - LONGEST // 2 :]}"
+    return plain_text(name)
 
 
 def style_axes(ax: "Axes", lines: Literal["x", "y", "both"] = "y") -> None:

@@ -1,5 +1,6 @@
 import math
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,19 @@ def test_clients_have_their_names_where_the_data_name_them():
     named = ClientComparison("owned", "0", [3, 4], {"one": [0.5, 0.1]}, [3, 3], ("[wien]", "linz"))
     assert list(named.table().columns[0].cells)[:2] == ["[wien]", "linz"]
     assert ClientComparison("owned", "0", [3, 4], {"one": [0.5, 0.1]}, [3, 3]).names == ("0", "1")
+
+
+@pytest.mark.parametrize("names", [("a", "b", "x" * 60 + "y"), tuple(f"{'x' * 59}{k}y" for k in range(20))])
+def test_long_names_of_clients_leave_room_for_the_bars(tmp_path, names):
+    n = len(names)
+    comparison = ClientComparison("owned", "0", [7] * n, {"one": [0.5] * n}, [3] * n, names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = draw_clients(comparison, tmp_path / "clients.png")
+    ax = figure.axes[0]
+    assert ax.get_position().height > 0.3
+    height = figure.get_window_extent().height
+    for label in ax.get_xticklabels():
+        assert label.get_text().count("…") == (len(label.get_text()) > 10)
+        assert 0 <= label.get_window_extent().y0 < height
+    assert "xy" in ax.get_xticklabels()[-1].get_text() or "9y" in ax.get_xticklabels()[-1].get_text()
