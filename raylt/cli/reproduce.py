@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from raylt.studies.papers.figures import Figure
     from raylt.studies.papers.verdicts import Verdict
 
-Format = Annotated[Literal["table", "json"], typer.Option(help="Format of the verdicts.")]
+Format = Annotated[Literal["table", "json"], typer.Option(help="Format of the verdicts and of the plan.")]
 
 
 def reproduce(
@@ -68,9 +68,10 @@ def reproduce(
     definition = plan(selected, name, seeds, scale)
     if dry_run:
         planned = Study.preview(definition, folder)
+        judged = judge_all(planned.records, selected, mix_versions)
+        show_plan(planned, parallel, fleet, format, _as_json(judged))
         if format == "table":
-            show_plan(planned, parallel, fleet)
-        show(judge_all(planned.records, selected, mix_versions), format)
+            show(judged, format)
         return
     study = Study.create(definition, folder)
     with StudyProgress() as progress:
@@ -97,7 +98,7 @@ def _run_figure(
     from raylt.studies.study import Study
 
     if dry_run:
-        show_plan(Study.preview(definition, folder), parallel, fleet)
+        show_plan(Study.preview(definition, folder), parallel, fleet, format)
         return
     study = Study.create(definition, folder)
     with StudyProgress() as progress:
@@ -165,16 +166,25 @@ def show(judged: "list[Verdict]", format: str, only_run: bool = False) -> None:
         only_run: whether the table has only cells with runs; JSON has all cells.
     """
     from raylt.studies.papers.verdict_page import verdict_tables
-    from raylt.studies.papers.verdicts import count
 
-    counts = {kind: number for kind, number in count(judged).items() if number}
     if format == "json":
-        content = {"count": counts, "cells": [asdict(verdict) for verdict in judged]}
-        sys.stdout.write(json.dumps(content) + "\n")
+        sys.stdout.write(json.dumps(_as_json(judged)) + "\n")
         return
     if lines := [verdict for verdict in judged if verdict.ours is not None or not only_run]:
         out.print(verdict_tables(lines))
-    out.print(f"{count_of(len(judged), 'cell')}: {', '.join(f'{number} {kind}' for kind, number in counts.items())}")
+    counts = ", ".join(f"{number} {kind}" for kind, number in _count(judged).items())
+    out.print(f"{count_of(len(judged), 'cell')}: {counts}")
+
+
+def _as_json(judged: "list[Verdict]") -> dict[str, Any]:
+    return {"count": _count(judged), "cells": [asdict(verdict) for verdict in judged]}
+
+
+def _count(judged: "list[Verdict]") -> dict[str, int]:
+    """Return the number of verdicts of each kind that occurs."""
+    from raylt.studies.papers.verdicts import count
+
+    return {kind: number for kind, number in count(judged).items() if number}
 
 
 def parse_cells(text: str | None) -> dict[str, str]:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -190,8 +191,18 @@ def raise_if_failed(study: "Study", failed: Sequence[str]) -> None:
         )
 
 
-def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = "table") -> None:
-    """Print the runs of a study with their states. If a run is finished, also estimate the time left."""
+def show_plan(
+    planned: "Study",
+    parallel: int | None,
+    fleet: str,
+    format: str = "table",
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Print the runs of a study with their states. If a run is finished, also estimate the time left.
+
+    Args:
+        more: further fields of the JSON document.
+    """
     from raylt.studies.running.scheduler import makespan
     from raylt.studies.running.shared_training import stems
     from raylt.studies.running.time_left import Pace
@@ -218,7 +229,7 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = 
         for plan, record, seconds in zip(plans, planned.records, left, strict=True)
     ]
     if format == "json":
-        sys.stdout.write(json.dumps({"runs": entries, "at_once": at_once, "left_s": total}) + "\n")
+        sys.stdout.write(json.dumps({"runs": entries, "at_once": at_once, "left_s": total, **more}) + "\n")
         return
     untimed = [
         plan

@@ -327,6 +327,21 @@ def test_reproduce_plans_and_says_what_cannot_be_run(capsys, tmp_path, monkeypat
         printed(capsys, "reproduce", "mupfl", "--cells", "IF")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fedsm", "fig6"],
+        ["mupfl", "2", "--cells", "dataset=fashion_mnist,IF=100,alpha=0.5", "--arms", "MuPFL,FedAvg"],
+    ],
+)
+def test_a_dry_run_of_a_reproduction_is_one_json_document_with_the_plan(capsys, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    plan = json.loads(printed(capsys, "reproduce", *arguments, "--scale", "0.1", "--dry-run", "--format", "json"))
+    assert len(plan["runs"]) > 1
+    assert {run["state"] for run in plan["runs"]} == {"missing"}
+    assert ("cells" in plan) == (arguments[0] == "mupfl")
+
+
 def test_verdicts_writes_the_page(capsys, tmp_path, folder):
     out = printed(capsys, "verdicts", folder, "--page", tmp_path / "page.md")
     assert "640 cells" in out
