@@ -206,6 +206,7 @@ CODES: dict[str, str] = {
     "search.no-rungs": "There are too few rounds to compare trials before their end.",
     "search.not-found": "A folder does not hold a search.",
     "search.not-searchable": "A setting decides no result, so a search cannot vary it.",
+    "search.not-verifiable": "A search with a scheduler of Ray Tune has no hashes that could be checked.",
     "search.nothing-to-search": "No field or setting has a range.",
     "search.unknown-field": "No searched method has this field.",
     # serve

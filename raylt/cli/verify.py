@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, err, out, print_json
+from raylt.cli.ray_searches import is_one as is_one_of_ray
 from raylt.disk import is_file, is_folder
 from raylt.errors import ConfigError, RayltError
 
@@ -73,6 +74,13 @@ def _kind(path: Path) -> str:
         return "record"
     if is_file(path / "study.yaml"):
         return "study"
+    if is_one_of_ray(path):
+        raise ConfigError(
+            f"{path}: is a search with a scheduler of Ray Tune, whose files have no hashes that could be checked. Give "
+            "a run, a study, a record, or a search with --scheduler asha or none.",
+            code="search.not-verifiable",
+            path=str(path),
+        )
     return "search" if is_file(path / "search.json") else "run"
 
 

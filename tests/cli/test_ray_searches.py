@@ -59,3 +59,12 @@ def test_a_search_with_a_scheduler_of_ray_leaves_its_tables_and_can_be_resumed(r
     assert "3 trials, best first; percent: accuracy, many on validation samples; front: " in shown_text
     assert f"{100 * scores[0]:.2f}" in again.out
     assert ("pbt changed values" in again.out) == (folder / "pbt_global.txt").is_file()
+
+
+def test_a_search_with_a_scheduler_of_ray_cannot_be_verified_and_verify_says_so(raylt, tmp_path):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/ray_search.json").write_text("{}")
+    ended = raylt("verify", tmp_path / "s")
+    assert ended.code == 2
+    assert "[search.not-verifiable]" in ended.err
+    assert "scheduler of Ray Tune" in ended.err
