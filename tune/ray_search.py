@@ -17,20 +17,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import optuna
 from pydantic import TypeAdapter
 from ray import tune as ray_tune
 from ray.tune.schedulers import HyperBandScheduler, MedianStoppingRule, PopulationBasedTraining, TrialScheduler
+from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.optuna import OptunaSearch
+from typing_extensions import TypedDict
 
 from raylt.config import Config, check, yaml_text
-from raylt.errors import RayltError, on_one_line
+from raylt.errors import CheckpointError, RayltError, on_one_line
 from raylt.hyper import Choice
 from raylt.runs.folder.summary import percent
 from raylt.store import Folder, folder_for
-from raylt.typed_json import as_json
+from raylt.typed_json import as_json, closed
 from tune.drawing import draw_pareto, shown
 from tune.pareto import pareto_front
 from tune.ray_space import param_space
@@ -75,6 +77,26 @@ class RaySearchPlan:
         return (self.metric, *self.other_metrics)
 
 
+@closed
+class RaySearchPlanJson(TypedDict):
+    """The content of ray_search.json: the fields of a `RaySearchPlan`."""
+
+    config: dict[str, Any]
+    space: dict[str, str]
+    samples: int
+    metric: Metric
+    searcher: Searcher
+    scheduler: RayScheduler
+    grace: int | None
+    seed: int
+    parallel: int | None
+    retries: int
+    other_metrics: NotRequired[list[Metric]]
+
+
+_PLAN_JSON = TypeAdapter(RaySearchPlanJson)
+
+
 @dataclass(frozen=True)
 class RaySearchResult:
     """The result of a search with one of Ray's own schedulers.
@@ -101,6 +123,7 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
         RayltError: no trial reached an evaluation.
     """
     config, space = _opened(plan)
+    searcher = _searcher(plan)
     tuner = ray_tune.Tuner(
         trainable(config, plan.parallel),
         param_space=param_space(space, grid=plan.searcher == "grid"),
@@ -108,9 +131,10 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
             metric=plan.metric,
             mode="max",
             num_samples=1 if plan.searcher == "grid" else plan.samples,
-            search_alg=_searcher(plan),
+            search_alg=searcher,
             scheduler=_scheduler(plan, config, space),
-            max_concurrent_trials=plan.parallel,
+            # Ray's generator of random values takes the number of trials at once itself
+            max_concurrent_trials=plan.parallel if isinstance(searcher, OptunaSearch) else None,
             reuse_actors=True,
         ),
         run_config=ray_tune.RunConfig(
@@ -130,7 +154,8 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
 def resume_ray_search(folder: Path) -> RaySearchResult:
     """Continue an interrupted search, and run failed trials again."""
     with Folder.open(folder) as search_folder:
-        plan = RaySearchPlan(**as_json(search_folder.read(PLAN), TypeAdapter(dict[str, Any]), str(folder / PLAN)))
+        tree = as_json(search_folder.read(PLAN), _PLAN_JSON, str(folder / PLAN))
+    plan = RaySearchPlan(**{**tree, "other_metrics": tuple(tree.get("other_metrics", ()))})
     config, _ = _opened(plan)
     tuner = ray_tune.Tuner.restore(str(folder), trainable(config, plan.parallel), resume_errored=True)
     return _conclude(folder, plan, tuner.fit())
@@ -152,10 +177,13 @@ def _first_comparison(plan: RaySearchPlan, config: Config) -> int:
     return math.ceil(grace / config.evaluation.every)
 
 
-def _searcher(plan: RaySearchPlan) -> OptunaSearch | None:
-    """Return Ray's searcher; None for random values, which pbt always uses."""
+def _searcher(plan: RaySearchPlan) -> OptunaSearch | BasicVariantGenerator:
+    """Return Ray's searcher with the search's seed; pbt starts all trials with random values.
+
+    The changes that pbt makes to these values later are not seeded, since they depend on timing too.
+    """
     if plan.searcher != "tpe" or plan.scheduler == "pbt":
-        return None
+        return BasicVariantGenerator(random_state=plan.seed, max_concurrent=plan.parallel or 0)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return OptunaSearch(seed=plan.seed)
 
@@ -181,7 +209,13 @@ def _opened(plan: RaySearchPlan) -> tuple[Config, Space]:
     space: Space = {}
     for key, text in plan.space.items():
         axis = parse(text)
-        assert axis is not None
+        if axis is None:
+            raise CheckpointError(
+                f"{PLAN}: {key} is not a range ({text}). Put the original file back, or start a new search.",
+                code="search.changed",
+                key=key,
+                value=text,
+            )
         space[key] = axis
     return with_validation(check(Config, plan.config)), space
 

@@ -84,7 +84,7 @@ def tune(
             "makes, as a multiple of FedAvg's."
         ),
     ] = "steps",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search; pbt uses it for the first values only.")] = 0,
     splits: Annotated[
         int,
         typer.Option(

@@ -1,9 +1,16 @@
 """The table of trials of a search with one of Ray's schedulers."""
 
+import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
+import pytest
+from refusals import refused
+
 from raylt.config import load
-from tune.ray_search import RaySearchPlan, _conclude
+from raylt.errors import CheckpointError
+from tune.ray_search import RaySearchPlan, _conclude, _opened, _searcher, resume_ray_search
+from tune.ray_space import param_space
 
 
 class Results(list):
@@ -17,18 +24,67 @@ def result(trial, accuracy):
     return SimpleNamespace(metrics=metrics, config={"local.lr": 0.1}, error=None)
 
 
+def plan_of(**changes):
+    fields = {
+        "config": load(None, ["method=fedavg"]).model_dump(mode="json"),
+        "space": {"local.lr": "loguniform(0.01, 1.0)"},
+        "samples": 4,
+        "metric": "accuracy",
+        "searcher": "random",
+        "scheduler": "median",
+        "grace": None,
+        "seed": 0,
+        "parallel": 1,
+        "retries": 0,
+    }
+    return RaySearchPlan(**{**fields, **changes})
+
+
 def test_a_trial_without_results_ranks_below_one_with_no_right_prediction(tmp_path):
-    plan = RaySearchPlan(
-        config=load(None, ["method=fedavg"]).model_dump(mode="json"),
-        space={"local.lr": "loguniform(0.01, 1.0)"},
-        samples=4,
-        metric="accuracy",
-        searcher="random",
-        scheduler="median",
-        grace=None,
-        seed=0,
-        parallel=1,
-        retries=0,
-    )
+    plan = plan_of()
     results = Results([result(None, None), result("b", 0.0), result(None, None), result("a", 0.0)])
     assert [row["trial"] for row in _conclude(tmp_path, plan, results).rows] == ["a", "b", None, None]
+
+
+@pytest.mark.parametrize("choices", [{"searcher": "random"}, {"searcher": "tpe", "scheduler": "pbt"}])
+def test_random_values_follow_from_the_seed(choices):
+    def values(seed):
+        plan = plan_of(seed=seed, **choices)
+        searcher = _searcher(plan)
+        spec = {
+            "run": lambda config: None,
+            "config": param_space(_opened(plan)[1], grid=False),
+            "num_samples": plan.samples,
+        }
+        searcher.add_configurations({"it": spec})
+        return [searcher.next_trial().config["local.lr"] for _ in range(plan.samples)]
+
+    assert values(3) == values(3)
+    assert len({*values(3), *values(4)}) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"samples": "4"}, "samples"),
+        ({"scheduler": "bohb"}, "scheduler"),
+        ({"more": 1}, "more"),
+        ({"seed": None}, "seed"),
+        ({"space": []}, "space"),
+    ],
+)
+def test_a_plan_that_is_malformed_is_refused(tmp_path, change, key):
+    (tmp_path / "ray_search.json").write_text(json.dumps(asdict(plan_of()) | change))
+    with refused("file.malformed", CheckpointError, key=key):
+        resume_ray_search(tmp_path)
+
+
+def test_a_plan_without_a_field_or_with_another_text_than_a_range_is_refused(tmp_path):
+    tree = asdict(plan_of())
+    del tree["metric"]
+    (tmp_path / "ray_search.json").write_text(json.dumps(tree))
+    with refused("file.malformed", CheckpointError, key="metric"):
+        resume_ray_search(tmp_path)
+    (tmp_path / "ray_search.json").write_text(json.dumps(asdict(plan_of(space={"local.lr": "0.1"}))))
+    with refused("search.changed", CheckpointError, key="local.lr"):
+        resume_ray_search(tmp_path)
