@@ -187,7 +187,7 @@ def search(
     if (folder / "search.json").exists():
         raise CheckpointError(
             f"{folder}: the search exists already. Give another {spoken('--name', 'name')}, or continue it with "
-            f"{spoken(f'raylt tune --resume {quoted(folder)}', f'tune.resume({str(folder)!r})')}.",
+            f"{_resume_call(folder)}.",
             code="search.exists",
             path=str(folder),
         )
@@ -406,13 +406,18 @@ def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResul
         first = failures[0] if failures else "none"
         raise RayltError(
             f"{folder}: no trial finished ({len(state.trials)} begun; first failure: {first}). Correct the failure, "
-            "and start the search again.",
+            f"and continue with {_resume_call(folder)}, which runs failed trials again.",
             code="search.no-result",
             path=str(folder),
             trials=len(state.trials),
             cause=first,
         )
     return SearchResult(best.config, best, state.trials, folder, plan, state)
+
+
+def _resume_call(folder: Path) -> str:
+    """Return the command, or in Python the call, that continues a search."""
+    return spoken(f"raylt tune --resume {quoted(folder)}", f"tune.resume({str(folder)!r})")
 
 
 def check_tracked(track: Sequence[str], fleet: str) -> None:
@@ -486,8 +491,8 @@ def check_plan(plan: SearchPlan) -> None:
     """
     if plan.base.federation.patience is not None:
         raise ConfigError(
-            f"federation.patience: a search ends trials itself ({plan.base.federation.patience}). Leave it out, or use "
-            f"{spoken('--scheduler none', 'scheduler=' + repr('none'))} to take all rounds.",
+            f"federation.patience: the scheduler of a search ends trials early ({plan.base.federation.patience}). "
+            "Leave it out.",
             code="search.not-searchable",
             key="federation.patience",
             value=plan.base.federation.patience,

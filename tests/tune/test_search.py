@@ -20,7 +20,7 @@ import raylt
 from actors.capacity import Need
 from raylt.config import load
 from raylt.config.sections import LAST_SEED
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ConfigError, RayltError
 from raylt.runs.callbacks.base import Callback
 from tune import resume, search, space, spaces_of
 from tune.loop import SearchLoop
@@ -64,6 +64,25 @@ def test_a_first_comparison_that_never_comes_is_refused(tmp_path, changes, code,
     with refused(code, ConfigError, key=key):
         small_search(tmp_path, *settings, **changes)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("scheduler", ["asha", "none"])
+def test_a_patience_of_the_settings_is_refused_without_a_remedy_that_fails(tmp_path, scheduler):
+    with refused("search.not-searchable", ConfigError, key="federation.patience", value=2) as caught:
+        small_search(tmp_path, "federation.patience=2", scheduler=scheduler)
+    assert "scheduler=" not in str(caught.value)
+
+
+def test_a_search_whose_trials_all_failed_can_be_continued_as_its_error_says(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tune.trial.Trial.__init__", fail)
+        with refused("search.no-result", RayltError, trials=2) as caught:
+            small_search(tmp_path, "federation.rounds=1", samples=2, scheduler="none", retries=0)
+    assert f"tune.resume({str(tmp_path / 's')!r})" in str(caught.value)
+    assert len(resume(tmp_path / "s", fleet="local").trials) == 2
 
 
 @pytest.fixture(scope="module")
