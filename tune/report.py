@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
-from rich import box
-from rich.table import Table
 
 from raylt.config import yaml_text
 from raylt.errors import CheckpointError, count_of
@@ -19,6 +17,7 @@ from raylt.registry import plugin_files
 from raylt.runs.folder.reader import Files
 from raylt.runs.folder.summary import in_percent, percent
 from raylt.store import Folder
+from raylt.studies.report.text_table import TextTable
 from raylt.typed_json import as_json
 from tune.drawing import draw, draw_pareto, shown
 from tune.importance import importance
@@ -169,8 +168,8 @@ def _plugin_words() -> list[str]:
     return [word for file in plugin_files() for word in ("--plugin", file)]
 
 
-def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> Table:
-    """Return a table of the trials for the terminal, best trial first, with accuracies in percent.
+def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> TextTable:
+    """Return a table of the trials, best trial first, with accuracies in percent.
 
     For several metrics, the state of finished trials on the Pareto front is "front".
 
@@ -187,24 +186,17 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> Table:
     )
     if plan.splits > 1:
         title += f"; finished trials: the worst of {plan.splits} splits"
-    table = Table(
-        title=f"{title}; front: done and on the Pareto front" if plan.other_metrics else title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
+    if plan.other_metrics:
+        title += "; front: done and on the Pareto front"
     cost = () if plan.other_metrics else (plan.unit,)  # for which the line has no room
-    for head in ("trial", "state", "round", *plan.metrics, "test", *cost, *heads):
-        table.add_column(head, no_wrap=True, justify="left" if head == "trial" else "right")
+    head = ["trial", "state", "round", *plan.metrics, "test", *cost, *heads]
     order = {"done": 0, "stopped": 1, "failed": 2, "open": 3}
     rows = sorted(
         ((row(r), r) for r in state.trials),
         key=lambda pair: (order[pair[0]["state"]], -(pair[0]["round"] or 0), -(pair[0]["score"] or 0)),
     )
-    best = state.best()
-    for cells, record in rows[:most]:
-        texts = [
+    texts = [
+        [
             cells["trial"],
             "front" if record in front else cells["state"],
             str(cells["round"] or "-"),
@@ -214,10 +206,11 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> Table:
             *(f"{cells['client_steps']:,}" for _ in cost),
             *(shown(cells.get(key)) for key in keys),
         ]
-        table.add_row(*texts, style="bold" if record is best else None)
-    if len(rows) > most:
-        table.add_row(f"... {len(rows) - most} more in trials.csv")
-    return table
+        for cells, record in rows[:most]
+    ]
+    hidden = [f"{len(rows) - most} more, in trials.csv"] if len(rows) > most else []
+    columns = "l" + "r" * (len(head) - 1)
+    return TextTable(title, head, texts, columns, grouped=False, naming=1, notes={"trials not shown": hidden})
 
 
 def front_lines(folder: Path, plan: SearchPlan, state: SearchState) -> list[str]:

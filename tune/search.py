@@ -33,7 +33,7 @@ from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, des
 from raylt.hyper import Choice
 from raylt.methods import METHODS
 from raylt.metrics import GROUPS
-from raylt.notebook import html_of, in_notebook
+from raylt.notebook import in_notebook
 from raylt.registry import Plugin, plugins
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import NotebookProgress
@@ -91,7 +91,7 @@ class SearchResult:
     def _repr_html_(self) -> str:
         """Return an HTML table of the trials, and the best settings."""
         best = ", ".join(f"{key} = {value}" for key, value in self.best.values.items())
-        return f"{html_of(report.table_of(self.plan, self.state))}<div>best: {escape(f'{self.best.id}, {best}')}</div>"
+        return f"{report.table_of(self.plan, self.state).html()}<div>best: {escape(f'{self.best.id}, {best}')}</div>"
 
 
 def search(

@@ -190,7 +190,7 @@ def tune(
             + "\n"
         )
     else:
-        out.print(table_of(result.plan, result.state))
+        out.print(table_of(result.plan, result.state).screen())
         for line in (*importance_lines(result.folder), *front_lines(result.folder, result.plan, result.state)):
             out.print(line, soft_wrap=True)
         out.print(f"best: {result.best.id}; {run_command(result.folder)}", soft_wrap=True)

@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import random
@@ -5,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from raylt.config import Config
 from raylt.errors import CheckpointError
@@ -352,9 +354,9 @@ def test_the_front_has_finished_trials_only_and_the_table_marks_them():
     assert [record.outcome.state for record in records] == ["done", "done", "done", "stopped"]
     assert front_of(several, state.trials) == [records[1], records[0]]
     table = table_of(several, state)
-    assert list(table.columns[1].cells) == ["front", "done", "front", "stopped"]
-    assert [column.header for column in table.columns[3:5]] == ["few", "many"]
-    assert next(iter(table_of(plan(searcher="random", metric="few"), state).columns[1].cells)) == "done"
+    assert [row[1] for row in table.rows] == ["front", "done", "front", "stopped"]
+    assert table.head[3:5] == ["few", "many"]
+    assert table_of(plan(searcher="random", metric="few"), state).rows[0][1] == "done"
 
 
 def made_trials(settings):
@@ -378,7 +380,7 @@ def test_the_table_of_trials_has_the_best_first_and_the_figures_that_count():
     settings = plan(searcher="random", samples=6)
     state, records = made_trials(settings)
     table = table_of(settings, state)
-    columns = {column.header: list(column.cells) for column in table.columns}
+    columns = dict(zip(table.head, map(list, zip(*table.rows, strict=True)), strict=True))
     order = [5, 0, 3, 2, 1, 4]
     assert columns["trial"] == [records[k].id for k in order]
     assert columns["state"] == ["done", "done", "stopped", "stopped", "failed", "open"]
@@ -387,11 +389,27 @@ def test_the_table_of_trials_has_the_best_first_and_the_figures_that_count():
     assert columns["test"] == ["75.00", "65.00", "35.00", "45.00", "-", "-"]
     assert columns[settings.unit] == [str(steps) for steps in (72, 72, 24, 8, 72, 72)]
     assert columns["lr"] == [f"{records[k].values['local.lr']:g}" for k in order]
-    assert [row.style for row in table.rows] == ["bold", *[None] * 5]
     cut = table_of(settings, state, most=4)
-    assert list(cut.columns[0].cells) == [*(records[k].id for k in order[:4]), "... 2 more in trials.csv"]
+    assert [row[0] for row in cut.rows] == [records[k].id for k in order[:4]]
+    assert cut.notes == {"trials not shown": ["2 more, in trials.csv"]}
     twice = plan(spaces={"fedprox": {"local.lr": SPACE["local.lr"], "method.lr": SPACE["local.lr"]}})
-    assert [column.header for column in table_of(twice, state).columns[-2:]] == ["local.lr", "method.lr"]
+    assert table_of(twice, state).head[-2:] == ["local.lr", "method.lr"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_narrow_terminal_cuts_no_name_and_no_figure_of_a_trial(width):
+    ranges = SPACE | {"local.momentum": Choice(0.0, 0.9), "local.optimiser": Choice("sgd", "adam")}
+    settings = plan(spaces={"fedprox": ranges}, searcher="random", samples=6)
+    state, _ = made_trials(settings)
+    table = table_of(settings, state)
+    console = Console(width=width, file=io.StringIO())
+    console.print(table.screen())
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    words = [word for line in lines for word in line.split()]
+    for row in table.rows:
+        assert set(row) <= set(words)
+    assert set(table.head) <= set(words)
 
 
 def test_results_have_the_front_and_the_points_that_count(tmp_path, monkeypatch):
