@@ -6,9 +6,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-
 from raylt.cli.options import Format, err, out, print_json
 from raylt.config import Config
 from raylt.errors import CheckpointError, ConfigError, count_of
@@ -171,6 +168,7 @@ def _in_session(address: str | None, run: Callable[[], "RaySearchResult"]) -> "R
 
 
 def _show(result: "RaySearchResult", format: Format) -> None:
+    from raylt.studies.report.text_table import TextTable
     from tune.report import run_command
 
     if format is Format.json:
@@ -179,22 +177,22 @@ def _show(result: "RaySearchResult", format: Format) -> None:
     title = (
         f"{count_of(len(result.rows), 'trial')}, best first; percent: {', '.join(result.metrics)} on validation samples"
     )
-    table = Table(
-        title=f"{title}; front: on the Pareto front" if len(result.metrics) > 1 else title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
+    columns = [column for column in result.rows[0] if column != "failed"]
+    rows = [
+        [in_percent(row[column]) if column in result.metrics else _text(row[column]) for column in columns]
+        for row in result.rows[:SHOWN]
+    ]
+    hidden = [f"{len(result.rows) - SHOWN} more, in trials.csv"] if len(result.rows) > SHOWN else []
+    table = TextTable(
+        f"{title}; front: on the Pareto front" if len(result.metrics) > 1 else title,
+        [column.rpartition(".")[2] for column in columns],
+        rows,
+        "l" + "r" * (len(columns) - 1),
+        grouped=False,
+        naming=1,
+        notes={"trials not shown": hidden},
     )
-    for column in result.rows[0]:
-        if column != "failed":
-            table.add_column(column.rpartition(".")[2], justify="left" if column == "trial" else "right")
-    for row in result.rows[:SHOWN]:
-        cells = ((column in result.metrics, value) for column, value in row.items() if column != "failed")
-        table.add_row(*(in_percent(value) if is_metric else _text(value) for is_metric, value in cells))
-    if len(result.rows) > SHOWN:
-        table.add_row(f"... {len(result.rows) - SHOWN} more in trials.csv")
-    out.print(table)
+    out.print(table.screen())
     failed = [row for row in result.rows if row["failed"]]
     for row in failed:
         out.print(f"{row['trial']} failed: {row['failed']}", soft_wrap=True)

@@ -1,8 +1,12 @@
 """The command `raylt tune --scheduler pbt|hyperband|median`."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+
+from raylt.cli.options import Format
+from raylt.cli.ray_searches import _show
 
 SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=4", "local.epochs=1"]
 RANGE = "local.lr=loguniform(0.01,0.3)"
@@ -68,3 +72,20 @@ def test_a_search_with_a_scheduler_of_ray_cannot_be_verified_and_verify_says_so(
     assert ended.code == 2
     assert "[search.not-verifiable]" in ended.err
     assert "scheduler of Ray Tune" in ended.err
+
+
+def test_a_narrow_terminal_cuts_no_figure_of_a_trial(capsys, tmp_path):
+    row = {
+        "trial": "3f2a1_00000",
+        "round": 4,
+        "accuracy": 0.2033,
+        "local.lr": 0.03909,
+        "method.mu": 0.4764,
+        "local.optimiser": "adam",
+        "local.momentum": 0.9,
+        "local.weight_decay": 0.00012,
+        "failed": None,
+    }
+    _show(SimpleNamespace(rows=[row], metrics=("accuracy",), folder=tmp_path, exchanged=False), Format.table)
+    words = capsys.readouterr().out.split()
+    assert {"3f2a1_00000", "20.33", "0.03909", "0.4764", "adam", "0.9", "0.00012", "weight_decay"} <= set(words)
