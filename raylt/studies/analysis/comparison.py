@@ -252,7 +252,8 @@ def judged_on(done: Sequence[RunRecord]) -> str:
         sizes = [n for summary in summaries for n in summary["tests"]["own"] or [] if n]
         counts = sorted({sum(n > 0 for n in summary["tests"]["own"] or []) for summary in summaries})
         clients = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-        text += f"; {clients} clients have {min(sizes)} to {max(sizes)} test images each"
+        each = f"{min(sizes)} to {max(sizes)} test images each" if sizes else "test images of their own"
+        text += f"; {clients} clients have {each}"
     by_seed: dict[int, set[str]] = {}
     for run in done:
         if run.summary and run.summary.get("tests"):  # an arm of one client has none

@@ -461,6 +461,13 @@ def test_test_images_are_those_of_all_seeds_and_arms():
     assert judged_on(made).endswith(f"whose figures say nothing: 0 to 2 by seed ({numbers})")
 
 
+def test_clients_may_all_be_without_test_images():
+    (each, *_) = records()
+    groups = {"many": 90, "medium": 120, "few": 90}
+    each.summary["tests"] = {"images": 300, "groups": groups, "thresholds": [20, 60], "own": [0, 0], "one_class": []}
+    assert judged_on([each]).endswith("; 0 clients have test images of their own")
+
+
 def test_negative_differences_and_absent_figures_are_set_as_such_in_latex():
     text = comparison_tables.comparison_table(compare(records(), "b")).latex()
     assert "$-$10.00" in text
