@@ -36,6 +36,7 @@ from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolve
 
 MOST_SEEDS = 10_000
 MOST_CELLS = 10_000
+MOST_RUNS = 100_000
 RecipeReader = Callable[[str], dict[str, Any]]
 _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
 
@@ -201,6 +202,7 @@ class Definition(Section):
         self._check_arms()
         self._check_cells()
         self._check_only()
+        self._check_size()
         self._check_tuning()
         self._check_measures()
 
@@ -296,6 +298,17 @@ class Definition(Section):
                     cell=cell,
                     value=arms,
                 )
+
+    def _check_size(self) -> None:
+        count = len(self.all_seeds) * sum(len(self.arms_of(cell)) for cell in self.all_cells)
+        if count > MOST_RUNS:
+            raise ConfigError(
+                f"study: plans {count:,} runs, one for each arm, cell and seed, and may plan {MOST_RUNS:,}. Give fewer "
+                "seeds, cells or arms.",
+                code="config.out-of-range",
+                key="study",
+                value=count,
+            )
 
     def _check_tuning(self) -> None:
         if self.tune is None:

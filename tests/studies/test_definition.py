@@ -146,6 +146,19 @@ def test_a_setting_that_is_wrong_is_named(change, setting):
     assert "\n" not in str(caught.value)
 
 
+def test_the_number_of_planned_runs_is_bounded_before_they_are_made(monkeypatch):
+    monkeypatch.setattr(definition.Definition, "runs", lambda *_: pytest.fail("runs are planned"))
+    cells = {"data.alpha": list(range(1, 51)), "data.imbalance": list(range(1, 51))}
+    with refused("config.out-of-range", ConfigError, key="study", value=2 * 2500 * 10_000):
+        define(SMALL | {"cells": cells, "seeds": 10_000})
+    monkeypatch.setattr(definition, "MOST_RUNS", 6)
+    with refused("config.out-of-range", ConfigError, key="study", value=8):
+        define(SMALL)
+    monkeypatch.undo()
+    monkeypatch.setattr(definition, "MOST_RUNS", 6)
+    assert len(define(SMALL | {"only": {"IF 10": ["prox"]}}).runs()) == 6
+
+
 def test_a_file_gives_its_name_and_may_start_from_a_recipe(tmp_path):
     file = tmp_path / "aligner.yaml"
     file.write_text(
