@@ -234,10 +234,14 @@ class _Pool:
         return worker
 
     def _read_messages(self, number: int, worker: Worker) -> None:
+        """Queue the messages of a worker process, and None at the end of its output."""
         assert worker.process.stdout is not None
-        for line in worker.process.stdout:
-            self._messages.put((number, worker, json.loads(line)))
-        self._messages.put((number, worker, None))
+        try:
+            for line in worker.process.stdout:
+                if line.endswith("\n"):  # a process that is killed may leave a part of a line
+                    self._messages.put((number, worker, json.loads(line)))
+        finally:
+            self._messages.put((number, worker, None))
 
     def _handle(self, worker: Worker, message: dict[str, Any], log: Any) -> None:
         job = worker.job

@@ -2,7 +2,9 @@
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from made import GROUPS, record, summary
 
 from raylt.cli.main import app
 from raylt.registry import resolve
+from raylt.runs.callbacks.base import Callback
 from raylt.studies.definition import define
 from raylt.studies.records.recorded_runs import record_path, write_results
 from raylt.studies.running import scheduler, time_left
@@ -199,3 +202,14 @@ def test_a_method_is_looked_up_once_for_an_arm_and_cell(planned, monkeypatch):
         assert pace.lacks_finish(planned["ccvr"], 4)
         assert not pace.lacks_finish(planned["fedavg"], 0)
     assert looked_up == ["ccvr", "fedavg"]
+
+
+def test_a_line_that_a_kill_cuts_off_ends_the_messages_of_a_worker(tmp_path):
+    pool = _Pool([], [], Pace([]), Callback(), tmp_path, "local", None, 0)
+    whole = '{"event": "starts", "steps": 0}'
+    for last, read in (('{"event": "st', True), ("no json\n", False)):
+        worker = Worker(SimpleNamespace(stdout=StringIO(f"{whole}\n{last}")))
+        with nullcontext() if read else pytest.raises(json.JSONDecodeError):
+            pool._read_messages(0, worker)
+        assert pool._messages.get_nowait()[2] == {"event": "starts", "steps": 0}
+        assert pool._messages.get_nowait() == (0, worker, None)
