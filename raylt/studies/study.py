@@ -127,10 +127,11 @@ def _shown_measure(records: Sequence[RunRecord]) -> str:
     return "accuracy"
 
 
-def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> RayltError | None:
+def check_open_runs(definition: Definition, plans: Sequence[Planned], ended: Sequence[RunRecord]) -> RayltError | None:
     """Check that a study's open runs can start, and that its claims can be tested.
 
-    A claim on a class group can be tested if the group has test images in some cell.
+    A claim on a class group can be tested if the group has test images in some cell, whether the runs of that cell are
+    open or not. If the test images of a cell are not known, the claims are not checked.
 
     The first run of each arm in each cell is checked, on behalf of all seeds. A study can be planned on a machine
     without its data, so a run whose files are missing is not checked, and then the claims are not checked either.
@@ -138,6 +139,7 @@ def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> RayltEr
     Args:
         definition: the study.
         plans: the runs that are not done.
+        ended: records of the other runs.
 
     Returns:
         The first error, if all these runs lack files; None if a run can start here.
@@ -149,7 +151,7 @@ def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> RayltEr
     configs: dict[tuple[str, str], Config] = {}
     for plan in plans:
         configs.setdefault((plan.cell, plan.arm), plan.config)
-    judged: list[JudgedImages] = []
+    judged, cells = _judged_before(ended)
     task: Task | None = None
     data: DataConfig | None = None
     lacking: list[RayltError] = []
@@ -166,9 +168,15 @@ def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> RayltEr
         if task is None:
             judged.append(judged_images_of(previewed))
         task = previewed
-    if not lacking and judged:
+    if configs and not lacking and cells | {cell for cell, _ in configs} == definition.all_cells.keys():
         _check_claimed_groups(definition, judged)
     return lacking[0] if lacking and len(lacking) == len(configs) else None
+
+
+def _judged_before(records: Sequence[RunRecord]) -> tuple[list[JudgedImages], set[str]]:
+    """Return the test images on which finished runs were evaluated, and the cells of these runs."""
+    summaries = [(record.cell, record.summary) for record in records if record.summary and record.summary.get("tests")]
+    return [summary["tests"] for _, summary in summaries], {cell for cell, _ in summaries}
 
 
 def _check_claimed_groups(definition: Definition, judged: Sequence[JudgedImages]) -> None:
@@ -295,12 +303,14 @@ class Study:
             previewed.tuned = joined(outcomes, previewed.tuned)
             previewed.recorded = recorded_runs.load_planned(record_file, previewed.planned, mix_versions)
         previewed.read()
-        still_open = [
-            plan
-            for plan, record in zip(previewed.planned, previewed.records, strict=True)
-            if record.state != "done" and not previewed.is_on_record(record)
-        ]
-        return previewed, check_open_runs(definition, still_open)
+        still_open: list[Planned] = []
+        ended: list[RunRecord] = []
+        for plan, record in zip(previewed.planned, previewed.records, strict=True):
+            if record.state == "done" or previewed.is_on_record(record):
+                ended.append(record)
+            else:
+                still_open.append(plan)
+        return previewed, check_open_runs(definition, still_open, ended)
 
     @classmethod
     def create(

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -26,7 +28,7 @@ from raylt.studies.report import comparison_tables
 from raylt.studies.running import scheduler
 from raylt.studies.running.scheduler import makespan
 from raylt.studies.running.worker import do
-from raylt.studies.study import Study, of_runs
+from raylt.studies.study import Study, check_open_runs, of_runs
 
 TINY = {
     "name": "tiny",
@@ -270,6 +272,24 @@ def test_a_run_that_another_process_makes_is_left_to_it(tmp_path):
     assert (folder / "split.json").exists()
     do(folder, config, "local", None, Callback())  # the remains of a process that died
     assert raylt.Run.open(folder).state == "done"
+
+
+def test_claims_on_groups_are_judged_over_the_cells_of_finished_runs_too(tmp_path):
+    """With groups of at least 100 training images, only the balanced cell has no few-shot class."""
+    cells = {"balanced": {"data.imbalance": 1}, "long": {"data.imbalance": 50}}
+    base = {**TINY["base"], "data": {"clients": 3, "groups": [100, 130]}}
+    definition = define({**TINY, "base": base, "cells": cells, "claims": ["prox > fedavg on few"]})
+    study = Study.create(definition, tmp_path)
+    for plan in study.planned:
+        if plan.cell == "long":
+            write_run(study.folder / plan.folder, plan, [0.5])
+    assert [record.state for record in Study.preview(definition, tmp_path).records] == ["missing"] * 2 + ["done"] * 2
+    for groups, code in (({"few": 90}, None), ({"few": 0}, "study.empty-group")):
+        tests = {"images": 300, "groups": groups, "thresholds": [100, 130], "own": None, "one_class": []}
+        ended = [replace(each, summary=each.summary | {"tests": tests}) for each in study.read() if each.summary]
+        plans = [plan for plan in study.planned if plan.cell == "balanced"]
+        with refused(code, key="study.claims", group="few") if code else nullcontext():
+            check_open_runs(definition, plans, ended)
 
 
 def test_an_address_is_refused_where_the_runs_are_not_on_ray(tmp_path):
