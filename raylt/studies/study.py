@@ -20,7 +20,7 @@ from raylt.config import Config, DataConfig, settled
 from raylt.config import differences as setting_differences
 from raylt.data.task import JudgedImages, Task, judged_images_of
 from raylt.disk import exists, is_file
-from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, quoted, spoken
+from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken
 from raylt.metrics import GROUPS
 from raylt.notebook import html_table, in_notebook, later
 from raylt.runs.callbacks.base import Callback
@@ -458,13 +458,23 @@ class Study:
         ]
         plans = [plan for plan, _ in with_folder]
         records = [record for _, record in with_folder]
+        pace = Pace(self.records)
         try:
-            pace = Pace(self.records)
-            return scheduler.run_all(plans, records, self.folder, callback, parallel, fleet, address, pace)
-        finally:
-            self.read()
-            for line in self.save_results(record_file):
-                callback.on_message(line)
+            failed = scheduler.run_all(plans, records, self.folder, callback, parallel, fleet, address, pace)
+        except BaseException:
+            try:
+                self._save(record_file, callback)
+            except Exception as error:  # the caller gets the error of the runs
+                callback.on_message(describe_error(error))
+            raise
+        self._save(record_file, callback)
+        return failed
+
+    def _save(self, record_file: Path | None, callback: Callback) -> None:
+        """Read the runs again and write the results."""
+        self.read()
+        for line in self.save_results(record_file):
+            callback.on_message(line)
 
     def compare(
         self,

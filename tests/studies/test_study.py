@@ -292,6 +292,19 @@ def test_claims_on_groups_are_judged_over_the_cells_of_finished_runs_too(tmp_pat
             check_open_runs(definition, plans, ended)
 
 
+def test_the_error_of_the_runs_is_kept_where_the_results_cannot_be_written(tmp_path, monkeypatch):
+    study, recorder = Study.create(define(TINY), tmp_path), Recorder()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler, "run_all", stop)
+    (study.folder / "results.json").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        study.run(recorder)
+    assert "results.json" in recorder.lines[-1]
+
+
 def test_an_address_is_refused_where_the_runs_are_not_on_ray(tmp_path):
     study = Study.create(define(TINY), tmp_path)
     with refused("config.conflict", key="address", value="auto"):
