@@ -1,11 +1,13 @@
-"""Process that tunes one arm of a study. raylt/studies/running/tuning.py starts it with the job as argument.
+"""Process that tunes one arm of a study. raylt/studies/running/tuning.py starts it.
 
-It writes its result as a line of JSON. It ends at once when its standard input ends, which happens when the study's
+The job arrives as a line of JSON on its standard input, and the result leaves as a line of JSON on its standard output.
+It ends at once when its standard input ends, which happens when the study's
 process dies. The search can then be resumed from the last rounds of its trials.
 """
 
 import json
 import os
+import queue
 import sys
 import threading
 from math import ceil
@@ -154,11 +156,12 @@ def _space(base: Config, tuning: Tuning, arm: str) -> Space:
 
 
 def main() -> None:
-    """Tune the arm of the given job, and write the result or the error to standard output."""
-    threading.Thread(target=_end_with_the_study, daemon=True).start()
+    """Tune the arm of the job on standard input, and write the result or the error to standard output."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that libraries print to standard error
-    job = json.loads(sys.argv[1])
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read_job, args=(jobs,), daemon=True).start()
+    job = jobs.get()
     try:
         for file in job["plugins"]:
             load_plugin(Path(file))
@@ -174,6 +177,7 @@ def main() -> None:
     channel.close()
 
 
-def _end_with_the_study() -> None:
-    sys.stdin.read()
+def _read_job(jobs: "queue.SimpleQueue[dict[str, Any]]") -> None:
+    for line in sys.stdin:
+        jobs.put(json.loads(line))
     os._exit(1)

@@ -6,17 +6,16 @@ The processes are started without the multiprocessing module. A fork would copy 
 other start methods import the user's script again, which may lack an `if __name__ == "__main__"`.
 """
 
-import os
 import pickle
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from multiprocessing.connection import Pipe, wait
 from typing import Any
 
 from raylt.errors import RayltError
+from raylt.own_code.child_process import start_python
 
 AHEAD = 2  # calls sent to a process: the one that it runs, and the next one, so that it never waits
 THREADS = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
@@ -67,14 +66,13 @@ class _Worker:
     def __init__(self, handles: tuple[int, ...]):
         self.names: deque[Any] = deque()
         self.channel, remote = Pipe()
-        # the process has the same import path as this one, and one thread, because there is a process per core
-        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment = os.environ | dict.fromkeys(THREADS, "1") | {"PYTHONPATH": path}
         try:
             # a new session: Ctrl-C reaches only the process that started it, which then ends it
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "raylt.data.images.decode_worker", str(remote.fileno())],
-                env=environment,
+            self._process = start_python(
+                "-m",
+                "raylt.data.images.decode_worker",
+                str(remote.fileno()),
+                environment=dict.fromkeys(THREADS, "1"),  # one thread, because there is a process per core
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,

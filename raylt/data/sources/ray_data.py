@@ -11,9 +11,7 @@ The next opening reads the cache and needs no Ray.
 """
 
 import io
-import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from raylt.data.images.image_trees import FORMAT, How, usable
 from raylt.data.sources.arrays import SCOPE, Source
 from raylt.data.sources.folders import CodedLabels, Part, assemble_coded, check_same_names, part_of
 from raylt.errors import ConfigError, DataError, RayltError, count_of
+from raylt.own_code.child_process import start_python
 from raylt.store import folder_for
 
 INDEX = "index.npz"  # in the cache, next to the images: class and client of each row
@@ -125,10 +124,11 @@ def _call_reader(reading: Reading) -> None:
     Ray must not be imported in this process before a run opens its own session.
     """
     channel, remote = Pipe()
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", READER, str(remote.fileno())],
-        env=os.environ | {"PYTHONPATH": path},
+    process = start_python(
+        "-c",
+        READER,
+        str(remote.fileno()),
+        environment={},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=(remote.fileno(),),

@@ -9,7 +9,6 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raylt import store
+from raylt.own_code.child_process import start_python
 from raylt.registry import plugin_files
 from raylt.runs.callbacks.base import Callback, StudyStatus
 from raylt.studies.definition import Planned
@@ -215,16 +215,15 @@ class _Pool:
     def _start(self, number: int, log: Any) -> Worker:
         # in a session of its own, so that Ctrl-C reaches only the study, which then stops its workers
         slot = self._slots[number]
-        # -P: otherwise a file of the current folder, such as random.py, would be imported in place of a package
-        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "raylt.studies.running.worker"],
+        process = start_python(
+            "-m",
+            "raylt.studies.running.worker",
+            environment=slot.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
             start_new_session=True,
-            env=os.environ | slot.environment | {"PYTHONPATH": path},
         )
         if slot.cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(process.pid, slot.cores)

@@ -10,7 +10,6 @@ over the ranges given for all arms. Its runs then use the best values. The searc
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from raylt import store
 from raylt.config import Config, Section, settings
 from raylt.core.method import Method
 from raylt.errors import CheckpointError, ConfigError, RayltError
+from raylt.own_code.child_process import start_python
 from raylt.registry import plugin_files, resolve
 from raylt.runs.callbacks.base import Callback
 from raylt.studies.records.former_names import former_name, former_settings
@@ -298,15 +298,17 @@ def _run_searches(
         slot = free.pop()
         try:
             # in a session of its own, so that Ctrl-C reaches only the study, which then closes the process's input
-            with subprocess.Popen(
-                [sys.executable, "-c", ARM, json.dumps(job)],
+            with start_python(
+                "-c",
+                ARM,
+                environment=slot.environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 start_new_session=True,
-                env=os.environ | slot.environment,
             ) as process:
+                _send(job, process)
                 with lock:
                     running.add(process)
                     if stopping.is_set():  # this thread took the job before the others were cancelled
@@ -332,6 +334,16 @@ def _run_searches(
                 for process in running:
                     _close_input(process)
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _send(job: dict[str, Any], process: "subprocess.Popen[str]") -> None:
+    """Write a job to a search process's standard input."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:  # it died; its output ends without an answer
+        _close_input(process)
 
 
 def _close_input(process: "subprocess.Popen[str]") -> None:

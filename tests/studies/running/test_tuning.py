@@ -323,7 +323,7 @@ def test_a_study_tunes_its_arms_then_runs_its_seeds_and_does_neither_again(tmp_p
 # an arm's process that fails at once, or ends with its standard input and at most 30 s later
 PROCESS = """
 import json, select, sys
-if json.loads(sys.argv[1])["arm"] == "fails":
+if json.loads(sys.stdin.readline())["arm"] == "fails":
     print(json.dumps({"problem": "out of memory"}))
 else:
     select.select([sys.stdin], [], [], 30)
@@ -337,3 +337,20 @@ def test_a_search_that_fails_ends_the_searches_that_wait_for_its_place(tmp_path,
     with refused("study.tuning-failed", arm="fails"):
         list(tuning._run_searches(jobs, [WorkerSlot(frozenset(), {})], tmp_path))
     assert time.monotonic() - start < 20
+
+
+def test_files_of_the_current_folder_are_no_packages_to_a_search(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit('a file of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    definition = define(TUNED)
+    configs = {which: definition.base_of("", "fedavg").model_dump(mode="json") for which in ("base", "reference")}
+    tune = definition.tune.model_dump(mode="json")
+    job = {"arm": "fedavg", "folder": str(tmp_path / "out"), "fleet": "local", "address": None, "plugins": []}
+    ((_, outcome),) = tuning._run_searches([job | configs | {"tune": tune}], [WorkerSlot(frozenset(), {})], tmp_path)
+    assert outcome["trials"] == 0  # nothing to tune
+
+
+def test_a_search_whose_process_dies_before_it_reads_its_job_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "ARM", "raise SystemExit")
+    with refused("study.tuning-failed", arm="large"):
+        list(tuning._run_searches([{"arm": "large", "tune": "x" * 2**20}], [WorkerSlot(frozenset(), {})], tmp_path))
