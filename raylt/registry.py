@@ -11,7 +11,7 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -41,6 +41,7 @@ TABLES: dict[PluginKind, dict[str, Any]] = {
     "partition": PARTITIONS,
     "schedule": SCHEDULES,
 }
+IN_SETUP: frozenset[PluginKind] = frozenset({"method", "model", "augmentation", "schedule"})  # others make the task
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,18 @@ def resolve(config: Config) -> Setup:
         ConfigError: A name is unknown, or a field of the method is wrong.
     """
     seek(config)
+    if config.data.partition is not None:
+        _check_name("partition", config.data.partition, "data.partition")
+    return resolve_setup(config)
+
+
+def resolve_setup(config: Config) -> Setup:
+    """Return what `resolve` returns, where the plugins that make the task may be missing."""
+    seek(config, IN_SETUP)
     _check_name("model", config.model, "model")
     for name in config.augment.split("+"):
         _check_name("augmentation", name, "augment")
     _check_name("schedule", config.local.schedule, "local.schedule")
-    if config.data.partition is not None:
-        _check_name("partition", config.data.partition, "data.partition")
     model = partial(
         build, name=config.model, factory=MODELS.get(config.model), weights=config.weights, side=config.input
     )
@@ -157,9 +164,9 @@ def resolve(config: Config) -> Setup:
     return Setup(config, make_method(config.method), model, augment, SCHEDULES[config.local.schedule])
 
 
-def seek(config: Config) -> None:
+def seek(config: Config, kinds: Collection[PluginKind] = frozenset(TABLES)) -> None:
     """Load the plugins of installed packages that a configuration names, unless they are registered already."""
-    for kind, name in sorted(_named(config)):
+    for kind, name in sorted(each for each in _named(config) if each[0] in kinds):
         # looking through all installed packages takes longer than all else that a configuration needs
         if name in TABLES[kind] or _is_built_in(kind, name):
             continue

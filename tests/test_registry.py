@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from refusals import refused
@@ -20,6 +21,7 @@ from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.models import build_model
 from raylt.registry import check_origins, load_plugin, origins, register, resolve
+from raylt.runs.export.export import export
 
 SHOPS = Path(__file__).parent / "guests" / "shops.py"
 SETTINGS = [
@@ -89,6 +91,24 @@ def test_a_run_is_not_opened_without_its_plugin_nor_with_a_changed_one(shops, tm
         raylt.Run.open(folder).resume(fleet="local", quiet=True)
     with refused("plugin.changed", ConfigError):
         _ = raylt.Run.open(folder).task
+
+
+def test_models_need_no_plugin_that_only_makes_the_task(shops, tmp_path):
+    load_plugin(shops)
+    register(lambda labels, clients, *_: np.array_split(np.arange(len(labels)), clients), "thirds", kind="partition")
+    settings = ["method=fedavg", "model=small", "data.source=stripes", "data.partition=thirds", "data.clients=3"]
+    config = load(None, [*settings, "data.imbalance=1", "federation.rounds=1", "local.epochs=1"])
+    folder = raylt.run(config, out=tmp_path / "runs", name="own", fleet="local", quiet=True).folder
+    for kind, name in (("source", "stripes"), ("partition", "thirds")):
+        registry._plugins.pop((kind, name))
+        registry.TABLES[kind].pop(name)
+    run = raylt.Run.open(folder)
+    image = np.full((1, 8, 8, 1), 100, np.uint8)
+    model = raylt.load_model(export(folder, tmp_path / "model.safetensors"))
+    assert model.predict(image).shares == run.model().predict(image).shares
+    for needs_data in (lambda: run.task, lambda: run.resume(fleet="local", quiet=True)):
+        with refused("plugin.missing", ConfigError):
+            needs_data()
 
 
 def test_a_run_of_raylts_own_parts_records_no_origins(tmp_path):

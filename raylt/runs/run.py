@@ -1,6 +1,6 @@
 """`Run`: a run folder as an object. All other code reads run folders through this class."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -17,7 +17,7 @@ from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task, task_from
 from raylt.errors import CheckpointError, ConfigError, DataError, resume_call, spoken
 from raylt.notebook import html_of, html_table, later
-from raylt.registry import check_origins, resolve, seek
+from raylt.registry import IN_SETUP, TABLES, PluginKind, check_origins, resolve, resolve_setup, seek
 from raylt.runs.callbacks.base import Callback, Callbacks, checked
 from raylt.runs.callbacks.notebook_progress import progress_display
 from raylt.runs.export import trained_model
@@ -138,10 +138,13 @@ class Run:
     def setup(self) -> Setup:
         """The method, model and augmentation that the configuration names, as values.
 
+        A plugin that only makes the task, such as a data source, may be missing.
+
         Raises:
-            ConfigError: a plugin is missing, or has changed since.
+            ConfigError: another plugin is missing, or has changed since.
         """
-        return self.resolve(self.config)
+        self._check_plugins(self.config, IN_SETUP)
+        return resolve_setup(located(self.config, self._start))
 
     @property
     def method(self) -> Method:
@@ -453,10 +456,10 @@ class Run:
     def _start(self) -> Path | None:
         return provenance.start_of(self.folder)
 
-    def _check_plugins(self, config: Config) -> None:
-        """Load the run's plugins and check that they have not changed."""
-        seek(config)
-        check_origins([{**plugin} for plugin in self.origins], self.folder)
+    def _check_plugins(self, config: Config, kinds: Collection[PluginKind] = frozenset(TABLES)) -> None:
+        """Load the run's plugins of these kinds, by default all, and check that they have not changed."""
+        seek(config, kinds)
+        check_origins([{**plugin} for plugin in self.origins if plugin["kind"] in kinds], self.folder)
 
 
 def _figures(report: MetricsLine) -> Iterator[tuple[str, str, Any]]:
