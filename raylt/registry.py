@@ -41,7 +41,8 @@ TABLES: dict[PluginKind, dict[str, Any]] = {
     "partition": PARTITIONS,
     "schedule": SCHEDULES,
 }
-IN_SETUP: frozenset[PluginKind] = frozenset({"method", "model", "augmentation", "schedule"})  # others make the task
+IN_TASK: frozenset[PluginKind] = frozenset({"source", "partition"})
+IN_SETUP = frozenset(TABLES) - IN_TASK
 
 
 @dataclass(frozen=True)

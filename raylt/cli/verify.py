@@ -10,8 +10,8 @@ from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, err, out, print_json
 from raylt.cli.ray_searches import is_one as is_one_of_ray
-from raylt.disk import is_file, is_folder
-from raylt.errors import ConfigError, RayltError
+from raylt.disk import exists, is_file, is_folder
+from raylt.errors import CheckpointError, ConfigError, RayltError
 
 if TYPE_CHECKING:
     from raylt.runs.verify import Finding
@@ -69,7 +69,17 @@ SIGNED = {"run": "summary.json", "search": "trials.jsonl", "study": "results.jso
 
 
 def _kind(path: Path) -> str:
-    """Return the kind of a folder: "run", "search", "study" or "record"."""
+    """Return the kind of a folder: "run", "search", "study" or "record".
+
+    Raises:
+        CheckpointError: there is nothing at the path.
+    """
+    if not exists(path):
+        raise CheckpointError(
+            f"{path}: no such file or folder. Give a folder that raylt made, or a record.",
+            code="file.not-found",
+            path=str(path),
+        )
     if path.suffix == ".json" and not is_folder(path):
         return "record"
     if is_file(path / "study.yaml"):
@@ -139,10 +149,11 @@ def _only_for(expected: str, kind: str, option: str, path: Path) -> None:
 def _sign(findings: "list[Finding]", file: Path, key: Path) -> None:
     from raylt.runs.signature import sign
 
-    damaged = [finding.what for finding in findings if not finding.whole]
-    if damaged:
+    doubtful = [finding.what for finding in findings if not (finding.whole and finding.checked)]
+    if doubtful:
         raise ConfigError(
-            f"--sign: files are damaged ({', '.join(damaged[:3])}). Restore the originals first.",
+            f"--sign: files are damaged or not checked ({', '.join(doubtful[:3])}). Restore the originals first, and "
+            "give what the checks need.",
             code="signature.not-made",
             key="--sign",
             path=str(file),
@@ -179,5 +190,6 @@ def _print(findings: "list[Finding]", format: Format) -> None:
     table.columns[2].overflow = "fold"
     for finding in findings:
         mend = f"; --repair would {finding.mendable}" if finding.mendable else ""
-        table.add_row(finding.what, "intact" if finding.whole else "DAMAGED", f"{finding.detail}{mend}")
+        state = "DAMAGED" if not finding.whole else "intact" if finding.checked else "not checked"
+        table.add_row(finding.what, state, f"{finding.detail}{mend}")
     out.print(table)

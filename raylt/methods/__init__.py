@@ -4,7 +4,7 @@ from typing import Any
 
 from raylt.config import check
 from raylt.core.method import Method
-from raylt.errors import UnknownMethod, did_you_mean
+from raylt.errors import UnknownMethod, did_you_mean, spoken
 from raylt.methods.apfl import APFL
 from raylt.methods.balancefl import BalanceFL
 from raylt.methods.bpfed.method import BPFed
@@ -126,7 +126,8 @@ def make_method(settings: dict[str, Any]) -> Method:
     if name not in METHODS:
         raise UnknownMethod(
             f"method: no method has this name ({name!r}). {did_you_mean(name, METHODS)}"
-            f"Give one of: {', '.join(METHODS)}.",
+            f"Give one of: {', '.join(METHODS)}; or "
+            f"{spoken('--plugin FILE with your own', 'your own by raylt.register')}.",
             code="config.unknown-name",
             key="method",
             value=name,

@@ -17,7 +17,7 @@ from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task, task_from
 from raylt.errors import CheckpointError, ConfigError, DataError, resume_call, spoken
 from raylt.notebook import html_of, html_table, later
-from raylt.registry import IN_SETUP, TABLES, PluginKind, check_origins, resolve, resolve_setup, seek
+from raylt.registry import IN_SETUP, IN_TASK, TABLES, PluginKind, check_origins, resolve, resolve_setup, seek
 from raylt.runs.callbacks.base import Callback, Callbacks, checked
 from raylt.runs.callbacks.notebook_progress import progress_display
 from raylt.runs.export import trained_model
@@ -162,9 +162,10 @@ class Run:
 
         Raises:
             CheckpointError: the data are not those of the run.
+            ConfigError: a plugin that makes the task is missing, or has changed since.
             DataError: they are not where they were.
         """
-        self._check_plugins(self.config)
+        self._check_plugins(self.config, IN_TASK)
         try:
             task = build_task(self.config.data, self.split, self._start)
         except DataError as error:

@@ -26,6 +26,8 @@ from raylt.store import Folder
 
 CHECKPOINTS = "checkpoints"
 UNSEALED = "unsealed: no hash binds it"
+# codes of the errors due to what a machine or process lacks
+ABSENT = ("config.missing-package", "data.not-found", "plugin.missing")
 BOUND = {
     IDENTITY,
     ORIGINS,
@@ -48,15 +50,17 @@ class Finding:
 
     Attributes:
         what: name of the file.
-        whole: whether it is undamaged.
-        detail: its content, or its damage.
+        whole: whether it is undamaged, as far as it was checked.
+        detail: its content, its damage, or the reason why it was not checked.
         mendable: what `repair` would do about it; None where it is undamaged or cannot be repaired.
+        checked: False if this machine or process lacks what the check needs.
     """
 
     what: str
     whole: bool
     detail: str
     mendable: str | None = None
+    checked: bool = True
 
 
 def verify(folder: Path, data: bool = True) -> list[Finding]:
@@ -176,7 +180,7 @@ def _findings(run: Run, data: bool) -> Iterator[Finding]:
     )
     yield finding_of(OUTLINE, lambda: "not kept" if files.outline() is None else "the task without its data")
     if data:
-        yield finding_of("data", lambda: f"{run.task.name}, as the run read it")
+        yield _check_data(run)
     yield _check_lines(files)
     checkpoints = finding_of(CHECKPOINTS, lambda: str(len(checkpoint.steps(run.folder / CHECKPOINTS))))
     if checkpoints.whole:
@@ -215,6 +219,15 @@ def finding_of(what: str, read: Callable[[], str]) -> Finding:
         return Finding(what, True, read())
     except RayltError as error:
         return Finding(what, False, str(error))
+
+
+def _check_data(run: Run) -> Finding:
+    """Compare a run's data with their hashes. Data that are not on this machine are no damage of the run."""
+    try:
+        return Finding("data", True, f"{run.task.name}, as the run read it")
+    except RayltError as error:
+        absent = error.code in ABSENT
+        return Finding("data", absent, str(error), checked=not absent)
 
 
 def _describe_provenance(files: Files) -> str:

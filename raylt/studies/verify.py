@@ -6,9 +6,10 @@ See raylt/runs/verify.py for the checks of runs.
 from collections.abc import Iterator
 from pathlib import Path
 
-from raylt.disk import exists
-from raylt.errors import RayltError, count_of
+from raylt.disk import exists, is_folder
+from raylt.errors import ConfigError, RayltError, count_of
 from raylt.runs.folder import metrics_log
+from raylt.runs.folder.reader import Files
 from raylt.runs.verify import Finding, finding_of, unbound_in, verify_inner
 from raylt.store import Folder
 from raylt.studies.records import recorded_runs
@@ -50,6 +51,11 @@ def _findings(folder: Path) -> Iterator[Finding]:
         return
     try:
         study = Study.open_unchecked(folder)
+    except ConfigError as error:  # the definition is as raylt wrote it, so a plugin or another file is absent
+        yield Finding("settings", True, str(error), checked=False)
+        yield from _check_runs_in(folder)
+        yield from _check_others(folder)
+        return
     except RayltError as error:
         yield Finding(str(folder), False, str(error))
         return
@@ -58,6 +64,14 @@ def _findings(folder: Path) -> Iterator[Finding]:
         if not study.is_on_record(record):
             yield from _check_run(folder / record.folder, record)
     yield from _check_others(folder)
+
+
+def _check_runs_in(folder: Path) -> Iterator[Finding]:
+    """Check the runs that are in a study's folder, whatever the study plans."""
+    for path in sorted(folder.rglob("seed-*")):
+        state = Files(path).state if is_folder(path) else "missing"
+        if state in ("stopped", "done"):
+            yield from verify_inner(path, str(path.relative_to(folder)), state)
 
 
 def _check_others(folder: Path) -> Iterator[Finding]:

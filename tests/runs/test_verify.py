@@ -3,10 +3,13 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+from refusals import refused
 from small_runs import make_run
 
-from raylt import Run
+import raylt
+from raylt import Run, registry
 from raylt.cli.main import app
 from raylt.errors import CheckpointError, FolderHeld
 from raylt.runs.folder.writer import Journal
@@ -138,6 +141,37 @@ def test_a_run_that_a_process_is_at_is_not_mended(stopped):
         repair(stopped.folder)
 
 
+def stripes(seed):
+    """Return a source of two classes, of random pixels."""
+    x = np.random.default_rng(seed).integers(0, 256, (60, 8, 8, 1), dtype=np.uint8)
+    y = np.arange(60) % 2
+    return raylt.Source("stripes", x, y, x[:20], y[:20], ("left", "right"), (0.5,), (0.25,))
+
+
+def test_data_that_are_not_at_hand_are_not_checked_and_no_damage(no_guests, tmp_path):
+    raylt.register(lambda _: stripes(0), "mine", kind="source")
+    file, data = tmp_path / "data.npz", stripes(1)
+    np.savez(file, **{name: getattr(data, name) for name in ("x_train", "y_train", "x_test", "y_test", "class_names")})
+    folders = [
+        make_run(
+            tmp_path, source[:4], "method=fedavg", f"data.source={source}", "data.imbalance=1", "model=small"
+        ).folder
+        for source in ("mine", f"npz:{file}")
+    ]
+    assert all(finding.whole and finding.checked for folder in folders for finding in verify(folder))
+    registry._plugins.pop(("source", "mine"))
+    registry.TABLES["source"].pop("mine")
+    file.rename(tmp_path / "moved.npz")
+    for folder in folders:
+        assert [finding.what for finding in verify(folder) if not finding.checked] == ["data"]
+        assert broken(folder) == {}
+        assert not app(["verify", str(folder)], standalone_mode=False)
+        with refused("signature.not-made"):
+            app(["verify", str(folder), "--sign", "key"], standalone_mode=False)
+    raylt.register(lambda _: stripes(2), "mine", kind="source")
+    assert set(broken(folders[0])) == {"data"}
+
+
 # the command
 
 
@@ -169,3 +203,6 @@ def test_the_command_refuses_what_is_no_run(tmp_path):
     with pytest.raises(CheckpointError):
         app(["verify", str(tmp_path), "--repair"], standalone_mode=False)
     assert [path.name for path in tmp_path.iterdir()] == [".notes.writing"]
+    for name in ("results.json", "run"):
+        with refused("file.not-found", CheckpointError, path=str(tmp_path / name)):
+            app(["verify", str(tmp_path / name)], standalone_mode=False)

@@ -11,6 +11,7 @@ from refusals import refused
 
 from raylt.cli.main import app
 from raylt.errors import CheckpointError
+from raylt.methods import METHODS
 from raylt.runs.signature import check_signature, sign, signature_of
 from raylt.studies.definition import define
 from raylt.studies.records.recorded_runs import read_results, seal_results, update
@@ -214,6 +215,16 @@ def test_a_changed_run_in_a_folder_is_refused_and_named(folder):
     summary.write_text(summary.read_text().replace('"rounds": 2', '"rounds": 3', 1))
     with refused("study.damaged-run", path=str(folder / "prox/seed-1")):
         Study.open(folder)
+    assert [finding.what for finding in verify_study(folder) if not finding.whole] == ["prox/seed-1/summary.json"]
+
+
+def test_runs_of_a_study_are_checked_without_the_plugin_of_its_method(folder, monkeypatch):
+    monkeypatch.delitem(METHODS, "fedprox")
+    findings = verify_study(folder)
+    assert all(finding.whole for finding in findings)
+    assert [finding.what for finding in findings if not finding.checked] == ["settings"]
+    summary = folder / "prox/seed-1/summary.json"
+    summary.write_text(summary.read_text().replace('"rounds": 2', '"rounds": 3', 1))
     assert [finding.what for finding in verify_study(folder) if not finding.whole] == ["prox/seed-1/summary.json"]
 
 
