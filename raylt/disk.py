@@ -9,7 +9,7 @@ from pathlib import Path
 from raylt.errors import CheckpointError, ConfigError, DiskFull
 
 LONGEST_NAME = 240  # bytes: endings are added to it
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last one is the limit of `ulimit -f`
 
 
 @contextmanager
@@ -18,8 +18,8 @@ def file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            raise DiskFull(path) from None
+        if error.errno in FULL:
+            raise DiskFull(path, error.errno == errno.EFBIG) from None
         # O_NOFOLLOW gives ELOOP for a link, O_DIRECTORY gives ENOTDIR for a link to a folder
         if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and path.is_symlink()):
             raise CheckpointError(
@@ -36,6 +36,15 @@ def file_errors(path: Path) -> Iterator[None]:
             code="file.unreadable",
             path=str(path),
         ) from None
+
+
+@contextmanager
+def continuable(folder: Path, command: str) -> Iterator[None]:
+    """Wrap the work on a run or search: the error of a full disk gives the command that continues it."""
+    try:
+        yield
+    except DiskFull as error:
+        raise error.continued(folder, command) from None
 
 
 def is_file(path: Path) -> bool:

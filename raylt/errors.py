@@ -102,7 +102,7 @@ CODES: dict[str, str] = {
     "device.not-recordable": "A step that is declared recordable cannot be recorded as a CUDA graph.",
     "device.unusable": "A GPU is asked for or was leased, and torch cannot use it.",
     # disk
-    "disk.full": "A file could not be written because the disk, or the user's quota, is full.",
+    "disk.full": "A file could not be written: the disk or the user's quota is full, or the file would be too large.",
     # export
     "export.changed": "An exported file was changed after it was written.",
     "export.malformed": "The file is damaged, or raylt export did not write it.",
@@ -447,23 +447,31 @@ class FolderHeld(CheckpointError):
 
 
 class DiskFull(RayltError):
-    """Raised if a file cannot be written because the disk or the user's quota is full.
+    """Raised if a file cannot be written: the disk or the user's quota is full, or the file would be too large.
 
     Args:
         path: of the file.
+        too_large: whether the file would exceed the limit that the shell sets (ulimit -f).
     """
 
-    def __init__(self, path: Path):
-        super().__init__(
-            f"{path}: the disk is full. Free some space, then continue with "
-            + spoken(
-                "raylt resume RUN (a search: raylt tune --resume SEARCH; a study: the same raylt study)",
-                "raylt.resume(RUN) (a search: tune.resume(SEARCH); a study: the same raylt.study)",
-            ),
-            code="disk.full",
-            path=str(path),
-        )
+    def __init__(self, path: Path, too_large: bool = False):
+        then = spoken("give the same command again", "make the same call again")
+        super().__init__(f"{path}: {_full(too_large)}, then {then}.", code="disk.full", path=str(path))
         self.path = path
+        self.too_large = too_large
+
+    def continued(self, folder: Path, command: str) -> "DiskFull":
+        """Return the error with the run or search that it ended, and the command that continues it."""
+        error = DiskFull(folder, self.too_large)
+        place = "" if self.path.is_relative_to(folder) else f"{self.path}: "
+        error.args = (f"{folder}: {place}{_full(self.too_large)}, then continue with {command}.",)
+        return error
+
+
+def _full(too_large: bool) -> str:
+    if too_large:
+        return "a file would exceed the limit of this shell (ulimit -f). Raise the limit"
+    return "the disk is full. Free some space"
 
 
 def user_fault(error: BaseException) -> str:

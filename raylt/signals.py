@@ -1,15 +1,16 @@
-"""Signal handling of commands: those that stop one, and pipes whose reader closes them, as `head` does."""
+"""Signals that stop commands, and output that cannot be written, as to a pipe whose reader closes it."""
 
 import io
 import os
 import signal
-import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO
+
+from raylt.errors import RayltError
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = 130  # exit code of a command that a signal has stopped
@@ -72,27 +73,25 @@ def starting_ray() -> Iterator[None]:
         signal.signal(signal.SIGHUP, hang_up)
 
 
-def outlive_pipes() -> None:
-    """Discard output to a pipe that its reader has closed.
+def guard_output() -> None:
+    """Discard output to a pipe that its reader has closed, and report other output that cannot be written.
 
-    The command continues and ends with its own exit code.
+    With a closed pipe, the command continues and ends with its own exit code.
     """
-    sys.stdout = _outliving(sys.stdout)
-    sys.stderr = _outliving(sys.stderr)
+    sys.stdout = _guarded(sys.stdout)
+    sys.stderr = _guarded(sys.stderr)
 
 
-def _outliving(stream: TextIO) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper):  # of a notebook
+def _guarded(stream: TextIO) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper) or stream.isatty():  # of a notebook, or a terminal
         return stream
     try:
-        mode = os.fstat(stream.fileno()).st_mode
-    except io.UnsupportedOperation:  # output that is kept in memory has no pipe
-        return stream
-    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        handle = stream.fileno()
+    except io.UnsupportedOperation:  # output that is kept in memory
         return stream
     stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False)),
+        io.BufferedWriter(_Output(handle, "w", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
@@ -100,8 +99,8 @@ def _outliving(stream: TextIO) -> TextIO:
     )
 
 
-class _Pipe(io.FileIO):
-    """A pipe that redirects further output to /dev/null after its reader has closed it.
+class _Output(io.FileIO):
+    """An output that redirects what follows to /dev/null once it cannot be written.
 
     This includes the output of child processes.
     """
@@ -109,8 +108,13 @@ class _Pipe(io.FileIO):
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data) or 0
-        except BrokenPipeError:
+        except OSError as error:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
+            if not isinstance(error, BrokenPipeError):
+                raise RayltError(
+                    f"output: cannot be written ({error.strerror}). Send it to a place that has room.",
+                    code="file.unwritable",
+                ) from None
             return super().write(data) or 0

@@ -4,14 +4,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 PRINTS = """
 import sys
-from raylt.signals import outlive_pipes
+from raylt.signals import guard_output
 
-outlive_pipes()
+guard_output()
 for number in range(20_000):
     print("line", number, file=sys.stdout if number % 2 else sys.stderr)
 open(sys.argv[1], "w").close()
@@ -42,6 +43,17 @@ def test_help_ends_quietly_when_its_reader_closes_the_pipe():
     command.stdout.close()
     assert command.stderr is not None
     assert (command.wait(60), command.stderr.read()) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
+@pytest.mark.parametrize("words", [("methods", "--format", "json"), ("methods",)])
+def test_output_that_cannot_be_written_is_said_in_a_line(tmp_path, words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "raylt", *words]
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error [file.unwritable]: output: ")
+    assert done.returncode == 1
 
 
 def started(folder, *settings):

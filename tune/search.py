@@ -28,7 +28,7 @@ from raylt.config import Config
 from raylt.config.sections import LAST_SEED
 from raylt.data.label_maps import class_counts
 from raylt.data.task import Task
-from raylt.disk import check_name, exists
+from raylt.disk import check_name, continuable, exists
 from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken
 from raylt.hyper import Choice
 from raylt.methods import METHODS
@@ -248,6 +248,11 @@ def _usual_callback() -> Callback:
     return NotebookProgress() if in_notebook() else Callback()
 
 
+def _resume_call(folder: Path) -> str:
+    """Return the shell command or Python call that continues a search, for messages."""
+    return spoken(f"raylt tune --resume {quoted(folder)}", f"tune.resume({str(folder)!r})")
+
+
 def _run(
     folder: Path,
     plan: SearchPlan,
@@ -265,7 +270,7 @@ def _run(
         if plan.lag == 0:  # a new search; a resumed one keeps its lag
             plan = replace(plan, lag=at_once, start=os.getcwd())
             _create(folder, plan)
-        with _locked(folder):
+        with _locked(folder), continuable(folder, _resume_call(folder)):
             loop = SearchLoop(folder, plan, callback)
             from tune.trial import TrialJob  # it imports torch, which `raylt tune --help` does not need
 

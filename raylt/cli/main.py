@@ -1,5 +1,6 @@
 """The command line `raylt`. Exit code 2 means unusable input, exit code 1 a failed run."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -29,8 +30,9 @@ from raylt.cli.tune import tune
 from raylt.cli.verify import verify
 from raylt.config.reading import reason_of
 from raylt.config.sections import SIGNS
-from raylt.errors import ConfigError, RayltError, abrupt_exits_raised, at_the_shell, no_exit, one_line
-from raylt.signals import STOPPED, outlive_pipes
+from raylt.disk import FULL
+from raylt.errors import ConfigError, DiskFull, RayltError, abrupt_exits_raised, at_the_shell, no_exit, one_line
+from raylt.signals import STOPPED, guard_output
 
 EXAMPLES = "\n\n".join(
     (
@@ -144,10 +146,12 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments  # wherever it stands
     code = 0
-    outlive_pipes()
+    guard_output()
     try:
         with at_the_shell(), no_exit(), abrupt_exits_raised():  # of the user's own code: no command ends so
             code = app(_plugins_first([a for a in arguments if a != "--debug"]), standalone_mode=False) or 0
+            if sys.stdout is not None:
+                sys.stdout.flush()  # its errors would come after the exit code
     except ClickException as error:
         if message := error.format_message():  # none where the help was printed
             usage = RayltError(_usage(error, message), code=USAGE)  # which shortens long words
@@ -161,11 +165,14 @@ def main() -> None:
         if isinstance(error, OSError) and error.filename is not None:
             # an error of the operating system about a path from the user
             path = os.fsdecode(error.filename)
-            error = ConfigError(
-                f"{path}: {error.strerror}. Check the path, its permissions and the space left.",
-                code="file.unreadable",
-                path=path,
-            )
+            if error.errno in FULL:
+                error = DiskFull(Path(path), error.errno == errno.EFBIG)
+            else:
+                error = ConfigError(
+                    f"{path}: {error.strerror}. Check the path, its permissions and the space left.",
+                    code="file.unreadable",
+                    path=path,
+                )
         if isinstance(error, RayltError):
             err.print(f"error [{error.code}]: {error}", soft_wrap=True)
             code = error.exit_code

@@ -20,7 +20,8 @@ from raylt.core.setup import Setup
 from raylt.core.training.stacked_sgd import SAMPLES
 from raylt.data.augment import draw_view
 from raylt.data.task import Task, judged_images_of
-from raylt.errors import ConfigError, ServerLost, describe_error
+from raylt.disk import continuable
+from raylt.errors import ConfigError, ServerLost, describe_error, resume_call
 from raylt.models.trainable import trains_on_features
 from raylt.own_code.top_level_names import claim
 from raylt.runs import stopping
@@ -86,7 +87,7 @@ def carry_out(
     """
     summary = None
     try:
-        with journal:
+        with journal, continuable(journal.folder, resume_call(journal.folder)):
             check_fleet(fleet, address)
             summary = _take_all_steps(setup, task, journal, fleet, address, callback)
             summary |= provenance.of_summary(journal.folder)

@@ -20,7 +20,7 @@ import raylt
 from actors.capacity import Need
 from raylt.config import load
 from raylt.config.sections import LAST_SEED
-from raylt.errors import CheckpointError, ConfigError, RayltError
+from raylt.errors import CheckpointError, ConfigError, DiskFull, RayltError
 from raylt.runs.callbacks.base import Callback
 from tune import resume, search, space, spaces_of
 from tune.loop import SearchLoop
@@ -288,6 +288,16 @@ def test_a_search_by_several_metrics_shows_all_and_its_first_metric_decides(undi
 
 
 @pytest.mark.slow
+def test_a_full_disk_names_the_search_and_the_call_that_continues_it(tmp_path, monkeypatch):
+    def full(_):
+        raise DiskFull(tmp_path / "s" / "trials.jsonl")
+
+    monkeypatch.setattr(SearchLoop, "next", full)
+    with refused("disk.full", DiskFull, path=str(tmp_path / "s")) as caught:
+        small_search(tmp_path)
+    assert f"tune.resume({str(tmp_path / 's')!r})" in str(caught.value)
+
+
 def test_a_search_folder_is_not_used_twice(undisturbed):
     with refused("search.exists", CheckpointError, path=str(undisturbed.folder)):
         small_search(undisturbed.folder.parent)

@@ -9,7 +9,6 @@ ended. A cache is a folder `NAME-HASH` under data.root/cache, whose hash covers 
     images.partial, images.state    while it is being made: the array, and the state of each row
 """
 
-import errno
 import hashlib
 import io
 import json
@@ -31,7 +30,7 @@ from pydantic import Field, TypeAdapter
 from raylt.data.images.decoding import Undecodable
 from raylt.data.images.image_files import shown_name
 from raylt.data.images.workers import call_in_processes
-from raylt.disk import file_errors
+from raylt.disk import FULL, file_errors
 from raylt.errors import CheckpointError, DataError, RayltError
 from raylt.machine import cores
 from raylt.store import Folder, folder_for
@@ -475,7 +474,7 @@ def _array(path: Path, shape: tuple[int, ...]) -> Iterator[BinaryIO]:
             try:
                 os.posix_fallocate(stream.fileno(), 0, size)
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno in FULL:
                     if existing != size:  # it holds no decoded row
                         path.unlink()
                     raise

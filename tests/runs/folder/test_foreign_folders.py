@@ -2,17 +2,20 @@
 
 import errno
 import os
+import pickle
 import shutil
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from refusals import refused
 from small_runs import make_run
 
+import raylt
 from raylt import Run, store
 from raylt.core.device import describe
-from raylt.errors import CheckpointError, ConfigError, DiskFull, RayltError
+from raylt.errors import CheckpointError, ConfigError, DiskFull, RayltError, resume_call
 from raylt.plots.style import new_figure, save
 from raylt.runs.folder import provenance
 from raylt.runs.verify import repair, verify
@@ -237,15 +240,15 @@ def test_deep_json_is_refused_in_a_line(folder):
 
 
 class Full:
-    """Replaces os.fsync: the disk is full from the n-th call on."""
+    """Replaces os.fsync: the disk is full from the n-th call on, or files would be too large."""
 
-    def __init__(self, after):
-        self.left, self.fsync = after, os.fsync
+    def __init__(self, after, number=errno.ENOSPC):
+        self.left, self.number, self.fsync = after, number, os.fsync
 
     def __call__(self, handle):
         self.left -= 1
         if self.left < 0:
-            raise OSError(28, "No space left on device")
+            raise OSError(self.number, os.strerror(self.number))
         self.fsync(handle)
 
 
@@ -254,10 +257,26 @@ class Full:
 def test_a_full_disk_ends_a_run_in_a_line_and_it_can_go_on(made, folder, monkeypatch, after):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Full(after))
-        with refused("disk.full", DiskFull):
+        with refused("disk.full", DiskFull, path=str(folder)) as caught:
             Run.open(folder).resume(fleet="local", quiet=True)
+    assert resume_call(folder) in str(caught.value)
     assert Run.open(folder).resume(fleet="local", quiet=True).summary["model_sha256"] == made[1]
     assert all(finding.whole for finding in verify(folder))
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "Free"), (errno.EFBIG, "ulimit -f")])
+def test_a_full_disk_without_a_run_to_continue_asks_for_the_same_call_again(tmp_path, monkeypatch, number, remedy):
+    monkeypatch.setattr(os, "fsync", Full(0, number))
+    with refused("disk.full", DiskFull) as caught:
+        raylt.run("fedavg", rounds=1, out=tmp_path, name="new", fleet="local", quiet=True)
+    assert remedy in str(caught.value)
+    assert "resume" not in str(caught.value)
+    assert caught.value.exit_code == 1
+    elsewhere = DiskFull(Path("/tmp/file"), number == errno.EFBIG).continued(tmp_path, "raylt resume it")
+    assert remedy in str(elsewhere)
+    assert str(elsewhere).startswith(f"{tmp_path}: /tmp/file: ")
+    assert str(elsewhere).endswith("continue with raylt resume it.")
+    assert str(pickle.loads(pickle.dumps(elsewhere))) == str(elsewhere)
 
 
 def test_provenance_that_a_kill_cut_off_is_gone_on_with_in_a_new_line(folder):
