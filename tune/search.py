@@ -420,11 +420,6 @@ def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResul
     return SearchResult(best.config, best, state.trials, folder, plan, state)
 
 
-def _resume_call(folder: Path) -> str:
-    """Return the command, or in Python the call, that continues a search."""
-    return spoken(f"raylt tune --resume {quoted(folder)}", f"tune.resume({str(folder)!r})")
-
-
 def check_tracked(track: Sequence[str], fleet: str) -> None:
     """Raise ConfigError if the trackers cannot log trials.
 
