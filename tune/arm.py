@@ -1,8 +1,8 @@
 """Process that tunes one arm of a study. raylt/studies/running/tuning.py starts it.
 
 The job arrives as a line of JSON on its standard input, and the result leaves as a line of JSON on its standard output.
-It ends at once when its standard input ends, which happens when the study's
-process dies. The search can then be resumed from the last rounds of its trials.
+It ends at once when its standard input ends, which happens when the study's process dies. The search can then be
+resumed from the last rounds of its trials.
 """
 
 import json
@@ -178,6 +178,8 @@ def main() -> None:
 
 
 def _read_job(jobs: "queue.SimpleQueue[dict[str, Any]]") -> None:
-    for line in sys.stdin:
-        jobs.put(json.loads(line))
-    os._exit(1)
+    try:
+        for line in sys.stdin:
+            jobs.put(json.loads(line))
+    finally:
+        os._exit(1)

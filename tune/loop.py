@@ -28,9 +28,13 @@ def task_of(config: Config) -> Task:
 
     Relative paths start in the working directory. A file that changed is read again.
     """
-    data = config.data
+    return _task(*_key(config.data))
+
+
+def _key(data: DataConfig) -> tuple[str, str, tuple[tuple[int, int] | None, ...]]:
+    """Return what tells apart the tasks of data settings: the settings, the working directory, and the files."""
     files = (data.source.partition(":")[2], data.split)
-    return _task(data.model_dump_json(), os.getcwd(), tuple(map(_stamp, files)))
+    return data.model_dump_json(), os.getcwd(), tuple(map(_stamp, files))
 
 
 def _stamp(path: str | None) -> tuple[int, int] | None:
@@ -46,8 +50,13 @@ def _stamp(path: str | None) -> tuple[int, int] | None:
 
 def sizes(config: Config) -> list[int]:
     """Return the number of samples of each client that trains; 0 for one that holds none."""
-    task = task_of(config)
-    return [n for k, n in enumerate(task.sizes.tolist()) if k not in task.new_clients]
+    return list(_sizes(*_key(config.data)))
+
+
+@lru_cache(maxsize=1024)
+def _sizes(data: str, start: str, files: tuple[tuple[int, int] | None, ...]) -> tuple[int, ...]:
+    task = _task(data, start, files)
+    return tuple(n for k, n in enumerate(task.sizes.tolist()) if k not in task.new_clients)
 
 
 def holders(config: Config) -> int:

@@ -48,7 +48,7 @@ class Setup:
             base = self._base(spec)
             parts = {name for name, _ in base.named_children()}
             model = self.method.build(spec, base)
-        model.heads = frozenset(name for name, _ in model.named_children() if name not in parts)
+        model.method_heads = frozenset(name for name, _ in model.named_children() if name not in parts)
         if self.config.federation.batchnorm == "local":
             model.local_buffers = running_statistics(model) & model.state_dict().keys()  # without frozen ones
         # images come as channels-last views of their bytes; steps are 1.1 to 2 times as fast on them

@@ -37,7 +37,7 @@ class SplitModel(nn.Module):
         self.classifier: nn.Module = self.head(dim, classes)
         self.dim = dim
         self.classes = classes
-        self.heads: frozenset[str] = frozenset()  # attributes that a method added to the model
+        self.method_heads: frozenset[str] = frozenset()  # attributes that a method added to the model
         self.local_buffers: frozenset[str] = frozenset()  # entries that never leave a client, whatever the method
         self.prompts: PromptMaker | None = None  # of an image-text model
 
@@ -111,9 +111,9 @@ def with_classifier(
     if longest is not None:
         classifier.register_buffer("longest", torch.as_tensor(longest, device=weight.device))
     other = copy.copy(model)
-    kept = {name: module for name, module in model._modules.items() if name not in model.heads}
+    kept = {name: module for name, module in model._modules.items() if name not in model.method_heads}
     other._modules = {**kept, "classifier": classifier}
-    other.heads = frozenset()
+    other.method_heads = frozenset()
     return other
 
 

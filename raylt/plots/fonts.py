@@ -58,7 +58,10 @@ def _families(characters: frozenset[str]) -> tuple[str, ...]:
 
 @cache
 def _covered(path: str) -> frozenset[str]:
-    """Return the characters of a font file."""
+    """Return the characters of a font file; none if it cannot be read, as matplotlib's list may be older."""
     from matplotlib.font_manager import get_font
 
-    return frozenset(map(chr, get_font(path).get_charmap()))
+    try:
+        return frozenset(map(chr, get_font(path).get_charmap()))
+    except (OSError, RuntimeError):
+        return frozenset()

@@ -203,8 +203,9 @@ def _without_location(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     kind, _, path = value.partition(":")
-    if kind not in ("npz", "folder"):
-        kind, _, path = value.rpartition(":")
-        if not path.startswith(("/", "~/")) or path.startswith("//"):  # ray:s3://bucket is no path of a machine
-            return value
-    return f"{kind}:{Path(path).name}" if kind else Path(path).name
+    if kind in ("npz", "folder"):
+        return f"{kind}:{Path(path).name}"
+    if "://" in value:  # ray:s3://bucket is no path of a machine
+        return value
+    start = re.search(r"(^|:)(?=~?/)", value)
+    return value if start is None else value[: start.end()] + Path(value[start.end() :]).name

@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raylt.disk import exists, is_folder
-from raylt.errors import ConfigError, RayltError, count_of
+from raylt.errors import RayltError, count_of
 from raylt.runs.folder import metrics_log
 from raylt.runs.folder.reader import Files
-from raylt.runs.verify import Finding, finding_of, unbound_in, verify_inner
+from raylt.runs.verify import ABSENT, Finding, finding_of, unbound_in, verify_inner
 from raylt.store import Folder
 from raylt.studies.records import recorded_runs
-from raylt.studies.records.record import RunRecord
 from raylt.studies.records.recorded_runs import read_results
 from raylt.studies.running.tuning import FILE as TUNED
 from raylt.studies.running.tuning import read_tuned
 from raylt.studies.study import FILE, SEAL, Study, check_definition_seal
+
+# codes of the errors due to a plugin that was not given, or to a file that it or the definition names
+OF_PLUGINS = ("config.unknown-name", "file.not-found")
 
 
 def verify_results(file: Path) -> list[Finding]:
@@ -51,27 +53,27 @@ def _findings(folder: Path) -> Iterator[Finding]:
         return
     try:
         study = Study.open_unchecked(folder)
-    except ConfigError as error:  # the definition is as raylt wrote it, so a plugin or another file is absent
-        yield Finding("settings", True, str(error), checked=False)
-        yield from _check_runs_in(folder)
-        yield from _check_others(folder)
-        return
     except RayltError as error:
-        yield Finding(str(folder), False, str(error))
+        absent = error.code in (*ABSENT, *OF_PLUGINS)
+        yield Finding("settings" if absent else str(folder), absent, str(error), checked=not absent)
+        if absent:
+            yield from _check_runs_in(folder)
+            yield from _check_others(folder)
         return
     yield finding_of("settings", lambda: _check_settings(study, folder))
     for record in study.records:
         if not study.is_on_record(record):
-            yield from _check_run(folder / record.folder, record)
+            yield from _check_run(
+                folder / record.folder, record.folder, record.state, f", {count_of(record.steps, 'step')}"
+            )
     yield from _check_others(folder)
 
 
 def _check_runs_in(folder: Path) -> Iterator[Finding]:
     """Check the runs that are in a study's folder, whatever the study plans."""
     for path in sorted(folder.rglob("seed-*")):
-        state = Files(path).state if is_folder(path) else "missing"
-        if state in ("stopped", "done"):
-            yield from verify_inner(path, str(path.relative_to(folder)), state)
+        if is_folder(path):
+            yield from _check_run(path, str(path.relative_to(folder)), Files(path).state)
 
 
 def _check_others(folder: Path) -> Iterator[Finding]:
@@ -92,11 +94,11 @@ def _check_settings(study: Study, folder: Path) -> str:
     return "the runs have the settings that the study plans"
 
 
-def _check_run(folder: Path, record: RunRecord) -> list[Finding]:
-    if record.state == "missing":
+def _check_run(folder: Path, name: str, state: str, steps: str = "") -> list[Finding]:
+    if state == "missing":
         # a process that died while it made the folder leaves no steps
-        config = f"{record.folder}/config.yaml"
+        config = f"{name}/config.yaml"
         return [Finding(config, False, "missing: put it back")] if exists(folder / metrics_log.FILE) else []
-    if record.state == "running":  # its files change while they are checked
-        return [Finding(record.folder, True, f"running, {count_of(record.steps, 'step')}")]
-    return verify_inner(folder, record.folder, f"{record.state}, {count_of(record.steps, 'step')}")
+    if state == "running":  # its files change while they are checked
+        return [Finding(name, True, f"running{steps}")]
+    return verify_inner(folder, name, f"{state}{steps}")

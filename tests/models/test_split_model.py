@@ -111,10 +111,10 @@ class Doubled(SplitModel):
     def __init__(self, classes, factor):
         super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 12)), 12, classes)
         self.factor = factor
-        self.own = nn.Linear(classes, classes)
+        self.heads = nn.Linear(classes, classes)
 
     def forward(self, x):
-        return self.factor * self.own(super().forward(x))
+        return self.factor * self.heads(super().forward(x))
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
@@ -126,11 +126,11 @@ def test_every_method_keeps_the_forward_pass_of_a_users_model(name):
     setup = Setup(Config(method=name), method, lambda classes, shape: Doubled(classes, -2.0), None)
     model = setup.new_model(task).eval()
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(model(x), -2 * model.own(model.classifier(model.encoder(x))))
+    assert torch.equal(model(x), -2 * model.heads(model.classifier(model.encoder(x))))
     weight = torch.randn(3, model.dim, generator=torch.Generator().manual_seed(1))
     other = with_classifier(model, weight, None)
-    assert torch.allclose(other(x), -2 * model.own(model.encoder(x) @ weight.T), atol=1e-5)
-    assert {part for part, _ in other.named_children()} == {"encoder", "classifier", "own"}
+    assert torch.allclose(other(x), -2 * model.heads(model.encoder(x) @ weight.T), atol=1e-5)
+    assert {part for part, _ in other.named_children()} == {"encoder", "classifier", "heads"}
     assert model.classifier is not other.classifier
 
 

@@ -57,7 +57,12 @@ def test_random_values_follow_from_the_seed(choices):
             "num_samples": plan.samples,
         }
         searcher.add_configurations({"it": spec})
-        return [searcher.next_trial().config["local.lr"] for _ in range(plan.samples)]
+        rates = []
+        for _ in range(plan.samples):
+            trial = searcher.next_trial()
+            rates.append(trial.config["local.lr"])
+            searcher.on_trial_complete(trial.trial_id)  # one at a time, as the plan says
+        return rates
 
     assert values(3) == values(3)
     assert len({*values(3), *values(4)}) == 8

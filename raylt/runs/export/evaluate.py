@@ -118,8 +118,8 @@ def _with_models(
     if not kept:
         raise ConfigError(
             f"{folder}: has only clients that join after training, and the models that they tune then are not kept "
-            f"({', '.join(map(str, late))}). Give {spoken('--client', 'client')}, one that "
-            "trains, to judge all images by its model.",
+            f"({', '.join(map(str, late))}). Give {spoken('--client', 'client')} with "
+            "a client that trains, to judge all images by its model.",
             code="client.unknown",
             path=str(folder),
         )

@@ -248,7 +248,8 @@ def client_models(
 
 def trained_clients(task: Task) -> list[tuple[int, str]]:
     """Return id and name of each client that trains: it holds samples, and does not join after training."""
-    return [(id, name) for id, name in enumerate(task.client_names) if task.sizes[id] and id not in task.new_clients]
+    late = set(task.new_clients)
+    return [(id, name) for id, name in enumerate(task.client_names) if task.sizes[id] and id not in late]
 
 
 def joins_later(where: str, name: str, choices: str) -> ConfigError:
@@ -274,13 +275,15 @@ def names_of(clients: Sequence[tuple[int, str]]) -> str:
 
 def _check_trains(task: Task, id: int) -> None:
     """Raise ConfigError if a client has no model of its own."""
-    trained = trained_clients(task)
-    if id in task.new_clients:
-        raise joins_later("client", task.client_names[id], names_of(trained))
-    if id not in dict(trained):
-        name = dict(enumerate(task.client_names)).get(id, id)
+    exists = 0 <= id < len(task.client_names)
+    if exists and id in task.new_clients:
+        raise joins_later("client", task.client_names[id], names_of(trained_clients(task)))
+    if not exists or not task.sizes[id]:
+        name = task.client_names[id] if exists else id
         raise ConfigError(
-            f"client: holds no samples ({name}). Take one of {names_of(trained)}.", code="client.unknown", client=id
+            f"client: holds no samples ({name}). Take one of {names_of(trained_clients(task))}.",
+            code="client.unknown",
+            client=id,
         )
 
 
