@@ -1,0 +1,24 @@
+"""A search reads its data once, and again where the file or the working directory has changed."""
+
+import numpy as np
+
+from raylt.config import load
+from tune.loop import sizes
+
+
+def save(folder, images):
+    """Save images of four classes with labels as a data set, data.npz."""
+    folder.mkdir(exist_ok=True)
+    x, y = np.zeros((images, 8, 8, 1), np.uint8), np.arange(images) % 4
+    np.savez(folder / "data.npz", x_train=x, y_train=y, x_test=x[:40], y_test=y[:40], class_names=list("abcd"))
+
+
+def test_data_are_read_again_where_the_file_or_the_folder_changed(tmp_path, monkeypatch):
+    config = load(None, ["method=fedavg", "data.source=npz:data.npz", "data.clients=4", "data.imbalance=1"])
+    save(tmp_path / "one", 100)
+    save(tmp_path / "two", 300)
+    for name, images in (("one", 100), ("two", 300)):
+        monkeypatch.chdir(tmp_path / name)
+        assert sum(sizes(config)) == images
+    save(tmp_path / "two", 200)
+    assert sum(sizes(config)) == 200
