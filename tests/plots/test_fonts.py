@@ -64,3 +64,12 @@ def test_characters_of_no_font_are_named_in_one_warning(tmp_path, font_of_cats):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save(figure, tmp_path / "cats.svg")
+
+
+def test_a_font_that_was_uninstalled_is_passed_over(tmp_path, font_of_cats, monkeypatch):
+    entries = font_manager.fontManager.ttflist
+    gone = font_manager.FontEntry(fname=str(tmp_path / "gone.ttf"), name="Gone")
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", [gone, *entries])
+    figure = figure_of(CAT)
+    save(figure, tmp_path / "cats.png")
+    assert figure.axes[0].title.get_fontfamily()[-1] == "Cats"
