@@ -76,10 +76,15 @@ def starting_ray() -> Iterator[None]:
 def guard_output() -> None:
     """Discard output to a pipe that its reader has closed, and report other output that cannot be written.
 
-    With a closed pipe, the command continues and ends with its own exit code.
+    With a closed pipe, the command continues and ends with its own exit code. So it does without any output (`>&-`),
+    whose file descriptors would otherwise go to the first files that the command opens.
     """
-    sys.stdout = _guarded(sys.stdout)
-    sys.stderr = _guarded(sys.stderr)
+    handle = os.open(os.devnull, os.O_RDWR)
+    while handle <= 2:
+        handle = os.open(os.devnull, os.O_RDWR)
+    os.close(handle)
+    sys.stdout = _guarded(sys.stdout or os.fdopen(1, "w", closefd=False))
+    sys.stderr = _guarded(sys.stderr or os.fdopen(2, "w", closefd=False))
 
 
 def _guarded(stream: TextIO) -> TextIO:

@@ -1,5 +1,6 @@
 """Signals that stop a command, and output to a pipe whose reader has closed it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -54,6 +55,33 @@ def test_output_that_cannot_be_written_is_said_in_a_line(tmp_path, words):
     (line,) = done.stderr.splitlines()
     assert line.startswith("error [file.unwritable]: output: ")
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("closed", [[1], [2], [0, 1, 2]])
+def test_a_command_without_output_opens_its_files_elsewhere(tmp_path, closed):
+    code = """
+from raylt.signals import guard_output
+guard_output()
+print("a line")
+with open("f", "w") as file:
+    assert file.fileno() > 2
+    file.write("x")
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=tmp_path, preexec_fn=lambda: [os.close(handle) for handle in closed], check=False
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "f").read_text() == "x"
+
+
+@pytest.mark.slow
+def test_a_run_on_ray_without_output_ends_with_its_own_exit_code(tmp_path):
+    command = [sys.executable, "-m", "raylt", "run", "method=fedavg", "federation.rounds=1", "data.clients=2"]
+    command += ["--out", str(tmp_path), "--name", "r"]
+    done = subprocess.run(command, preexec_fn=lambda: [os.close(handle) for handle in (0, 1, 2)], check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "r" / "summary.json").exists()
 
 
 def started(folder, *settings):
