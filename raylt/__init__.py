@@ -44,8 +44,8 @@ if TYPE_CHECKING:
         TooFewReplies,
     )
     from raylt.hyper import Choice, LogUniform, Uniform, hp
-    from raylt.models.split import Params, SplitModel, linear, load_entries, with_classifier
-    from raylt.ops.moments import class_means, pooled_means
+    from raylt.models.split import SplitModel, StateDict, linear, load_entries, with_classifier
+    from raylt.ops.moments import pooled_means, weighted_class_means
     from raylt.plots.clients import compare_clients, draw_clients
     from raylt.plots.data import draw_data
     from raylt.recordability import recordable
@@ -112,7 +112,7 @@ __all__ = [  # noqa: RUF022 - in groups
     "Batch",
     "autocast",
     "balanced",
-    "class_means",
+    "weighted_class_means",
     "features",
     "fit_classifier",
     "learning_rate",
@@ -125,7 +125,7 @@ __all__ = [  # noqa: RUF022 - in groups
     "ServerOptimiser",
     "ServerYogi",
     # models
-    "Params",
+    "StateDict",
     "SplitModel",
     "linear",
     "load_entries",
@@ -189,8 +189,8 @@ _PLACES = {
         "TooFewReplies",
     ),
     "raylt.hyper": ("Choice", "LogUniform", "Uniform", "hp"),
-    "raylt.models.split": ("Params", "SplitModel", "linear", "load_entries", "with_classifier"),
-    "raylt.ops.moments": ("class_means", "pooled_means"),
+    "raylt.models.split": ("StateDict", "SplitModel", "linear", "load_entries", "with_classifier"),
+    "raylt.ops.moments": ("weighted_class_means", "pooled_means"),
     "raylt.plots.clients": ("compare_clients", "draw_clients"),
     "raylt.plots.data": ("draw_data",),
     "raylt.recordability": ("recordable",),

@@ -244,7 +244,7 @@ class OtherHead(Base):
 class Headless(OtherHead):
     """`OtherHead` whose trained classifier has no bias."""
 
-    def build(self, task, base):
+    def build(self, spec, base):
         base.classifier.register_parameter("bias", None)
         return base
 

@@ -259,7 +259,7 @@ def curves(
     path = picture or (paths[0] if paths[0].is_dir() else paths[0].parent) / "curves.pdf"
     draw_curves(opened, measures or (), over, spread, path, level, mix_versions)
     _print_path(path)
-    out.print(caption(opened, over, spread, level), soft_wrap=True)
+    out.print(caption(opened, spread, level), soft_wrap=True)
 
 
 def _print_path(path: Path) -> None:

@@ -20,7 +20,7 @@ from raylt.core.training.schedules import Schedule
 from raylt.data.augment import in_turn
 from raylt.data.samples import IGNORED, Augmentation, Batch, Samples
 from raylt.errors import LateWrite
-from raylt.models.split import Params, SplitModel, load_entries
+from raylt.models.split import SplitModel, StateDict, load_entries
 from raylt.recordability import recordable
 from raylt.seeds import seed_for
 from raylt.tree import Stamps, Tree
@@ -157,7 +157,7 @@ class Client:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def receive(self, params: Params) -> None:
+    def receive(self, params: StateDict) -> None:
         """Load the model entries in the server's message; the model's other entries do not change."""
         load_entries(self.model, params)
 

@@ -30,7 +30,7 @@ from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task, TaskSpec
 from raylt.errors import ConfigError
 from raylt.hyper import not_too_large
-from raylt.models.split import Params, SplitModel
+from raylt.models.split import SplitModel, StateDict
 from raylt.recordability import recordable
 from raylt.tree import Tree
 
@@ -166,11 +166,11 @@ class Method(BaseModel):
 
     # the model
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         """Return the model that this method trains, derived from the base model (for example with added heads)."""
         return base
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         """Return the model's state-dict entries that are sent. The other entries are private to each client."""
         return model.entries()
 

@@ -19,7 +19,7 @@ from raylt.config import Config
 from raylt.core.training.schedules import Schedule
 from raylt.data.samples import Samples
 from raylt.data.task import TaskSpec
-from raylt.models.split import Params, SplitModel, has_no_negative_features, load_entries, trained_names
+from raylt.models.split import SplitModel, StateDict, has_no_negative_features, load_entries, trained_names
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
@@ -27,7 +27,7 @@ from raylt.tree import Tree
 class ServerOptimiser(Protocol):
     """A rule that turns the clients' mean change into the server's step."""
 
-    def step(self, state: Params, delta: Params) -> Params:
+    def step(self, state: StateDict, delta: StateDict) -> StateDict:
         """Return the change of each trained entry of the global model.
 
         Args:
@@ -49,7 +49,7 @@ class ServerMomentum:
     beta: float = 0.9
     lr: float = 1.0
 
-    def step(self, state: Params, delta: Params) -> Params:
+    def step(self, state: StateDict, delta: StateDict) -> StateDict:
         for name, change in delta.items():
             state[name] = change.clone() if name not in state else self.beta * state[name] + change
         return {name: self.lr * state[name] for name in delta}
@@ -70,8 +70,8 @@ class ServerAdam:
     beta2: float = 0.99
     tau: float = 1e-3
 
-    def step(self, state: Params, delta: Params) -> Params:
-        steps: Params = {}
+    def step(self, state: StateDict, delta: StateDict) -> StateDict:
+        steps: StateDict = {}
         for name, change in delta.items():
             m = state.get(f"m.{name}", torch.zeros_like(change))
             v = state.get(f"v.{name}", torch.full_like(change, self.tau**2))
@@ -185,12 +185,12 @@ class Server:
         """Return the seed for a purpose in this round."""
         return seed_for(self.config.seed, "server", purpose, self.round)
 
-    def receive(self, params: Params) -> None:
+    def receive(self, params: StateDict) -> None:
         """Load entries into the global model; its other entries do not change."""
         load_entries(self.model, tree.to(params, self.device))
 
     @torch.no_grad()
-    def step(self, mean: Params) -> None:
+    def step(self, mean: StateDict) -> None:
         """Move the global model towards the clients' mean with the method's server optimiser.
 
         Args:

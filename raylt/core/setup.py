@@ -14,7 +14,7 @@ from raylt.data.task import TaskSpec
 from raylt.errors import ConfigError
 from raylt.models import ModelFactory
 from raylt.models.image_text import PREFIX, start_from_texts
-from raylt.models.split import Params, SplitModel, running_statistics
+from raylt.models.split import SplitModel, StateDict, running_statistics
 from raylt.models.trainable import limit
 from raylt.seeds import seeded
 
@@ -88,7 +88,7 @@ class Setup:
         check_exclusions(PlannedRun(self.config, self.method, spec, model, self.augment))
 
 
-def private_entries(method: Method, model: SplitModel) -> Params:
+def private_entries(method: Method, model: SplitModel) -> StateDict:
     """Return the model's state-dict entries that are never sent."""
     shared = method.shared(model).keys()
     return {name: value for name, value in model.state_dict().items() if name not in shared}

@@ -25,7 +25,7 @@ from raylt.core.training.optimisers import make_optimiser
 from raylt.core.training.sgd import autocast, learning_rate
 from raylt.data.sources.sources import ProblemKind
 from raylt.hyper import Choice, Uniform, hp
-from raylt.models.split import Params, SplitModel, load_entries
+from raylt.models.split import SplitModel, StateDict, load_entries
 
 
 class APFL(Method):
@@ -88,7 +88,7 @@ class APFL(Method):
         return own
 
 
-def mixed(own: SplitModel, model: SplitModel, alpha: Tensor) -> Params:
+def mixed(own: SplitModel, model: SplitModel, alpha: Tensor) -> StateDict:
     """Return the mixture of a personal model v and the global model w: alpha v + (1 - alpha) w per trained parameter.
 
     Only v and alpha receive gradients.

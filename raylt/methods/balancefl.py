@@ -57,7 +57,7 @@ class BalanceFL(Method):
         "treatment of classes that a client lacks: left out of the cross-entropy's softmax, or kept in it [5]",
     )
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         base.classifier.register_parameter("bias", None)
         return base
 

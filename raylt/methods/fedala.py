@@ -22,7 +22,7 @@ from raylt.core.method import Method, train_model
 from raylt.core.training.sgd import autocast
 from raylt.data.sources.sources import ProblemKind
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import Params, SplitModel, with_entries
+from raylt.models.split import SplitModel, StateDict, with_entries
 
 WINDOW, SPREAD, MOST_EPOCHS = 10, 0.1, 100  # [2]
 
@@ -50,7 +50,7 @@ class FedALA(Method):
         client.state["personal"] = tree.snapshot(client.model.state_dict())
         return client.reply(model=self.shared(client.model), **parts)
 
-    def mix(self, client: Client) -> Params:
+    def mix(self, client: Client) -> StateDict:
         """Learn mixing weights W in [0, 1]; return the mixture of the client's last model and the received model.
 
         It is theta_i + (theta - theta_i) W.
@@ -61,7 +61,7 @@ class FedALA(Method):
         params = dict(model.named_parameters())
         prefix = "" if self.scope == "all" else "classifier."
         names = [name for name, p in params.items() if p.requires_grad and name.startswith(prefix)]
-        mixed: Params = {name: params[name] for name in names}
+        mixed: StateDict = {name: params[name] for name in names}
         own = {name: client.state["personal"][name].to(client.device) for name in names}
         gap = {name: mixed[name].detach() - own[name] for name in names}  # theta - theta_i
         first = "weights" not in client.state
@@ -95,7 +95,7 @@ class FedALA(Method):
 
 
 @torch.no_grad()
-def put(params: Params, own: Params, gap: Params, weights: Params) -> None:
+def put(params: StateDict, own: StateDict, gap: StateDict, weights: StateDict) -> None:
     """Set each parameter to a mixture of the client's own value and the global value.
 
     The mixture is theta_i + (theta - theta_i) W.

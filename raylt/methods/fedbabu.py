@@ -24,7 +24,7 @@ from raylt.core.training.sgd import sgd, take_statistics
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task
 from raylt.hyper import Choice, hp
-from raylt.models.split import Params, SplitModel, with_entries
+from raylt.models.split import SplitModel, StateDict, with_entries
 
 
 class FedBABU(Method):
@@ -53,7 +53,7 @@ class FedBABU(Method):
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         check_last_rate(self, config, "method.tune_epochs=0")
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         return model.entries("encoder.")
 
     def train(self, client: Client, message: Message) -> Reply:

@@ -20,7 +20,7 @@ from raylt.core.training.sgd import take_statistics
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task
 from raylt.errors import ConfigError
-from raylt.models.split import Params, SplitModel, running_statistics
+from raylt.models.split import SplitModel, StateDict, running_statistics
 
 
 class FedBN(Method):
@@ -44,7 +44,7 @@ class FedBN(Method):
                 value=config.model,
             )
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         own = batchnorm_entries(model)
         return {name: value for name, value in model.entries().items() if name not in own}
 

@@ -27,7 +27,7 @@ from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.data.sources.sources import ProblemKind
 from raylt.hyper import LogUniform, hp
-from raylt.models.split import Params
+from raylt.models.split import StateDict
 from raylt.ops.local_updates import trained_and_rest
 from raylt.ops.proximal import squared_distance
 
@@ -93,6 +93,6 @@ class FedDyn(Method):
         server.state["ahead"] = tree.add(server.state["ahead"], moved)
 
 
-def own_updates(client: Client, like: Params) -> Params:
+def own_updates(client: Client, like: StateDict) -> StateDict:
     """Return the client's running correction d_k, or zeros before its first training."""
     return tree.to(client.state.get("updates", tree.scale(like, 0)), client.device)

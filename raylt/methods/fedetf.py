@@ -32,7 +32,7 @@ from raylt.core.training.optimisers import SGD
 from raylt.core.training.sgd import Objective, autocast, sgd, take_statistics
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import Params, SplitModel, with_encoder, with_entries
+from raylt.models.split import SplitModel, StateDict, with_encoder, with_entries
 from raylt.ops.etf import simplex_etf
 
 FRAME = "classifier.weight"
@@ -63,18 +63,18 @@ class FedETF(Method):
     frame_lr: float = hp(0.1, LogUniform(0.01, 0.5), "learning rate for the frame; from the code", gt=0)
     projection_lr: float = hp(0.05, LogUniform(0.005, 0.2), "learning rate for the projection; from the code", gt=0)
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         draw = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # from the seeded global generator [1]
-        projection = nn.Linear(base.dim, task.classes)
+        projection = nn.Linear(base.dim, spec.classes)
         encoder = nn.Sequential(OrderedDict(base=base.encoder, projection=projection, unit=Unit()))
         model = with_encoder(base, encoder)
         model.dim, model.classifier = (
-            task.classes,
-            Frame(simplex_etf(task.classes, task.classes, draw), self.temperature),
+            spec.classes,
+            Frame(simplex_etf(spec.classes, spec.classes, draw), self.temperature),
         )
         return model
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         return {name: value for name, value in model.entries().items() if name != FRAME}
 
     def objective(self, client: Client, message: Message) -> Objective:

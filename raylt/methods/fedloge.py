@@ -29,7 +29,7 @@ from raylt.data.samples import Batch
 from raylt.data.task import Task, TaskSpec
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, hp
-from raylt.models.split import Params, SplitModel, with_classifier
+from raylt.models.split import SplitModel, StateDict, with_classifier
 from raylt.ops.etf import sparse_etf
 from raylt.ops.moments import NEVER
 
@@ -65,12 +65,12 @@ class FedLoGe(Method):
                 needed=task.classes,
             )
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
-        base.add_module(FRAME, Fixed(task.classes, base.dim))
-        base.add_module(HEAD, nn.Linear(base.dim, task.classes))
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
+        base.add_module(FRAME, Fixed(spec.classes, base.dim))
+        base.add_module(HEAD, nn.Linear(base.dim, spec.classes))
         return base
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         private = (f"{FRAME}.", f"{HEAD}.")
         return {name: value for name, value in model.entries().items() if not name.startswith(private)}
 

@@ -28,8 +28,8 @@ from raylt.core.server import Server
 from raylt.core.training.features import features
 from raylt.data.task import TaskSpec
 from raylt.hyper import LogUniform, Uniform, hp
-from raylt.models.split import Params, SplitModel
-from raylt.ops.moments import class_means, pooled_means, sums_fault
+from raylt.models.split import SplitModel, StateDict
+from raylt.ops.moments import pooled_means, sums_fault, weighted_class_means
 
 PROTOTYPES = "classifier.weight"
 
@@ -46,8 +46,8 @@ class FedNH(Method):
     )
     scale: float = hp(30.0, LogUniform(5, 60), "scale of the cosines; from the code [1]", gt=0)
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
-        rows = nn.init.orthogonal_(torch.empty(task.classes, base.dim))
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
+        rows = nn.init.orthogonal_(torch.empty(spec.classes, base.dim))
         base.classifier = Cosines(F.normalize(rows, dim=1), self.scale)
         return base
 
@@ -63,7 +63,7 @@ class FedNH(Method):
         client.receive(message["model"])
         parts = train_model(self, client, message)
         z, y = features(client)
-        means = class_means(F.normalize(z, dim=1), y, unit=True)  # [2]
+        means = weighted_class_means(F.normalize(z, dim=1), y, unit=True)  # [2]
         return client.reply(model=trained(self.shared(client.model)), classes=means, **parts)
 
     def round(self, server: Server, fleet: Fleet) -> None:
@@ -87,7 +87,7 @@ class FedNH(Method):
         server.log(loss=got["loss"])
 
 
-def trained(entries: Params) -> Params:
+def trained(entries: StateDict) -> StateDict:
     """Return all entries of a model except the prototypes."""
     return {name: value for name, value in entries.items() if name != PROTOTYPES}
 

@@ -31,8 +31,8 @@ from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, hp
-from raylt.models.split import Params, SplitModel, with_classifier
-from raylt.ops.moments import NEVER, class_means, pooled_means, sums_fault
+from raylt.models.split import SplitModel, StateDict, with_classifier
+from raylt.ops.moments import NEVER, pooled_means, sums_fault, weighted_class_means
 
 PROTOTYPES = "prototypes"
 
@@ -52,11 +52,11 @@ class FedProto(Method):
         "basis of a client's predictions: prototypes of all classes or of those that it holds, or its classifier [4]",
     )
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
-        base.add_module(PROTOTYPES, Prototypes(task.classes, base.dim))
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
+        base.add_module(PROTOTYPES, Prototypes(spec.classes, base.dim))
         return base
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         return model.entries(f"{PROTOTYPES}.")
 
     @property
@@ -91,7 +91,7 @@ class FedProto(Method):
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])
         parts = train_model(self, client, message)
-        return client.reply(classes=class_means(*features(client)), **parts)  # [2]
+        return client.reply(classes=weighted_class_means(*features(client)), **parts)  # [2]
 
     def round(self, server: Server, fleet: Fleet) -> None:
         classes, dim = server.model.classes, server.model.dim

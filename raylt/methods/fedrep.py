@@ -20,7 +20,7 @@ from raylt.core.training.sgd import sgd, take_statistics
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task
 from raylt.hyper import Choice, hp
-from raylt.models.split import Params, SplitModel
+from raylt.models.split import SplitModel, StateDict
 
 
 class FedRep(Method):
@@ -38,7 +38,7 @@ class FedRep(Method):
     def acts_on_encoder(self) -> bool:
         return True
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         return model.entries("encoder.")
 
     def settle(self, client: Client, message: Message) -> None:

@@ -21,7 +21,7 @@ from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, hp
-from raylt.models.split import Params, SplitModel, with_classifier
+from raylt.models.split import SplitModel, StateDict, with_classifier
 
 HEAD = "personal"
 
@@ -43,14 +43,14 @@ class FedRoD(Method):
         "treatment of classes that a client lacks: left out of G's softmax, or counted as one sample",
     )
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
-        head = nn.Linear(base.dim, task.classes)
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
+        head = nn.Linear(base.dim, spec.classes)
         nn.init.zeros_(head.weight)  # [1]
         nn.init.zeros_(head.bias)
         base.add_module(HEAD, head)
         return base
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         return {name: value for name, value in model.entries().items() if not name.startswith(f"{HEAD}.")}
 
     def objective(self, client: Client, message: Message) -> Objective:

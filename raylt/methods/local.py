@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from raylt.core.method import Method
 from raylt.data.sources.sources import ProblemKind
-from raylt.models.split import Params, SplitModel
+from raylt.models.split import SplitModel, StateDict
 
 
 class Local(Method):
@@ -20,5 +20,5 @@ class Local(Method):
     personal: ClassVar[bool] = True
     stackable: ClassVar[bool] = True
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         return {}

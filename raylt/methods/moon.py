@@ -27,7 +27,7 @@ from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, hp
-from raylt.models.split import Params, SplitModel, load_entries, with_encoder
+from raylt.models.split import SplitModel, StateDict, load_entries, with_encoder
 
 
 class MOON(Method):
@@ -41,13 +41,13 @@ class MOON(Method):
     tau: float = hp(0.5, LogUniform(0.1, 1.0), "temperature, Eq. 3", gt=0)
     projection: int = hp(0, Choice(0, 128, 256), "width of the paper's projection head; 0: none [3]", ge=0)
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         if not self.projection:
             return base
         head = nn.Sequential(nn.Linear(base.dim, base.dim), nn.ReLU(inplace=True), nn.Linear(base.dim, self.projection))
         encoder = nn.Sequential(OrderedDict(base=base.encoder, projection=head))
         model = with_encoder(base, encoder)
-        model.dim, model.classifier = self.projection, base.head(self.projection, task.classes)
+        model.dim, model.classifier = self.projection, base.head(self.projection, spec.classes)
         return model
 
     def train(self, client: Client, message: Message) -> Reply:
@@ -83,7 +83,7 @@ class MOON(Method):
         return Terms(client, terms)
 
 
-def frozen(encoder: nn.Module, entries: Params) -> nn.Module:
+def frozen(encoder: nn.Module, entries: StateDict) -> nn.Module:
     """Return a copy of the encoder with `entries` loaded, without gradients and in evaluation mode [1]."""
     other = copy.deepcopy(encoder).requires_grad_(False).eval()
     load_entries(other, entries)

@@ -45,11 +45,11 @@ class PromptFL(Method):
         "random", Choice("random", "words"), 'first vectors; words: the last ones are "a photo of a" [2]'
     )
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         assert base.prompts is not None, "Setup refuses models without a text tower"
-        prompts = base.prompts(task.class_names, self.length)
+        prompts = base.prompts(spec.class_names, self.length)
         assert isinstance(prompts, Prompts)
-        base.classifier = PromptClassifier(prompts, self.first_context(prompts.words, task.classes))
+        base.classifier = PromptClassifier(prompts, self.first_context(prompts.words, spec.classes))
         return base
 
     def first_context(self, words: Tensor, classes: int) -> Tensor:

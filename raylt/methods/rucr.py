@@ -39,7 +39,7 @@ from raylt.data.samples import Batch
 from raylt.data.task import Task
 from raylt.hyper import Choice, LogUniform, Uniform, check_ends, hp
 from raylt.models.split import SplitModel, linear, with_classifier
-from raylt.ops.moments import class_means, pooled_means, sums_fault
+from raylt.ops.moments import pooled_means, sums_fault, weighted_class_means
 from raylt.seeds import seed_for
 
 
@@ -73,7 +73,7 @@ class RUCR(Method):
     def prototypes(self, client: Client, message: Message) -> Reply:
         """Report each class's sample count n at the client, and n times the direction of the mean feature [1] [2]."""
         client.receive(message["encoder"])
-        return client.reply(classes=class_means(*features(client), unit=True))
+        return client.reply(classes=weighted_class_means(*features(client), unit=True))
 
     @property
     def terms(self) -> tuple[str, ...]:

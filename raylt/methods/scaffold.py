@@ -21,7 +21,7 @@ from raylt.core.training.sgd import Objective, learning_rate
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task
 from raylt.hyper import LogUniform, hp
-from raylt.models.split import Params, SplitModel
+from raylt.models.split import SplitModel, StateDict
 from raylt.ops.local_updates import check_sgd, gradient_mass, trained_and_rest
 from raylt.ops.proximal import with_gradient
 
@@ -90,6 +90,6 @@ class Scaffold(Method):
         return None if self.server_lr == 1 else ServerMomentum(beta=0.0, lr=self.server_lr)
 
 
-def client_control(client: Client, c: Params) -> Params:
+def client_control(client: Client, c: StateDict) -> StateDict:
     """Return the client's control variate c_i, or zeros before its first training."""
     return tree.to(client.state.get("control", tree.scale(c, 0)), client.device)

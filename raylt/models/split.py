@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raylt.recordability import recordable
 
 #: Parameters and buffers of a model by name.
-Params = dict[str, Tensor]
+StateDict = dict[str, Tensor]
 
 #: Makes an image-text model's text tower (`raylt.models.prompts.Prompts`) for class names and M context vectors.
 PromptMaker = Callable[[Sequence[str], int], nn.Module]
@@ -44,7 +44,7 @@ class SplitModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.encoder(x))
 
-    def entries(self, prefix: str = "") -> Params:
+    def entries(self, prefix: str = "") -> StateDict:
         """Return the parameters and buffers that may leave a client, by name. They share the model's memory.
 
         Args:
@@ -54,7 +54,7 @@ class SplitModel(nn.Module):
         return {name: value for name, value in entries.items() if name not in self.local_buffers}
 
 
-def part(entries: Params, prefix: str | None) -> Params:
+def part(entries: StateDict, prefix: str | None) -> StateDict:
     """Return the entries whose names start with `prefix`; none if the prefix is None."""
     return {} if prefix is None else {name: value for name, value in entries.items() if name.startswith(prefix)}
 
@@ -187,7 +187,7 @@ def set_training(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def load_entries(model: nn.Module, params: Params) -> None:
+def load_entries(model: nn.Module, params: StateDict) -> None:
     """Copy values into the model's entries of the same names. Other entries stay unchanged.
 
     Raises:
@@ -203,7 +203,7 @@ def load_entries(model: nn.Module, params: Params) -> None:
         entries[name].copy_(value)
 
 
-def with_entries(model: "SplitModel", params: Params) -> "SplitModel":
+def with_entries(model: "SplitModel", params: StateDict) -> "SplitModel":
     """Return a copy of a model with `params` loaded; see `load_entries`."""
     other = copy.deepcopy(model)
     load_entries(other, params)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylt.models.resnet import BasicBlock
-from raylt.models.split import Params, SplitModel, trained_names, with_encoder
+from raylt.models.split import SplitModel, StateDict, trained_names, with_encoder
 from raylt.models.trainable import FrozenEncoder
 
 WIDTH = 16  # numbers in a vector register
@@ -143,7 +143,7 @@ class StackedModel:
 
     def __init__(self, model: SplitModel, slots: int):
         self.slots = slots
-        self.entries: Params = {name: _copies(value, slots) for name, value in model.state_dict().items()}
+        self.entries: StateDict = {name: _copies(value, slots) for name, value in model.state_dict().items()}
         names = trained_names(model)
         self.trained = [name for name in self.entries if name in names]
         self._span = _Span()
@@ -152,7 +152,7 @@ class StackedModel:
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._bound: tuple[int, int] | None = None
 
-    def slot(self, slot: int, names: Iterable[str] | None = None) -> Params:
+    def slot(self, slot: int, names: Iterable[str] | None = None) -> StateDict:
         """Return one client's entries, which share the stack's memory.
 
         Args:
@@ -161,7 +161,7 @@ class StackedModel:
         return {name: self.entries[name][slot] for name in (self.entries if names is None else names)}
 
     @torch.no_grad()
-    def load(self, slots: slice, values: Params) -> None:
+    def load(self, slots: slice, values: StateDict) -> None:
         """Copy the same values into the entries of some slots. Other entries stay unchanged."""
         for name, value in values.items():
             self.entries[name][slots].copy_(value)

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from raylt.errors import ConfigError
-from raylt.models.split import Params, SplitModel
+from raylt.models.split import SplitModel, StateDict
 from raylt.recordability import recordable
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -410,9 +410,9 @@ def _hides(module: nn.Module) -> bool:
     )
 
 
-def frozen_entries(model: nn.Module) -> Params:
+def frozen_entries(model: nn.Module) -> StateDict:
     """Return the frozen entries that a model hides, by name: parameters and buffers that never change."""
-    entries: Params = {}
+    entries: StateDict = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(module, Frozen):

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raylt.models.split import Params
+from raylt.models.split import StateDict
 from raylt.ops.moments import LONGEST_FEATURE, NEVER, ROUNDING, is_covariance, unpack
 from raylt.tree import Tree
 
 
-def nearest_mean_classifier(means: Tensor, present: Tensor) -> Params:
+def nearest_mean_classifier(means: Tensor, present: Tensor) -> StateDict:
     """Return FedNCM's classifier, whose weights are the normalised class means mu_c / ||mu_c||.
 
     The classifier never predicts a class without a mean.
@@ -21,7 +21,7 @@ def nearest_mean_classifier(means: Tensor, present: Tensor) -> Params:
     return {"weight": F.normalize(means, dim=1), "bias": torch.where(present, 0.0, NEVER)}
 
 
-def ridge_classifier(a: Tensor, b: Tensor, ridge: float, normalise: bool = True) -> Params:
+def ridge_classifier(a: Tensor, b: Tensor, ridge: float, normalise: bool = True) -> StateDict:
     """Return Fed3R's classifier: ridge regression of labels on features with an appended constant 1.
 
     A class without samples is never predicted.

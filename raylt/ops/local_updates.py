@@ -4,7 +4,7 @@ from torch import nn
 
 from raylt.config import Config
 from raylt.errors import ConfigError
-from raylt.models.split import Params, trained_names
+from raylt.models.split import StateDict, trained_names
 
 
 def check_sgd(method: str, config: Config) -> None:
@@ -55,7 +55,7 @@ def gradient_mass(steps: int, momentum: float) -> float:
     return mass
 
 
-def trained_and_rest(model: nn.Module, entries: Params) -> tuple[Params, Params]:
+def trained_and_rest(model: nn.Module, entries: StateDict) -> tuple[StateDict, StateDict]:
     """Split the entries of a model into trained parameters and the rest: buffers and frozen parameters."""
     trained = trained_names(model)
     return (

@@ -43,8 +43,10 @@ def class_sums(z: Tensor, y: Tensor) -> dict[int, Tree]:
     return sums
 
 
-def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
-    """Return, for each class that occurs, the count `n` and `z`, which is n times the mean feature, float32 [d].
+def weighted_class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
+    """Return, for each class that occurs, the count `n` and `z`, the mean feature times n, float32 [d].
+
+    Sums of these over clients give the means over all their samples: `pooled_means`.
 
     Args:
         z: features [n, d].
@@ -62,8 +64,8 @@ def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
 def pooled_means(sums: Tree, classes: int) -> Tree:
     """Return class means over all clients, float32 [C, d], and a mask of classes that have one, bool [C].
 
-    The argument is the sum of `class_means` over clients, Eq. 3 of FedSM. The result has the entries `means` and
-    `present`.
+    The argument is the sum of `weighted_class_means` over clients, Eq. 3 of FedSM. The result has the entries `means`
+    and `present`.
     """
     dim = len(next(iter(sums.values()))["z"])
     means, present = torch.zeros(classes, dim), torch.zeros(classes, dtype=torch.bool)

@@ -117,7 +117,7 @@ def draw_curves(
     return save_if_asked(figure, path)
 
 
-def caption(study: Study, over: Over = "rounds", spread: Spread = "interval", level: float = 0.95) -> str:
+def caption(study: Study, spread: Spread = "interval", level: float = 0.95) -> str:
     """Return a caption for `draw_curves` that explains means, bands, seeds and test images."""
     done = [record for record in study.records if record.state == "done"]
     counts = dict.fromkeys(dict.fromkeys((record.cell, record.arm) for record in done), 0)

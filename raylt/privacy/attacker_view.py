@@ -21,7 +21,7 @@ from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.models.split import clipped
 from raylt.ops.matching import class_gradients
-from raylt.ops.moments import class_means, class_sums, sample_lengths
+from raylt.ops.moments import class_sums, sample_lengths, weighted_class_means
 from raylt.tree import Tree
 
 # the uploads of each method besides the model, which is attacked through its update; only `oracle` sends "features"
@@ -205,7 +205,7 @@ def _sums_of_unit_means(images: Images) -> dict[int, Tree]:
     totals: dict[int, Tree] = {}
     for client in images.client.unique().tolist():
         own = images.at(images.client == client)
-        for c, sums in class_means(own.z, own.y, unit=True).items():
+        for c, sums in weighted_class_means(own.z, own.y, unit=True).items():
             before = totals.get(c, {"n": 0, "z": 0.0})
             totals[c] = {"n": before["n"] + sums["n"], "z": before["z"] + sums["z"].double()}
     return totals

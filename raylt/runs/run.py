@@ -318,7 +318,7 @@ class Run:
             raise CheckpointError(
                 f"{self.folder}: no checkpoint of this step was kept ({step}). Take one of "
                 f"{', '.join(map(str, kept))}; output.keep sets how many are kept.",
-                code="checkpoint.not-found",
+                code="checkpoint.not-kept",
                 path=str(self.folder),
                 step=step,
             )

@@ -437,7 +437,7 @@ class Study:
         check_fleet(fleet, address)
         assert self.folder is not None
         callback = callback or (NotebookProgress() if in_notebook() else Callback())
-        self._check_runs(self.folder, mix_versions)
+        self._check_runs(mix_versions)
         if self.definition.tune is not None:
             self.tuned = search_arms(
                 self.definition.bases(),
@@ -582,7 +582,7 @@ class Study:
                     differences=changed,
                 )
 
-    def _check_runs(self, folder: Path, mix_versions: bool) -> None:
+    def _check_runs(self, mix_versions: bool) -> None:
         """Check that no run is damaged, and that all runs were made by one version of the code.
 
         Several versions are accepted with `mix_versions`.

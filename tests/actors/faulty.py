@@ -21,7 +21,7 @@ from raylt.core.method import Method
 from raylt.core.server import Server
 from raylt.data.task import TaskSpec
 from raylt.methods import METHODS
-from raylt.models.split import Params, SplitModel
+from raylt.models.split import SplitModel, StateDict
 from raylt.tree import Tree
 
 # the round in which the method pauses at each stage; one more round follows each
@@ -61,7 +61,7 @@ class Faulty(Method):
             self._hang()
         return Reply(reply.weight, {"model": model, "loss": reply.tree["loss"]})
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         """Return the shared entries; a client calls this last, for its reply, so the stage "upload" pauses here."""
         if self.folder:
             round = Path(self.folder, "under-way")
@@ -118,7 +118,7 @@ class Crowded(Method):
     folder: str
     fit: int
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         crowd(Path(self.folder), self.fit)
         return base
 

@@ -15,7 +15,7 @@ from raylt.core.method import Method
 from raylt.core.training.loss_terms import Objective
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedprox import FedProx
-from raylt.models.split import Params, SplitModel
+from raylt.models.split import SplitModel, StateDict
 
 IDS = [0, 1, 2, 3, 5]  # the clients of tiny_task that hold samples
 LARGE = torch.empty(2**18, device="meta")  # a part of a mebibyte
@@ -45,7 +45,7 @@ class Private(FedProx):
     times: int = 1
     folder: str = ""
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         return {key: value for key, value in model.entries().items() if not key.startswith("classifier")}
 
     def train(self, client: Client, message: Message) -> Reply:
@@ -72,7 +72,7 @@ class Broken(Method):
 
     name: ClassVar[str] = "broken"
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         raise ValueError("no such thing\nas a shared model")
 
 

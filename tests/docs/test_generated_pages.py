@@ -95,7 +95,7 @@ def test_api_page_leads_to_a_page_with_each_group():
 
 @pytest.mark.parametrize(
     "name",
-    ["Augmentation", "Message", "Objective", "Params", "ProblemKind", "Tree", "each", "mean", "total"],
+    ["Augmentation", "Message", "Objective", "StateDict", "ProblemKind", "Tree", "each", "mean", "total"],
 )
 def test_api_page_describes_every_alias_and_value(name):
     assert generate._comment(name) != []

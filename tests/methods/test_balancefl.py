@@ -18,8 +18,8 @@ OFF = {"resample": False, "fa": False, "kd": 0, "entropy": 0}
 class WithoutBias(FedAvg):
     """FedAvg with the network of BalanceFL."""
 
-    def build(self, task, base):
-        return BalanceFL().build(task, base)
+    def build(self, spec, base):
+        return BalanceFL().build(spec, base)
 
 
 def test_all_off_and_all_classes_owned_is_fedavg(tiny_task, tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from raylt.methods.moon import MOON
 class Averaged(FedAvg):
     """FedAvg with the network of MOON."""
 
-    def build(self, task, base):
-        return MOON(projection=256).build(task, base)
+    def build(self, spec, base):
+        return MOON(projection=256).build(spec, base)
 
 
 def test_mu_of_zero_is_fedavg_of_the_same_network_to_the_bit(tiny_task, tmp_path):

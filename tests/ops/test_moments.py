@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from raylt.ops.moments import (
-    class_means,
     class_scatter,
     class_sums,
     is_covariance,
@@ -18,6 +17,7 @@ from raylt.ops.moments import (
     scatter_fault,
     sums_fault,
     unpack,
+    weighted_class_means,
 )
 from raylt.tree import RunningSum
 
@@ -66,7 +66,7 @@ def test_prototypes_of_any_partition_are_the_pooled_class_means(cuts):  # T-FSM-
     z, y = rng.normal(3, 2, (100, 6)).astype(np.float32), rng.integers(0, 3, 100)
     fold = RunningSum()
     for part in np.split(np.arange(100), cuts):
-        fold.add(class_means(torch.from_numpy(z[part]), torch.from_numpy(y[part])))
+        fold.add(weighted_class_means(torch.from_numpy(z[part]), torch.from_numpy(y[part])))
     pooled = pooled_means(fold.sum(), 5)
     assert pooled["present"].tolist() == [True, True, True, False, False]
     for c in range(3):
@@ -76,8 +76,8 @@ def test_prototypes_of_any_partition_are_the_pooled_class_means(cuts):  # T-FSM-
 
 def test_unit_prototypes_are_the_weighted_mean_of_directions():
     # one client has 3 samples with mean (0, 2), another has 1 with mean (4, 0): (3 (0, 1) + (1, 0)) / 4
-    first = class_means(torch.tensor([[0.0, 1], [0, 2], [0, 3]]), torch.zeros(3, dtype=torch.int64), unit=True)
-    second = class_means(torch.tensor([[4.0, 0]]), torch.zeros(1, dtype=torch.int64), unit=True)
+    first = weighted_class_means(torch.tensor([[0.0, 1], [0, 2], [0, 3]]), torch.zeros(3, dtype=torch.int64), unit=True)
+    second = weighted_class_means(torch.tensor([[4.0, 0]]), torch.zeros(1, dtype=torch.int64), unit=True)
     fold = RunningSum()
     for part in (first, second):
         fold.add(part)

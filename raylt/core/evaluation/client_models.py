@@ -17,7 +17,7 @@ from raylt.core.server import Server
 from raylt.core.training.sgd import take_statistics
 from raylt.data.label_maps import class_counts
 from raylt.data.task import Shard
-from raylt.models.split import Params, SplitModel, load_entries, with_classifier
+from raylt.models.split import SplitModel, StateDict, load_entries, with_classifier
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class NewClient:
         return client.reply()
 
 
-def judged_entries(server: Server, method: Method) -> Params:
+def judged_entries(server: Server, method: Method) -> StateDict:
     """Return the state-dict entries of the server's model that clients need for an evaluation.
 
     For a personal method these are the entries that clients share. For other methods they are all entries of the global
@@ -80,7 +80,7 @@ def judged_entries(server: Server, method: Method) -> Params:
 
 
 @torch.no_grad()
-def judged_model(method: Method, client: Client, entries: Params, other: str | None = None) -> SplitModel:
+def judged_model(method: Method, client: Client, entries: StateDict, other: str | None = None) -> SplitModel:
     """Return the client's own model, or the global model with the client's running statistics, for an evaluation.
 
     A client that was never asked takes its statistics now.

@@ -21,7 +21,7 @@ from raylt.core.training.stacked_sgd import SAMPLES, ClientStack, why_alone
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, TaskSpec
 from raylt.errors import RayltError, one_line
-from raylt.models.split import Params, set_training
+from raylt.models.split import StateDict, set_training
 from raylt.models.trainable import frozen_entries
 from raylt.seeds import seeded
 from raylt.tree import Tree
@@ -186,7 +186,7 @@ class ClientHost:
         client.check_stamps()
         return plain(reply, {"model": self._private_entries(), "state": dict(client.state)}, self._room)
 
-    def _private_entries(self) -> Params:
+    def _private_entries(self) -> StateDict:
         """Return the model's entries that are never sent.
 
         Their names do not change, so the method is not asked for them after every call.
@@ -246,7 +246,7 @@ class ClientHost:
         if torch.get_num_threads() != number:  # setting it again takes longer than asking
             torch.set_num_threads(number)
 
-    def _called(self, work: Callable[[], T], entries: Callable[[], Params]) -> T:
+    def _called(self, work: Callable[[], T], entries: Callable[[], StateDict]) -> T:
         """Run the work of a call; raise an error with the code reply.not-finite if it fails on a diverged model.
 
         Args:

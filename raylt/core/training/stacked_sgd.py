@@ -30,7 +30,7 @@ from raylt.core.training.stacked_optimisers import make_stacked_optimiser
 from raylt.data.augment import is_own
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
-from raylt.models.split import Params, SplitModel
+from raylt.models.split import SplitModel, StateDict
 from raylt.models.stacked import (
     StackedModel,
     as_rows,
@@ -170,13 +170,13 @@ class ClientStack:
         self._copies = StackedModel(model, self.together)
 
     @property
-    def first(self) -> Params:
+    def first(self) -> StateDict:
         """Return the entries of the first client, which share the stack's memory."""
         return self._stack.slot(0)
 
     def train(
-        self, method: Method, clients: Sequence[Client], private: Sequence[Params], message: Message
-    ) -> list[tuple[Reply, Params]]:
+        self, method: Method, clients: Sequence[Client], private: Sequence[StateDict], message: Message
+    ) -> list[tuple[Reply, StateDict]]:
         """Do what `Method.train` does at each client.
 
         Args:

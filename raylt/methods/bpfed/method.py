@@ -40,7 +40,7 @@ from raylt.core.training.sgd import sgd
 from raylt.data.samples import Batch
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import Params, SplitModel, with_classifier
+from raylt.models.split import SplitModel, StateDict, with_classifier
 from raylt.ops.moments import class_scatter, pack, perturb, scatter_fault, unpack
 from raylt.recordability import not_recordable
 from raylt.seeds import seed_for
@@ -110,7 +110,7 @@ class BPFed(Method):
     retrain_weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "re-training weight decay, 4.1", ge=0)
     argmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that a personal model may predict")
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         return model.entries("encoder.")
 
     # stage 1 (3.2.1, Algorithm 1)
@@ -290,7 +290,7 @@ class ScaledLinear(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         return self.scale * self.linear(z)
 
-    def folded(self) -> Params:
+    def folded(self) -> StateDict:
         """Return the weight and bias of a plain linear classifier with the same logits as this scaled classifier."""
         return {
             "classifier.weight": self.scale[:, None] * self.linear.weight,

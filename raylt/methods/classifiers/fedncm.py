@@ -17,7 +17,7 @@ from raylt.core.server import Server
 from raylt.core.training.features import features
 from raylt.methods.classifiers.family import AfterTraining
 from raylt.ops.closed_form import nearest_mean_classifier
-from raylt.ops.moments import class_means, nearest_moments, pooled_means, sums_fault
+from raylt.ops.moments import nearest_moments, pooled_means, sums_fault, weighted_class_means
 
 
 class FedNCM(AfterTraining):
@@ -31,7 +31,7 @@ class FedNCM(AfterTraining):
     def statistics(self, client: Client, message: Message) -> Reply:
         """Report, for each class of the client, the sample count and the sum of the features."""
         client.receive(message["model"])
-        return client.reply(classes=class_means(*features(client)))
+        return client.reply(classes=weighted_class_means(*features(client)))
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         """Set each class's classifier weight to the normalised class mean mu_c / ||mu_c||, and the bias to 0."""

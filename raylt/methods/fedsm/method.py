@@ -63,7 +63,7 @@ from raylt.models.clip import open_teacher
 from raylt.models.split import SplitModel, with_classifier
 from raylt.models.teacher import TrainedPart, Wording
 from raylt.ops.distillation import distillation
-from raylt.ops.moments import class_means, pooled_means, sums_fault
+from raylt.ops.moments import pooled_means, sums_fault, weighted_class_means
 from raylt.recordability import not_recordable
 from raylt.seeds import seed_for
 from raylt.tree import Tree
@@ -350,7 +350,7 @@ class FedSM(Method):
 
     def means(self, client: Client) -> dict[int, Tree]:
         """Return the feature sum and sample count of each class of a client, under the client's current encoder."""
-        return class_means(*features(client), self.norm == "l2")
+        return weighted_class_means(*features(client), self.norm == "l2")
 
     def train_and_retrain(self, client: Client, message: Message) -> Reply:
         """Train the model, then re-train its classifier on pseudo-features, Algorithm 1, lines 5 to 11."""

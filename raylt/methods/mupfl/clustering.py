@@ -17,7 +17,7 @@ from raylt import tree
 from raylt.core.server import Server
 from raylt.errors import ConfigError
 from raylt.machine import total_memory
-from raylt.models.split import Params
+from raylt.models.split import StateDict
 from raylt.tree import RunningSum
 
 STARTS = 50  # random starts of k-means
@@ -42,7 +42,7 @@ class Clustering(NamedTuple):
         return max(self.labels) + 1
 
 
-def update_gram(updates: Sequence[Params], names: Iterable[str], block: int = 2**16) -> Tensor:
+def update_gram(updates: Sequence[StateDict], names: Iterable[str], block: int = 2**16) -> Tensor:
     """Return the inner products of n updates, restricted to the named entries, float64 [n, n].
 
     They are summed over blocks of `block` numbers, so no more than n * block numbers are in memory next to the updates.
@@ -56,7 +56,7 @@ def update_gram(updates: Sequence[Params], names: Iterable[str], block: int = 2*
     return total
 
 
-def mean_update(updates: Iterable[Params]) -> Params:
+def mean_update(updates: Iterable[StateDict]) -> StateDict:
     """Return the unweighted mean of updates, Eq. 14 of MuPFL.
 
     Integer entries have no mean; the result has their largest value.
@@ -181,8 +181,8 @@ def check_last_updates(clients: int, size: int) -> None:
 
 
 def last_of_all(
-    server: Server, updates: Mapping[int, Params], maps: Mapping[int, Tensor]
-) -> tuple[dict[int, Params], dict[int, Tensor]]:
+    server: Server, updates: Mapping[int, StateDict], maps: Mapping[int, Tensor]
+) -> tuple[dict[int, StateDict], dict[int, Tensor]]:
     """Return the latest update and map of every client that has taken part, by ascending id [14].
 
     They are those of this round and, for other clients, those in the server's state, which keeps them all. The mean of
@@ -202,7 +202,7 @@ def last_of_all(
 
 def form_clusters(
     server: Server,
-    updates: Mapping[int, Params],
+    updates: Mapping[int, StateDict],
     maps: Mapping[int, Tensor],
     alpha: float,
     kappa: int | None,

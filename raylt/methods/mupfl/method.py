@@ -61,7 +61,7 @@ from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.methods.mupfl.bavd import WithMaps, add_bavd, add_dropout, layers_of, memory, recall
 from raylt.methods.mupfl.clustering import check_last_updates, form_clusters, last_of_all, mean_update
 from raylt.methods.mupfl.pkcf import first_features, match, pkcf_work, tune
-from raylt.models.split import Params, SplitModel, part
+from raylt.models.split import SplitModel, StateDict, part
 from raylt.ops.matching import class_gradients, gradients_fault
 from raylt.tree import RunningSum, Tree
 
@@ -144,11 +144,11 @@ class MuPFL(Method):
         "own v_i, 3.5; own u_i with v_glo; w_glo",
     )
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         if self.bavd:
             add_bavd(
                 base,
-                task.shape,
+                spec.shape,
                 self.bavd_layers,
                 self.bavd_map,
                 -1 if self.bavd_psi == "intended" else 1,  # [2]
@@ -164,7 +164,7 @@ class MuPFL(Method):
         parts = {"gradients": self.pkcf, "update": self.acmu, "start": self.acmu, "map": self.acmu and self.bavd}
         return tuple(name for name, seen in parts.items() if seen)
 
-    def shared(self, model: SplitModel) -> Params:
+    def shared(self, model: SplitModel) -> StateDict:
         """Return all entries of the model except BAVD's masks."""
         return {name: value for name, value in model.entries().items() if not name.endswith(".mask")}
 
@@ -184,16 +184,16 @@ class MuPFL(Method):
             return self.own_start
         return "classifier" if self.own_start in ("nothing", "classifier") else "model"
 
-    def remembered(self, client: Client) -> Params:
+    def remembered(self, client: Client) -> StateDict:
         """Return the model entries that a client keeps for its next training; empty before its first training [9]."""
-        own: Params = client.state.get("own", {})
-        entries: Params = client.state.get("cluster", own) if self.next_init == "cluster" else own
+        own: StateDict = client.state.get("own", {})
+        entries: StateDict = client.state.get("cluster", own) if self.next_init == "cluster" else own
         return own_entries(entries, self.own_start)
 
     # at a client
 
     def train(self, client: Client, message: Message) -> Reply:
-        start: Params = message["model"] | tree.to(self.remembered(client), client.device)  # w_i^(t-1) [6]
+        start: StateDict = message["model"] | tree.to(self.remembered(client), client.device)  # w_i^(t-1) [6]
         parts: Tree = {}
         if self.pkcf and self.gradients == "global":
             client.receive(message["model"])
@@ -233,7 +233,7 @@ class MuPFL(Method):
 
         It is the start of the client's last update plus the cluster's mean update.
         """
-        start: Params = client.state["start"] if self.clustered == "all" else client.state.pop("start")
+        start: StateDict = client.state["start"] if self.clustered == "all" else client.state.pop("start")
         updates = tree.to(message["update"], torch.device("cpu"))
         client.state["cluster"] = {name: start[name] + update for name, update in updates.items()}
         return client.reply()
@@ -277,7 +277,7 @@ class MuPFL(Method):
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
         return pkcf_work(spec, model, self.m, self.matching_steps, self.distance) if self.pkcf else ""
 
-    def train_all(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> tuple[Params, Replies]:
+    def train_all(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> tuple[StateDict, Replies]:
         """Train a cohort; return the mean model, and the replies of the clients.
 
         With ACMU the mean is taken by clusters.
@@ -307,7 +307,7 @@ class MuPFL(Method):
         server.log(loss=got["loss"])
         return (self.by_clusters(server, fleet, whole, got) if self.acmu else got["model"]), got
 
-    def by_clusters(self, server: Server, fleet: Fleet, whole: Params, got: Replies) -> Params:
+    def by_clusters(self, server: Server, fleet: Fleet, whole: StateDict, got: Replies) -> StateDict:
         """Form clusters (ACMU), send each cluster's mean update to its members, and return the mean model, Eq. 15.
 
         The mean runs over the clients of this round.
@@ -322,7 +322,7 @@ class MuPFL(Method):
         for members in clusters:
             update = mean_update(updates[id] for id in members)  # Eq. 14
             for id in (id for id in members if id in got.weights):
-                start: Params = whole | got["start"][id]
+                start: StateDict = whole | got["start"][id]
                 average.add({name: start[name] + update[name] for name in update}, got.weights[id])
             try:
                 # all reachable clients; receiving this does not count as taking part in a round
@@ -346,9 +346,9 @@ class MuPFL(Method):
 
         A client that never took part has the global model [10].
         """
-        own: Params = client.state.get("own", {})
-        cluster: Params = client.state.get("cluster", own)  # w~_i = w_i without ACMU
-        entries: dict[str, Params] = {
+        own: StateDict = client.state.get("own", {})
+        cluster: StateDict = client.state.get("cluster", own)  # w~_i = w_i without ACMU
+        entries: dict[str, StateDict] = {
             "cluster": cluster | part(own, "classifier."),
             "post_local": own,
             "whole": cluster,
@@ -362,7 +362,7 @@ class MuPFL(Method):
         return client.model
 
 
-def end_fault(n: int, parts: Tree, whole: Params) -> str | None:
+def end_fault(n: int, parts: Tree, whole: StateDict) -> str | None:
     """Return why a client's start and update make no model, or None.
 
     Args:
@@ -370,7 +370,7 @@ def end_fault(n: int, parts: Tree, whole: Params) -> str | None:
         parts: all parts of its reply.
         whole: the model that was sent.
     """
-    start: Params = whole | parts["start"]
+    start: StateDict = whole | parts["start"]
     for name, update in parts["update"].items():
         if not name.endswith(VARIANCE):
             continue
@@ -380,7 +380,7 @@ def end_fault(n: int, parts: Tree, whole: Params) -> str | None:
     return None
 
 
-def own_entries(entries: Params, own: Own) -> Params:
+def own_entries(entries: StateDict, own: Own) -> StateDict:
     """Return the entries of the model part that `own` names: nothing, encoder, classifier or the whole model."""
     if own == "nothing":
         return {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raylt.models.split import Params
+from raylt.models.split import StateDict
 from raylt.ops.closed_form import nearest_mean_classifier, ridge_classifier
 from raylt.ops.moments import isotropic_deviation, moments_from_sums, perturb, unpack
 from raylt.seeds import seed_for
@@ -40,7 +40,7 @@ def draws(kind: Classifier, sums: Mapping[int, Tree], sizes: list[int], seed: in
     return made
 
 
-def closed_form(kind: Classifier, sums: Mapping[int, Tree], classes: int) -> Params:
+def closed_form(kind: Classifier, sums: Mapping[int, Tree], classes: int) -> StateDict:
     """Return FedNCM's classifier for the kind "ncm", and Fed3R's classifier for the kind "ridge"."""
     dim = len(next(iter(sums.values()))["z"])
     z = torch.zeros(classes, dim, dtype=torch.float64)

@@ -56,7 +56,7 @@ from raylt.methods.sfd.controls import Classifier, closed_form, draws
 from raylt.methods.sfd.fourier import bootstrap_floor, draw_frequencies, fourier_sum
 from raylt.methods.sfd.local_losses import adaptive_supcon, adjusted_prior, logit_shift
 from raylt.methods.sfd.synthesis import Parts, Start, Target, bank_sizes, cholesky, synthesise
-from raylt.models.split import Params, SplitModel, with_classifier
+from raylt.models.split import SplitModel, StateDict, with_classifier
 from raylt.ops.bootstrap import bootstrap_of_clients, class_bootstrap
 from raylt.ops.moments import (
     LONGEST_FEATURE,
@@ -243,7 +243,7 @@ class SFD(Method):
             )
         return low, high
 
-    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
+    def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         base.classifier.register_parameter("bias", None)  # [3]
         if self.abbl == "full":
             base.add_module(
@@ -523,7 +523,7 @@ class SFD(Method):
         )
 
 
-def encoder(model: SplitModel) -> Params:
+def encoder(model: SplitModel) -> StateDict:
     """Return the encoder's parameters and buffers, which are sent to clients."""
     return model.entries("encoder.")
 

@@ -32,7 +32,7 @@ from raylt.errors import CheckpointError, ConfigError, RayltError, did_you_mean,
 from raylt.methods.fedavg import FedAvg
 from raylt.models.clip import TowerDescription, new_tower
 from raylt.models.image_text import described_model
-from raylt.models.split import Params, with_classifier
+from raylt.models.split import StateDict, with_classifier
 from raylt.registry import check_origins, resolve, seek
 from raylt.runs.export.trained_model import TrainedModel, joins_later, names_of
 from raylt.runs.folder.identity import PluginRecord
@@ -146,7 +146,7 @@ class Artefact:
         model = TrainedModel(setup.method, network, spec, batch, image["fit"], image["depth"])
         return model.requires_grad_(False)
 
-    def _entries(self, client: str | int | None) -> Params:
+    def _entries(self, client: str | int | None) -> StateDict:
         id = choose_client_in(self.description, client, self.path)
         if id is None:
             return self.tensors
@@ -370,7 +370,7 @@ def setup_of(description: ModelDescription, path: Path) -> Setup:
     return replace(setup, method=method, model=partial(described_model, description=tower))
 
 
-def rebuild(setup: Setup, spec: TaskSpec, entries: Params) -> nn.Module:
+def rebuild(setup: Setup, spec: TaskSpec, entries: StateDict) -> nn.Module:
     """Return the network that a setup builds, with the given state-dict entries loaded.
 
     Raises:
@@ -389,7 +389,7 @@ def rebuild(setup: Setup, spec: TaskSpec, entries: Params) -> nn.Module:
     return model
 
 
-def _check_sizes(setup: Setup, spec: TaskSpec, entries: Params) -> None:
+def _check_sizes(setup: Setup, spec: TaskSpec, entries: StateDict) -> None:
     """Check that a network's layers match the sizes of the entries, before memory is allocated for it.
 
     Raises:

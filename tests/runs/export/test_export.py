@@ -191,7 +191,7 @@ def test_the_best_round_by_validation_is_kept_and_exported(folder, monkeypatch, 
     short = make_tiny_run(folder, "fedavg", f"federation.rounds={best}", "data.validation=0.2", name=f"short-{best}")
     file = raylt.export(run, folder / f"best-{best}.safetensors", round="best")
     assert torch.equal(counts(run, raylt.load_model(file)), short.matrices().shared)
-    with refused("checkpoint.not-found", step=2):
+    with refused("checkpoint.not-kept", step=2):
         raylt.export(run, round=2)
 
 
