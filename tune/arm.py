@@ -23,8 +23,8 @@ from raylt.studies.definition import Definition
 from raylt.studies.running.tuning import UNITS, Tuned, Tuning, applying
 from tune.asha import rungs
 from tune.loop import sizes
-from tune.plan import SearchPlan, cost_of
-from tune.search import resume, search, with_validation
+from tune.plan import SearchPlan, cost_of, with_validation
+from tune.search import resume, search
 from tune.space import Space, axis_of, space
 
 NAME = "search"

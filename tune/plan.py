@@ -7,7 +7,7 @@ started. So a search has no state to save: the records of its trials restore it.
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from raylt.config import Config, check
 from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Range
+from raylt.methods import METHODS
 from raylt.seeds import seed_for
 from raylt.studies.running.tuning import UNITS, Count
 from raylt.typed_json import as_json, hash_json
@@ -24,6 +25,7 @@ from tune.records import SEARCH_PLAN_JSON, Metric, Scheduler, Searcher, TrialRec
 from tune.space import Grid, Space, combinations, configure, draw, parse, readable, to_text
 
 SAMPLES = 20
+VALIDATION = 0.2  # share of the training samples for validation, unless data.validation is set
 OVER = "over"  # no more trials will come
 WAIT = "wait"  # the next trial depends on trials that are running
 Sizes = Callable[[Config], list[int]]
@@ -352,3 +354,16 @@ def _propose(space: dict[str, Range], earlier: list[TrialRecord], seed: int) -> 
         key: axis.values[proposed[key]] if isinstance(axis, Choice) else readable(axis, proposed[key])
         for key, axis in space.items()
     }
+
+
+def with_validation(config: Config) -> Config:
+    """Return the configuration, with a default validation share if it has none."""
+    if config.data.validation:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
+
+
+def default_metric(config: Config, methods: Iterable[str]) -> Metric:
+    """Return the default metric of a search: accuracy, or "local" if clients have models of their own."""
+    personal = all(method in METHODS and METHODS[method].personal for method in methods)
+    return "local" if personal or config.federation.batchnorm == "local" else "accuracy"

@@ -35,11 +35,11 @@ from raylt.store import Folder, folder_for
 from raylt.typed_json import as_json, closed
 from tune.drawing import draw_pareto, shown
 from tune.pareto import pareto_front
+from tune.plan import with_validation
 from tune.ray_space import param_space
 from tune.ray_trainable import trainable
 from tune.records import Metric, Searcher
 from tune.report import csv_table
-from tune.search import with_validation
 from tune.space import Grid, Space, configure, parse
 
 RayScheduler = Literal["pbt", "hyperband", "median"]

@@ -46,7 +46,8 @@ from raylt.typed_json import as_json
 from tune.changes import check_changes
 from tune.loop import holders, task_of
 from tune.placement import bundles_of, check_fit, most_on_gpu, place_trial
-from tune.search import plugins_for, with_validation
+from tune.plan import with_validation
+from tune.search import plugins_for
 from tune.space import configure
 
 SETTINGS = "settings.json"  # in a checkpoint of Tune: the settings that it was written with

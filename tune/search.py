@@ -22,36 +22,24 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError
-
 from raylt.config import Config
-from raylt.config.sections import LAST_SEED
-from raylt.data.label_maps import class_counts
-from raylt.data.task import Task
 from raylt.disk import check_name, continuable, exists
-from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken
-from raylt.hyper import Choice
-from raylt.methods import METHODS
-from raylt.metrics import GROUPS
+from raylt.errors import CheckpointError, RayltError, count_of, describe_error, quoted, spoken
 from raylt.notebook import in_notebook
 from raylt.registry import Plugin, plugins
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import NotebookProgress
-from raylt.runs.callbacks.trackers import check_trackers
 from raylt.runs.runner import check_fleet
-from raylt.runs.start import preview_run
 from raylt.store import Folder, folder_for, followed
 from raylt.studies.running.tuning import Count
 from tune import report
-from tune.asha import rungs
-from tune.loop import SearchLoop, holders, sizes, task_of
-from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, front_of
-from tune.records import SEARCH_PLAN_JSON, Metric, TrialRecord, on_split
-from tune.space import Grid, Space, configure, draw
+from tune.checks import check_arguments, check_plan, check_tracked
+from tune.loop import SearchLoop, holders, sizes
+from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, default_metric, front_of, with_validation
+from tune.records import Metric, TrialRecord
+from tune.space import Space
 
 FleetKind = Literal["ray", "local"]
-CHECKED = 8  # configurations of a search that are checked before it starts, see `check_trials`
-VALIDATION = 0.2  # share of the training samples for validation, unless data.validation is set
 # environment variables that Tune reads when its processes start
 QUIET = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -92,6 +80,17 @@ class SearchResult:
         """Return an HTML table of the trials, and the best settings."""
         best = ", ".join(f"{key} = {value}" for key, value in self.best.values.items())
         return f"{report.table_of(self.plan, self.state).html()}<div>best: {escape(f'{self.best.id}, {best}')}</div>"
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Options of `search` that decide where its trials run."""
+
+    parallel: int | None
+    fleet: FleetKind
+    address: str | None
+    track: Sequence[str]
+    callback: Callback
 
 
 def search(
@@ -152,15 +151,10 @@ def search(
     """
     check_tracked(track, fleet)
     config = with_validation(config)
-    by_method: dict[str, Space] = {}
-    for key, value in spaces.items():
-        if isinstance(value, Mapping):
-            by_method[key] = dict(value)
-        else:
-            by_method.setdefault(config.method["name"], {})[key] = value
+    by_method = _spaces_by_method(config, spaces)
     if samples is None and budget is None:
         samples = SAMPLES
-    metric = metric or usual_metric(config, by_method)
+    metric = metric or default_metric(config, by_method)
     metrics: tuple[Any, ...] = (metric,) if isinstance(metric, str) else tuple(metric)
     plan = SearchPlan(
         config,
@@ -180,19 +174,9 @@ def search(
     )
     check_arguments(plan, parallel)
     check_fleet(fleet, address, get_args(FleetKind))
-    if name is not None:
-        check_name(name, "name")
-    name = name or f"search-{'-'.join(by_method)}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = followed(Path(out)) / name
-    if (folder / "search.json").exists():
-        raise CheckpointError(
-            f"{folder}: the search exists already. Give another {spoken('--name', 'name')}, or continue it with "
-            f"{_resume_call(folder)}.",
-            code="search.exists",
-            path=str(folder),
-        )
+    folder = _new_folder(Path(out), name, by_method)
     check_plan(plan)
-    return _run(folder, plan, parallel, fleet, address, track, callback or _usual_callback())
+    return _run(folder, plan, Execution(parallel, fleet, address, track, callback or _default_callback()))
 
 
 def resume(
@@ -225,7 +209,33 @@ def resume(
     with Folder.open(folder) as search_folder:
         plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
     with _in_folder(plan.start):
-        return _run(folder, plan, parallel, fleet, address, track, callback or _usual_callback())
+        return _run(folder, plan, Execution(parallel, fleet, address, track, callback or _default_callback()))
+
+
+def _spaces_by_method(config: Config, spaces: Space | Mapping[str, Space]) -> dict[str, Space]:
+    """Return the spaces by method; a single space belongs to the method of the configuration."""
+    by_method: dict[str, Space] = {}
+    for key, value in spaces.items():
+        if isinstance(value, Mapping):
+            by_method[key] = dict(value)
+        else:
+            by_method.setdefault(config.method["name"], {})[key] = value
+    return by_method
+
+
+def _new_folder(out: Path, name: str | None, methods: Iterable[str]) -> Path:
+    """Return the folder of a new search, by default named after its methods and the time, or raise CheckpointError."""
+    if name is not None:
+        check_name(name, "name")
+    folder = followed(out) / (name or f"search-{'-'.join(methods)}-{datetime.now():%Y%m%d-%H%M%S}")
+    if (folder / "search.json").exists():
+        raise CheckpointError(
+            f"{folder}: the search exists already. Give another {spoken('--name', 'name')}, or continue it with "
+            f"{_resume_call(folder)}.",
+            code="search.exists",
+            path=str(folder),
+        )
+    return folder
 
 
 @contextmanager
@@ -243,7 +253,7 @@ def _in_folder(start: str | None) -> Iterator[None]:
         os.chdir(before)
 
 
-def _usual_callback() -> Callback:
+def _default_callback() -> Callback:
     """Return the default callback of a search: a progress bar in a notebook, otherwise no output."""
     return NotebookProgress() if in_notebook() else Callback()
 
@@ -253,20 +263,14 @@ def _resume_call(folder: Path) -> str:
     return spoken(f"raylt tune --resume {quoted(folder)}", f"tune.resume({str(folder)!r})")
 
 
-def _run(
-    folder: Path,
-    plan: SearchPlan,
-    parallel: int | None,
-    fleet: FleetKind,
-    address: str | None,
-    track: Sequence[str],
-    callback: Callback,
-) -> SearchResult:
-    with _open_cluster(fleet, address) as nodes:
+def _run(folder: Path, plan: SearchPlan, execution: Execution) -> SearchResult:
+    """Run the remaining trials of a search, whose folder is made if the search is new."""
+    callback = execution.callback
+    with _open_cluster(execution.fleet, execution.address) as nodes:
         placement = None
-        at_once = parallel or 1
+        at_once = execution.parallel or 1
         if nodes is not None:
-            placement, at_once = _place(plan, nodes, parallel)
+            placement, at_once = _place(plan, nodes, execution.parallel)
         if plan.lag == 0:  # a new search; a resumed one keeps its lag
             plan = replace(plan, lag=at_once, start=os.getcwd())
             _create(folder, plan)
@@ -290,7 +294,7 @@ def _run(
                 else:
                     from tune.ray_backend import run_trials
 
-                    run_trials(loop, job, placement, at_once, plan.retries, track)
+                    run_trials(loop, job, placement, at_once, plan.retries, execution.track)
             finally:
                 callback.on_search_end()
             return _conclude(folder, plan, loop.state)
@@ -395,13 +399,6 @@ def plugins_for(methods: Collection[str]) -> tuple[Plugin, ...]:
     return tuple(plugin for plugin in plugins() if plugin.kind != "method" or plugin.name in methods)
 
 
-def with_validation(config: Config) -> Config:
-    """Return the configuration, with a default validation share if it has none."""
-    if config.data.validation:
-        return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
-
-
 def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResult:
     """Write the tables of a finished search and return its result."""
     best = state.best()
@@ -418,212 +415,3 @@ def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResul
             cause=first,
         )
     return SearchResult(best.config, best, state.trials, folder, plan, state)
-
-
-def check_tracked(track: Sequence[str], fleet: str) -> None:
-    """Raise ConfigError if the trackers cannot log trials.
-
-    Raises:
-        ConfigError: a tracker is unknown or not installed, or the trials do not run on Ray.
-    """
-    check_trackers(track)
-    if track and fleet == "local":
-        raise ConfigError(
-            f"{spoken('--track', 'track')}: Ray Tune logs the trials, and they do not run on Ray ({track[0]}). "
-            f"Leave out {spoken('--fleet local', 'fleet=' + repr('local'))}.",
-            code="config.conflict",
-            key="--track",
-            value=track[0],
-        )
-
-
-def check_arguments(plan: SearchPlan, parallel: int | None) -> None:
-    """Raise ConfigError if arguments of `search` have a wrong type or value.
-
-    Raises:
-        ConfigError: an argument has a wrong type or value.
-    """
-    try:
-        SEARCH_PLAN_JSON.validate_python(plan.to_json())
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"{key}: {first['msg']} ({first['input']!r}). Give another value.",
-            code="config.wrong-type",
-            key=key,
-            value=first["input"],
-        ) from None
-    check_metrics(plan.metrics)
-    if parallel is not None and parallel < 1:
-        raise ConfigError(
-            f"parallel: below 1 ({parallel}). Give at least 1.",
-            code="config.out-of-range",
-            key="parallel",
-            value=parallel,
-        )
-
-
-def check_metrics(metrics: Sequence[str]) -> None:
-    """Raise ConfigError if a metric is given twice."""
-    for metric in metrics:
-        if metrics.count(metric) > 1:
-            raise ConfigError(
-                f"{spoken('--metric', 'metric')}: given twice ({metric}). Give each metric once.",
-                code="config.conflict",
-                key="--metric",
-                value=metric,
-            )
-
-
-def usual_metric(config: Config, methods: Iterable[str]) -> Metric:
-    """Return the default metric of a search: accuracy, or "local" if clients have models of their own."""
-    personal = all(method in METHODS and METHODS[method].personal for method in methods)
-    return "local" if personal or config.federation.batchnorm == "local" else "accuracy"
-
-
-def check_plan(plan: SearchPlan) -> None:
-    """Raise ConfigError if a search with this plan cannot start.
-
-    Raises:
-        ConfigError: a method cannot do the task or refuses the settings, a metric has no class to judge, or the budget
-            or the number of rounds is too small.
-    """
-    if plan.base.federation.patience is not None:
-        raise ConfigError(
-            f"federation.patience: the scheduler of a search ends trials early ({plan.base.federation.patience}). "
-            "Leave it out.",
-            code="search.not-searchable",
-            key="federation.patience",
-            value=plan.base.federation.patience,
-        )
-    for name, space in plan.spaces.items():
-        check_trials(plan.base, name, space, plan.seed)
-    check_judged(plan.metrics, plan.base)
-    _check_splits(plan)
-    _check_rungs(plan)
-    for method, sequence in SearchState(plan, sizes).sequences.items():
-        first = sequence.next()
-        if not isinstance(first, TrialRecord):
-            unlimited = replace(plan, budget=None)
-            record = SearchState(unlimited, sizes).sequences[method].next()
-            assert isinstance(record, TrialRecord)
-            raise ConfigError(
-                f"{spoken('--budget', 'budget')}: one trial of {method} takes {record.whole_cost} {plan.unit}, more "
-                f"than the budget ({plan.budget}). Raise it, or lower federation.rounds.",
-                code="search.budget-too-small",
-                key="--budget",
-                value=plan.budget,
-                cost=record.whole_cost,
-            )
-        if not first.whole_cost and plan.samples is None:
-            raise ConfigError(
-                f"{spoken('--budget', 'budget')}: a trial of {method} without rounds takes no {plan.unit}, so a budget "
-                f"sets no limit ({plan.budget}). Give a number of trials, {spoken('--samples', 'samples')}.",
-                code="search.not-searchable",
-                key="--budget",
-                value=plan.budget,
-            )
-
-
-def check_judged(metrics: Iterable[str], base: Config) -> None:
-    """Raise ConfigError if a metric is the accuracy on a class group without validation samples.
-
-    Args:
-        base: settings of all trials, with `data.validation`.
-    """
-    for metric in metrics:
-        if metric in GROUPS and metric not in _judged_groups(task_of(base)):
-            raise ConfigError(
-                f"{spoken('--metric', 'metric')}: no {metric}-shot class has a validation sample ({metric}). "
-                f"Choose another metric, or set data.groups or data.validation.",
-                code="search.no-class",
-                key="--metric",
-                value=metric,
-            )
-
-
-def _check_rungs(plan: SearchPlan) -> None:
-    """Raise ConfigError if ASHA could compare no trials, or if a search without ASHA has a first rung."""
-    rounds, grace = plan.base.federation.rounds, plan.grace
-    without = spoken("--scheduler none", "scheduler=" + repr("none"))
-    if plan.scheduler == "none" and grace is not None:
-        raise ConfigError(
-            f"{spoken('--grace', 'grace')}: no trial is compared with {without} ({grace}). Leave it out, or use asha.",
-            code="config.conflict",
-            key="--grace",
-            value=grace,
-        )
-    if plan.scheduler != "asha" or rungs(rounds, grace):
-        return
-    if grace is not None and rounds >= 2:
-        raise ConfigError(
-            f"{spoken('--grace', 'grace')}: asha compares trials in the first half of their rounds ({grace} of "
-            f"{rounds}). Give at most {rounds // 2}, use {without}, or more rounds.",
-            code="search.no-rungs",
-            key="--grace",
-            value=grace,
-            rounds=rounds,
-        )
-    raise ConfigError(
-        f"{spoken('--scheduler', 'scheduler')}: asha compares no trials in so few rounds (federation.rounds = "
-        f"{rounds}). Use {without}, or more rounds.",
-        code="search.no-rungs",
-        key="--scheduler",
-        value="asha",
-        rounds=rounds,
-    )
-
-
-def _check_splits(plan: SearchPlan) -> None:
-    """Raise ConfigError if the seeds of a search's splits are too large, or give one split twice."""
-    last = plan.base.data.seed + plan.splits - 1
-    if last > LAST_SEED:
-        raise ConfigError(
-            f"data.seed: the seed of the last split is above {LAST_SEED} ({last}). Give a smaller one.",
-            code="config.out-of-range",
-            key="data.seed",
-            value=last,
-        )
-    hashes = {task_of(on_split(plan.base, split)).split.sha256 for split in range(plan.splits)}
-    if len(hashes) < plan.splits:
-        raise ConfigError(
-            f"{spoken('--splits', 'splits')}: data.seed does not change the split of this data ({plan.splits}). Use 1.",
-            code="config.conflict",
-            key="--splits",
-            value=plan.splits,
-        )
-
-
-def check_trials(base: Config, method: str, space: Space, seed: int) -> None:
-    """Check trials of a search as `run` checks a configuration before its first round.
-
-    Each value of a choice or grid must go with some values of the other settings, of which `CHECKED` draws are tried.
-    Values of `data` are checked only as drawn, because each one takes another split.
-
-    Raises:
-        RayltError: the method, the model or the data refuses all these configurations; this is the first error.
-    """
-    options: list[dict[str, Any]] = [{}]
-    for key, axis in space.items():
-        if isinstance(axis, Choice | Grid) and not key.startswith("data."):
-            options += [{key: value} for value in axis.values]
-    for option in options:
-        first = None
-        for index in range(CHECKED):
-            config = configure(base, method, draw(space, seed, method, index) | option)
-            try:
-                preview_run(config, task_of(config))
-                break
-            except RayltError as error:
-                first = first or error
-        else:
-            assert first is not None
-            raise first
-
-
-def _judged_groups(task: Task) -> set[str]:
-    """Return the class groups that have validation samples."""
-    assert task.validation is not None
-    counts = class_counts(task.validation.labels(), task.classes)
-    return {group for count, group in zip(counts, task.groups, strict=True) if count}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylt.cli.options import Format, err, out, print_json
 from raylt.config import Config
+from raylt.disk import check_name
 from raylt.errors import CheckpointError, ConfigError, count_of
 from raylt.runs.folder.summary import in_percent
 from raylt.store import followed
@@ -40,8 +41,8 @@ def search(
         choices: fields of a `RaySearchPlan`, and `metrics`; without samples there are 20 trials.
     """
     from tune.changes import check_exchangeable
-    from tune.plan import SAMPLES
-    from tune.search import check_judged, check_metrics, check_trials, usual_metric, with_validation
+    from tune.checks import check_judged, check_metrics, check_trials
+    from tune.plan import SAMPLES, default_metric, with_validation
     from tune.space import to_text
 
     if len(spaces) > 1:
@@ -54,11 +55,13 @@ def search(
         )
     [(method, space)] = spaces.items()
     fields = dict(choices)
-    metrics: list[Any] = fields.pop("metrics") or [usual_metric(config, spaces)]
+    metrics: list[Any] = fields.pop("metrics") or [default_metric(config, spaces)]
     check_metrics(metrics)
     _check_comparisons(config, choices)
     if choices["scheduler"] == "pbt":
         check_exchangeable(space, method)
+    if name is not None:
+        check_name(name, "name")
     name = name or f"search-{method}-{choices['scheduler']}-{datetime.now():%Y%m%d-%H%M%S}"
     target = followed(folder / name)
     if target.exists():

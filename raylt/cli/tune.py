@@ -1,10 +1,10 @@
 """The command `raylt tune`."""
 
 import json
-import sys
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,12 +18,16 @@ from raylt.cli.options import (
     TrackOption,
     divide,
     out,
+    print_json,
     say_how_to_resume,
 )
 from raylt.config import Config, assign, check, read
 from raylt.errors import ConfigError
 from raylt.own_code.top_level_names import claim
 from raylt.runs.callbacks.base import Callbacks
+
+if TYPE_CHECKING:
+    from tune import SearchResult
 
 
 class MetricName(StrEnum):
@@ -105,95 +109,41 @@ def tune(
     format: FormatOption = Format.table,
 ) -> None:
     """Search for the best values of method fields and of settings given as ranges: local.lr=loguniform(0.01,0.3)."""
-    metrics: list[Any] = [name.value for name in metric or []]
+    claim()
     execution: dict[str, Any] = {"parallel": parallel, "fleet": fleet.value, "address": address, "track": track or []}
     if resume is not None:
-        fixed = [
-            key for key in context.params if key not in (*execution, "resume", "format") and _is_given(context, key)
-        ]
-        if fixed:
-            names = ", ".join(sorted(fixed)).replace("folder", "out")
-            raise ConfigError(
-                f"--resume: a search keeps the settings that it was started with ({resume}). Leave out {names}.",
-                code="config.conflict",
-                key="--resume",
-                value=str(resume),
-                options=names,
-            )
-    elif name is not None and (Path(name).name != name or name in ("", ".", "..")):
-        raise ConfigError(
-            f"--name: not the name of one folder ({name}). Give the folder that it is made in with --out.",
-            code="config.malformed",
-            key="--name",
-            value=name,
-        )
-    claim()
-    from tune import resume as resume_search
-    from tune import search
-    from tune.report import front_lines, importance_lines, run_command, table_of
-    from tune.screen import SearchProgress
-    from tune.space import separate, spaces_of
-
-    if resume is not None and ray_searches.is_one(resume):
-        ray_searches.resume(resume, address, format)
+        _check_resumed(context, resume, [*execution, "resume", "format"])
+        if ray_searches.is_one(resume):
+            ray_searches.resume(resume, address, format)
+        else:
+            _resume(resume, execution, format)
         return
-    if resume is not None:
-        with say_how_to_resume() as started:
-            result = resume_search(resume, **execution, callback=Callbacks([SearchProgress(), started]))
-    else:
-        file, given = divide(settings)
-        fixed, ranges = separate(given)
-        config, names = _methods(read(file, fixed), _words(methods or ""))
-        spaces = spaces_of(names, ranges, config, None if fields is None else _words(fields))
-        if scheduler not in ("asha", "none"):
-            choices = {"metrics": metrics, "searcher": searcher, "scheduler": scheduler, "grace": grace, "seed": seed}
-            choices |= {"samples": samples, "retries": retries, "parallel": parallel}
-            ray_searches.check_options(
-                fleet.value,
-                budget,
-                count,
-                splits,
-                track or [],
-                scheduler,
-                searcher if _is_given(context, "searcher") else None,
-            )
-            ray_searches.search(config, spaces, folder, name, address, choices, format)
-            return
-        with say_how_to_resume() as started:
-            result = search(
-                config,
-                spaces,
-                samples,
-                out=folder,
-                name=name,
-                metric=metrics or None,
-                searcher=searcher,
-                scheduler=scheduler,
-                grace=grace,
-                budget=budget,
-                count=count,
-                seed=seed,
-                retries=retries,
-                splits=splits,
-                **execution,
-                callback=Callbacks([SearchProgress(), started]),
-            )
-    if format is Format.json:
-        sys.stdout.write(
-            json.dumps(
-                {
-                    "best": result.best.id,
-                    "folder": str(result.folder),
-                    "trials": json.loads((result.folder / "trials.json").read_text()),
-                }
-            )
-            + "\n"
+    config, spaces = _searched(settings, _words(methods or ""), None if fields is None else _words(fields))
+    choices: dict[str, Any] = {"searcher": searcher, "scheduler": scheduler, "grace": grace, "seed": seed}
+    choices |= {"samples": samples, "retries": retries}
+    metrics = [metric.value for metric in metric or []]
+    if scheduler in ("asha", "none"):
+        choices |= {"out": folder, "name": name, "budget": budget, "count": count, "splits": splits}
+        _search(config, spaces, choices | execution, metrics, format)
+        return
+    chosen = searcher if _is_given(context, "searcher") else None
+    ray_searches.check_options(fleet.value, budget, count, splits, track or [], scheduler, chosen)
+    choices |= {"metrics": metrics, "parallel": parallel}
+    ray_searches.search(config, spaces, folder, name, address, choices, format)
+
+
+def _check_resumed(context: typer.Context, folder: Path, allowed: Collection[str]) -> None:
+    """Raise ConfigError if the command changes settings of the search that it continues."""
+    fixed = [key for key in context.params if key not in allowed and _is_given(context, key)]
+    if fixed:
+        names = ", ".join(sorted(fixed)).replace("folder", "out")
+        raise ConfigError(
+            f"--resume: a search keeps the settings that it was started with ({folder}). Leave out {names}.",
+            code="config.conflict",
+            key="--resume",
+            value=str(folder),
+            options=names,
         )
-    else:
-        out.print(table_of(result.plan, result.state).screen())
-        for line in (*importance_lines(result.folder), *front_lines(result.folder, result.plan, result.state)):
-            out.print(line, soft_wrap=True)
-        out.print(f"best: {result.best.id}; {run_command(result.folder)}", soft_wrap=True)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -201,12 +151,60 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
 
 
-def _methods(tree: dict[str, Any], names: list[str]) -> tuple[Config, list[str]]:
-    """Return the configuration and the methods to search, by default the method in the configuration."""
-    if names and "method" not in tree:
-        assign(tree, "method", names[0])
+def _resume(folder: Path, execution: Mapping[str, Any], format: Format) -> None:
+    from tune import resume
+    from tune.screen import SearchProgress
+
+    with say_how_to_resume() as started:
+        result = resume(folder, **execution, callback=Callbacks([SearchProgress(), started]))
+    _print_result(result, format)
+
+
+def _search(
+    config: Config, spaces: Mapping[str, Any], options: Mapping[str, Any], metrics: list[Any], format: Format
+) -> None:
+    from tune import search
+    from tune.screen import SearchProgress
+
+    with say_how_to_resume() as started:
+        result = search(
+            config, spaces, metric=metrics or None, **options, callback=Callbacks([SearchProgress(), started])
+        )
+    _print_result(result, format)
+
+
+def _searched(
+    settings: Sequence[str] | None, methods: list[str], fields: list[str] | None
+) -> tuple[Config, dict[str, Any]]:
+    """Return the configuration that all trials share, and the spaces by method.
+
+    Args:
+        settings: The settings of the command; a value can be a range.
+        methods: Methods to search. If empty, the method of the settings is searched.
+        fields: Fields to search. By default, all fields that the settings do not set.
+    """
+    from tune.space import separate, spaces_of
+
+    file, given = divide(settings)
+    fixed, ranges = separate(given)
+    tree = read(file, fixed)
+    if methods and "method" not in tree:
+        assign(tree, "method", methods[0])
     config = check(Config, tree)
-    return config, names or [config.method["name"]]
+    return config, spaces_of(methods or [config.method["name"]], ranges, config, fields)
+
+
+def _print_result(result: "SearchResult", format: Format) -> None:
+    from tune.report import front_lines, importance_lines, run_command, table_of
+
+    if format is Format.json:
+        trials = json.loads((result.folder / "trials.json").read_text())
+        print_json({"best": result.best.id, "folder": str(result.folder), "trials": trials})
+        return
+    out.print(table_of(result.plan, result.state).screen())
+    for line in (*importance_lines(result.folder), *front_lines(result.folder, result.plan, result.state)):
+        out.print(line, soft_wrap=True)
+    out.print(f"best: {result.best.id}; {run_command(result.folder)}", soft_wrap=True)
 
 
 def _words(text: str) -> list[str]:

@@ -20,6 +20,7 @@ RANGE = "local.lr=loguniform(0.01,0.3)"
         (["--scheduler", "median", "--methods", "fedprox,fedavg"], "config.conflict"),
         (["--scheduler", "pbt", "seed=choice(0,1)"], "search.fixed-setting"),
         (["--scheduler", "pbt", "--name", "taken"], "search.exists"),
+        (["--scheduler", "pbt", "--name", "a/b"], "config.out-of-range"),
         (["--scheduler", "bohb"], "command.usage"),
         (["--scheduler", "median", "method=fednova", "local.optimiser=adam", "--fields", ""], "config.conflict"),
         (["--scheduler", "hyperband", "--grace", "2"], "config.conflict"),

@@ -9,7 +9,7 @@ from refusals import refused
 import raylt
 from raylt.config import load
 from raylt.errors import ConfigError
-from tune.search import with_validation
+from tune.plan import with_validation
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SETTINGS = ["data.clients=4", "data.imbalance=5", "federation.rounds=4", "local.epochs=1", "resources.actors=1"]

@@ -23,12 +23,12 @@ from raylt.config.sections import LAST_SEED
 from raylt.errors import CheckpointError, ConfigError, DiskFull, RayltError
 from raylt.runs.callbacks.base import Callback
 from tune import resume, search, space, spaces_of
+from tune.checks import check_trials
 from tune.loop import SearchLoop
 from tune.placement import bundles_of, check_fit, fitting, most_on_gpu, place_trial
 from tune.plan import SearchPlan
 from tune.records import Score
 from tune.report import csv_table
-from tune.search import check_trials
 from tune.verify import verify_search
 
 SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=6", "local.epochs=1"]

@@ -24,9 +24,9 @@ from raylt.methods.fedavg import FedAvg
 from raylt.models import MODELS
 from tune.asha import Outcome
 from tune.loop import sizes
-from tune.plan import client_steps
+from tune.plan import client_steps, default_metric
 from tune.records import Score, TrialRecord, kind_of, score_of
-from tune.search import search, usual_metric
+from tune.search import search
 from tune.space import configure, space
 from tune.trial import Trial, TrialJob, local_fleet
 
@@ -307,9 +307,9 @@ def test_validation_is_of_the_clients_that_train_by_the_classes_that_they_own(tm
 def test_a_search_of_personal_methods_goes_by_the_clients_own_images():
     config = load(None, ["method=fedper"])
     local = config.model_copy(update={"federation": config.federation.model_copy(update={"batchnorm": "local"})})
-    assert usual_metric(config, ["fedper", "ditto"]) == "local"
-    assert usual_metric(config, ["fedper", "fedavg"]) == "accuracy"
-    assert usual_metric(local, ["fedavg"]) == "local"
+    assert default_metric(config, ["fedper", "ditto"]) == "local"
+    assert default_metric(config, ["fedper", "fedavg"]) == "accuracy"
+    assert default_metric(local, ["fedavg"]) == "local"
 
 
 def test_a_step_is_judged_at_rungs_at_intervals_and_at_the_end():
