@@ -22,7 +22,8 @@ from raylt.core.evaluation import counts
 from raylt.core.evaluation.counts import Matrices
 from raylt.core.evaluation.evaluator import Evaluator
 from raylt.core.fleet.cohort import RoundStats, Traffic
-from raylt.core.fleet.fleet import MAY_DIVERGE, Fleet, check_finite
+from raylt.core.fleet.fleet import Fleet, check_finite
+from raylt.core.fleet.quorum import MAY_DIVERGE
 from raylt.core.protection.protection import check_delta
 from raylt.core.report import JUDGED, RoundReport
 from raylt.core.server import Server, Timings

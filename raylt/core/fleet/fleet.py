@@ -23,24 +23,21 @@ from torch import Tensor
 from raylt import tree
 from raylt.config import Config
 from raylt.core.client import ClientFunction, Message, Reply
-from raylt.core.fleet.aggregation import LayoutVote, Replies
+from raylt.core.fleet.aggregation import Aggregator, LayoutVote, Replies
 from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
 from raylt.core.fleet.item_progress import ItemsHook, progress_of_items, steps_reported_to
 from raylt.core.fleet.outliers import Outliers
+from raylt.core.fleet.quorum import Quorum
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.schema import Arrived, Schema
 from raylt.core.fleet.wire import Fault, Unusable
 from raylt.core.protection.protection import Protection
 from raylt.core.server import ProgressHook, StageProgress
 from raylt.data.task import Task
-from raylt.errors import ClientError, Diverged, Overflow, RayltError, TooFewReplies
+from raylt.errors import ClientError, Overflow, RayltError, TooFewReplies
 from raylt.tree import Tree
 
 ItemFunction = Callable[[Tree], Tree]
-# codes of faults that most clients have only if training diverged
-DIVERGED = frozenset({"reply.not-finite", "reply.out-of-range", "reply.overflow", "model.not-finite"})
-# of features or updates that are too long, which is a sign of divergence too
-MAY_DIVERGE = DIVERGED | {"reply.wrong-sums", "reply.outlier"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class Fleet(ABC):
         self._arrived = -1  # answers to the call under way, as the observer knows it
         self.on_items: ItemsHook | None = None
         self.protection = Protection(config, self.all_sizes)
-        self._diverging = -2, -2  # first and last of the latest rounds in a row with updates that are too large
+        self._quorum = Quorum(config)
         self._private: dict[int, Any] = {}  # handles of the clients' private states, from which an actor is rebuilt
 
     @property
@@ -129,15 +126,7 @@ class Fleet(ABC):
         """
         cohort = cohort if isinstance(cohort, Cohort) else Cohort(cohort)
         name = getattr(fn, "__name__", "call")
-        if not cohort.ids:
-            raise TooFewReplies(
-                f"round {self.round}, {name}: fleet.ask got an empty cohort (0 clients). Pass a client id, or "
-                "raise federation.participation where clients are sampled.",
-                code="reply.too-few",
-                round=self.round,
-                function=name,
-                asked=0,
-            )
+        self._check_asked(name, cohort)
         check_finite(message, f"round {self.round}, {name}: the message to the clients", self.config)
         parts = self.protection.with_templates(parts, message)
         schema = Schema(parts, self.all_sizes, weights, self._labels)
@@ -146,31 +135,15 @@ class Fleet(ABC):
         )
         vote = LayoutVote(aggregator)
         outliers = Outliers(schema.length_bounds if aggregator.compares else {}, schema.lengths_of, self.all_sizes)
-        privates: dict[int, Any] = {}
-        errors: list[ClientError] = []
-        for answer in self._counted(name, fn, cohort, message, schema, aggregator.summable):
-            error = self._take_in(answer, name, schema, vote, outliers)
-            if error is None:
-                privates[answer.id] = answer.private
-            else:
-                errors.append(error)
-        for id, reply, fault in outliers.decided():
-            if fault is None:
-                vote.accept(id, reply, schema.layout(reply))
-            else:
-                errors.append(self._reject(id, name, fault))
+        answers = self._counted(name, fn, cohort, message, schema, aggregator.summable)
+        privates, errors = self._collect(answers, name, schema, vote, outliers)
         usual, faults = vote.winner()
         errors += [self._reject(id, name, fault) for id, fault in faults.items()]
-        self._check_quorum(name, cohort, message, 0 if usual is None else len(usual.weights), errors)
+        valid = 0 if usual is None else len(usual.weights)
+        self._quorum.check(self.round, name, cohort, message, valid, errors)
         assert usual is not None
         self._commit({id: privates[id] for id in usual.weights}, cohort)
-        with self.round_stats.timings.time("aggregation"):
-            replies = usual.result()
-        for trouble in usual.troubles:
-            self.note(f"round {self.round}, {name}: {trouble}")
-        self.round_stats.traffic[name].add(usual.overhead)
-        self.round_stats.privacy = usual.statement or self.round_stats.privacy
-        return replies
+        return self._result(name, usual)
 
     @abstractmethod
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
@@ -284,6 +257,50 @@ class Fleet(ABC):
                 traffic.replies += 1
             yield answer
 
+    def _check_asked(self, name: str, cohort: Cohort) -> None:
+        if not cohort.ids:
+            raise TooFewReplies(
+                f"round {self.round}, {name}: fleet.ask got an empty cohort (0 clients). Pass a client id, or "
+                "raise federation.participation where clients are sampled.",
+                code="reply.too-few",
+                round=self.round,
+                function=name,
+                asked=0,
+            )
+
+    def _collect(
+        self, answers: Iterable[Answer], name: str, schema: Schema, vote: LayoutVote, outliers: Outliers
+    ) -> tuple[dict[int, Any], list[ClientError]]:
+        """Check all answers and add the valid replies to the vote.
+
+        Returns:
+            Handles of the new private states of clients with valid replies, and the errors of all other clients.
+        """
+        privates: dict[int, Any] = {}
+        errors: list[ClientError] = []
+        for answer in answers:
+            error = self._take_in(answer, name, schema, vote, outliers)
+            if error is None:
+                privates[answer.id] = answer.private
+            else:
+                errors.append(error)
+        for id, reply, fault in outliers.decided():
+            if fault is None:
+                vote.accept(id, reply, schema.layout(reply))
+            else:
+                errors.append(self._reject(id, name, fault))
+        return privates, errors
+
+    def _result(self, name: str, aggregator: Aggregator) -> Replies:
+        """Return the reduced replies, and record the bytes, warnings and privacy of the aggregation."""
+        with self.round_stats.timings.time("aggregation"):
+            replies = aggregator.result()
+        for trouble in aggregator.troubles:
+            self.note(f"round {self.round}, {name}: {trouble}")
+        self.round_stats.traffic[name].add(aggregator.overhead)
+        self.round_stats.privacy = aggregator.statement or self.round_stats.privacy
+        return replies
+
     def _show_arrived(self, name: str, arrived: int, asked: int) -> None:
         """Tell the observer how many answers have arrived, also those that wait for the answer of a lower id."""
         if self.on_progress is not None and arrived > self._arrived:
@@ -324,66 +341,6 @@ class Fleet(ABC):
         self.changed.update(privates)
         if not cohort.everyone:
             self.round_stats.participants.update(privates)
-
-    def _check_divergence(self, name: str, cohort: Cohort, message: Message, errors: list[ClientError]) -> None:
-        """Raise `Diverged` if more than half of the clients sent infinite, NaN or far too large values."""
-        diverged = [error for error in errors if error.code in DIVERGED]
-        if 2 * len(diverged) <= len(cohort):
-            return
-        began, _ = self._diverging
-        before = largest_of(message)
-        rate = self.config.local.lr
-        raise Diverged(
-            f"local.lr: training diverged in round {began} ({rate:g}). In round {self.round}, {name}, {len(diverged)} "
-            f"of {len(cohort)} clients sent values that are infinite, not numbers or too large. First: {diverged[0]}. "
-            f"The largest value that they received is {before:.3g}. Lower local.lr, or weights "
-            "and rates of the method; if one of the clients may be hostile, set federation.robust.",
-            code="training.diverged",
-            key="local.lr",
-            value=rate,
-            round=began,
-            function=name,
-            client=diverged[0].client,
-            size=diverged[0].details.get("value"),
-            sent=before,
-            cause=diverged[0].code,
-        ) from diverged[0]
-
-    def _check_quorum(
-        self, name: str, cohort: Cohort, message: Message, usable: int, errors: list[ClientError]
-    ) -> None:
-        if any(error.code in DIVERGED for error in errors):
-            first, last = self._diverging
-            self._diverging = (first if self.round - last <= 1 else self.round, self.round)
-        quorum = self.config.federation.quorum
-        needed = max(1, math.ceil(quorum * cohort.needed - 1e-9))
-        if usable >= needed:
-            return
-        self._check_divergence(name, cohort, message, errors)
-        first = errors[0]
-        remedy = ""
-        if first.code in MAY_DIVERGE:
-            remedy = f" If training diverged, lower local.lr ({self.config.local.lr:g})."
-            if self.config.federation.robust is None:
-                remedy += " If one of the clients may be hostile, set federation.robust."
-        raise TooFewReplies(
-            f"round {self.round}, {name}: {usable} of {cohort.needed} clients replied usably, federation.quorum = "
-            f"{quorum:g} needs {needed}. The first failure: {str(first).rstrip('.')}.{remedy}",
-            code="reply.too-few",
-            round=self.round,
-            function=name,
-            usable=usable,
-            asked=cohort.needed,
-            needed=needed,
-            client=first.client,
-            cause=first.code,
-        ) from first
-
-
-def largest_of(message: Tree) -> float:
-    """Return the largest magnitude in the float tensors of a tree, or 0 if the tree has none."""
-    floats = [leaf for _, leaf in tree.leaves(message) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return max((leaf.abs().max().item() for leaf in floats if leaf.numel()), default=0.0)
 
 
 def check_finite(parts: Tree, what: str, config: Config) -> None:

@@ -6,7 +6,6 @@ spent on autograd's bookkeeping. The same kernels run on the same values as in a
 # pyright: reportPrivateImportUsage=false
 
 import math
-import time
 from collections.abc import Callable
 from typing import Literal, TypeGuard, get_args
 
@@ -20,7 +19,7 @@ from raylt.recordability import recordable
 
 Schedule = Literal["epoch", "iteration", "constant"]
 WORTH = 10  # replays that make a recording worthwhile
-TIMED = 20  # steps from which the time of all is estimated
+Step = Callable[[Tensor], None]  # a training step on the given rows of the features
 
 
 @recordable
@@ -68,69 +67,81 @@ def fit_classifier(
     optimiser = SGD(classifier.parameters(), lr, momentum, weight_decay)
     generator = torch.Generator().manual_seed(seed)
     classifier.train()
-    steps, total = 0, torch.zeros((), device=z.device)
-    is_last = False  # only the last epoch's loss is summed
-
+    losses = _LossSum(z.device)
     has_all_labels = not y.is_floating_point() and bool((y >= 0).all())  # torch ignores a label of -100
     if loss is cross_entropy and has_all_labels and is_plain_linear(classifier):
-        gradients = SoftmaxGradients(classifier)
-
-        def step(rows: Tensor) -> None:
-            labels = y.index_select(0, rows)
-            log_p, of_params = gradients(z.index_select(0, rows), labels)
-            optimiser.descend(of_params)
-            if is_last:
-                total.add_(F.nll_loss(log_p, labels) * len(rows))
+        step = _closed_form_step(classifier, z, y, optimiser, losses)
     else:
-
-        def step(rows: Tensor) -> None:
-            value = loss(classifier(z[rows]), y[rows])
-            optimiser.step(value)
-            if is_last:
-                total.add_(value.detach() * len(rows))
-
+        step = _autograd_step(classifier, loss, z, y, optimiser, losses)
     # a recording has one learning rate, so it pays only if several steps share the rate
-    lasts = schedule == "constant" or (schedule == "epoch" and len(z) // batch >= WORTH)
-    repeated = Repeated(step, z.device, [loss, optimiser], [classifier])
+    is_recorded = schedule == "constant" or (schedule == "epoch" and len(z) // batch >= WORTH)
+    recorded = Repeated(step, z.device, [loss, optimiser], [classifier])
+    steps = 0
     for epoch in range(epochs):
-        is_last = epoch == epochs - 1
-        if schedule == "epoch" or is_last:
-            repeated.renew()
+        losses.counts = epoch == epochs - 1
+        if schedule == "epoch" or losses.counts:
+            recorded.renew()
         for rows in torch.randperm(len(z), generator=generator).to(z.device, non_blocking=True).split(batch):
             if schedule != "constant":
                 passed = epoch if schedule == "epoch" else steps
                 optimiser.lr = lr * 0.5 * (1 + math.cos(math.pi * passed / epochs))
-            repeated(rows) if lasts else step(rows)
+            if is_recorded:
+                recorded(rows)
+            else:
+                step(rows)
             steps += 1
         if progress is not None:
             progress(epoch + 1, epochs)
-    return total.item() / max(len(z), 1)
+    return losses.total.item() / max(len(z), 1)
 
 
-def fit_time(dim: int, classes: int, samples: int, epochs: int, batch: int) -> str:
-    """Return the estimated time that `fit_classifier` takes on `samples` features, as text."""
-    return about(fit_seconds(dim, classes, samples, epochs, batch))
+class _LossSum:
+    """The sum of the losses of samples, of one epoch.
+
+    Attributes:
+        counts: Whether the losses of the current epoch are added, which is so in the last one.
+    """
+
+    def __init__(self, device: torch.device):
+        self.total = torch.zeros((), device=device)
+        self.counts = False
+
+    def add(self, mean: Tensor, n: int) -> None:
+        """Add the losses of n samples with this mean."""
+        self.total.add_(mean * n)
 
 
-def fit_seconds(dim: int, classes: int, samples: int, epochs: int, batch: int) -> float:
-    """Return the seconds that `fit_classifier` takes on `samples` features, estimated from a few timed steps."""
-    classifier = nn.Linear(dim, classes)
-    rows = min(samples, TIMED * batch)
-    z, y = torch.zeros(rows, dim), torch.zeros(rows, dtype=torch.long)
+def _closed_form_step(classifier: nn.Linear, z: Tensor, y: Tensor, optimiser: SGD, losses: _LossSum) -> Step:
+    """Return a step of a softmax regression that computes its gradients directly."""
+    gradients = SoftmaxGradients(classifier)
 
-    def timed() -> float:
-        start = time.perf_counter()
-        fit_classifier(classifier, z, y, epochs=1, batch=batch, lr=0.0, momentum=0.9, weight_decay=0.0, seed=0)
-        return time.perf_counter() - start
+    def step(rows: Tensor) -> None:
+        labels = y.index_select(0, rows)
+        log_p, of_params = gradients(z.index_select(0, rows), labels)
+        optimiser.descend(of_params)
+        if losses.counts:
+            losses.add(F.nll_loss(log_p, labels), len(rows))
 
-    timed()  # the first steps are slower
-    steps = epochs * math.ceil(samples / batch)
-    return timed() / math.ceil(rows / batch) * steps
+    return step
 
 
-def about(seconds: float) -> str:
-    """Return a duration as text, such as `about 12 s on one core of this machine`."""
-    return f"about {max(1, round(seconds))} s on one core of this machine"
+def _autograd_step(
+    classifier: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    z: Tensor,
+    y: Tensor,
+    optimiser: SGD,
+    losses: _LossSum,
+) -> Step:
+    """Return a step of any classifier and loss."""
+
+    def step(rows: Tensor) -> None:
+        value = loss(classifier(z[rows]), y[rows])
+        optimiser.step(value)
+        if losses.counts:
+            losses.add(value.detach(), len(rows))
+
+    return step
 
 
 def is_plain_linear(classifier: nn.Module) -> TypeGuard[nn.Linear]:
@@ -159,8 +170,8 @@ class SoftmaxGradients:
             y: labels, int64 [B].
         """
         log_p = F.linear(z, self._weight, self._bias).log_softmax(1)
-        of_loss = self._one_hot.index_select(0, y).div_(-len(y))  # with respect to log_p
-        of_logits = torch._log_softmax_backward_data(of_loss, log_p, 1, log_p.dtype)
-        of_weight = of_logits.t() @ z
-        gradients = [of_weight] if self._bias is None else [of_weight, of_logits.sum(0)]
+        grad_log_p = self._one_hot.index_select(0, y).div_(-len(y))
+        grad_logits = torch._log_softmax_backward_data(grad_log_p, log_p, 1, log_p.dtype)
+        grad_weight = grad_logits.t() @ z
+        gradients = [grad_weight] if self._bias is None else [grad_weight, grad_logits.sum(0)]
         return log_p, gradients

@@ -34,8 +34,9 @@ from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import total
 from raylt.core.method import Method
 from raylt.core.server import Server
+from raylt.core.training.estimates import fit_time
 from raylt.core.training.features import features
-from raylt.core.training.fit_classifier import fit_classifier, fit_time
+from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.sgd import sgd
 from raylt.data.samples import Batch
 from raylt.data.task import TaskSpec

@@ -18,8 +18,9 @@ from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import Reduction, total
 from raylt.core.method import Group, Method
 from raylt.core.server import Server
+from raylt.core.training.estimates import about, fit_seconds
 from raylt.core.training.features import features
-from raylt.core.training.fit_classifier import about, fit_classifier, fit_seconds
+from raylt.core.training.fit_classifier import fit_classifier
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import SplitModel, linear, with_classifier

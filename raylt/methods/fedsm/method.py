@@ -47,8 +47,9 @@ from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import Reduction, mean, total
 from raylt.core.method import Method, train_model
 from raylt.core.server import Server
+from raylt.core.training.estimates import fit_time
 from raylt.core.training.features import encoded, features
-from raylt.core.training.fit_classifier import fit_classifier, fit_time
+from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.loss_terms import Terms, asked_for, figure_of
 from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from raylt.core.client import Client
 from raylt.core.server import Server, StageProgress
-from raylt.core.training.fit_classifier import about, fit_classifier
+from raylt.core.training.estimates import about
+from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.sgd import learning_rate
 from raylt.data.task import TaskSpec
 from raylt.models.split import SplitModel

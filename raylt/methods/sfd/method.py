@@ -43,8 +43,9 @@ from raylt.core.fleet.reductions import each, total
 from raylt.core.fleet.upload_limit import check_class_sums
 from raylt.core.method import Group, Method, train_clients
 from raylt.core.server import Server, StageProgress
+from raylt.core.training.estimates import about
 from raylt.core.training.features import features
-from raylt.core.training.fit_classifier import about, fit_classifier
+from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.loss_terms import Terms
 from raylt.core.training.sgd import Objective
 from raylt.data.augment import resized_crop_flip

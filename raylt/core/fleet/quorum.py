@@ -1,0 +1,100 @@
+"""`Quorum`: decides whether enough clients sent a valid reply, and whether training has diverged if not."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from raylt import tree
+from raylt.config import Config
+from raylt.core.client import Message
+from raylt.core.fleet.cohort import Cohort
+from raylt.errors import ClientError, Diverged, TooFewReplies
+from raylt.tree import Tree
+
+# if most clients report one of these codes, training has diverged
+DIVERGED = frozenset({"reply.not-finite", "reply.out-of-range", "reply.overflow", "model.not-finite"})
+# oversized features or updates can also indicate divergence
+MAY_DIVERGE = DIVERGED | {"reply.wrong-sums", "reply.outlier"}
+
+
+class Quorum:
+    """The check that at least `federation.quorum` of the clients of each call sent a valid reply."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._diverging = -2, -2  # first and last of the latest rounds in a row with such errors
+
+    def check(
+        self, round: int, name: str, cohort: Cohort, message: Message, usable: int, errors: Sequence[ClientError]
+    ) -> None:
+        """Check that enough clients of a cohort sent a valid reply.
+
+        Args:
+            name: The client function's name.
+            message: The message to the clients, whose largest value is named if training has diverged.
+            usable: Number of valid replies.
+            errors: Errors of the other clients.
+
+        Raises:
+            Diverged: Too few replies are valid, and most clients sent values that no model can have.
+            TooFewReplies: Too few replies are valid, for another reason.
+        """
+        if any(error.code in DIVERGED for error in errors):
+            first, last = self._diverging
+            self._diverging = (first if round - last <= 1 else round, round)
+        quorum = self._config.federation.quorum
+        needed = max(1, math.ceil(quorum * cohort.needed - 1e-9))
+        if usable >= needed:
+            return
+        self._check_divergence(round, name, cohort, message, errors)
+        first = errors[0]
+        remedy = ""
+        if first.code in MAY_DIVERGE:
+            remedy = f" If training diverged, lower local.lr ({self._config.local.lr:g})."
+            if self._config.federation.robust is None:
+                remedy += " If one of the clients may be hostile, set federation.robust."
+        raise TooFewReplies(
+            f"round {round}, {name}: {usable} of {cohort.needed} clients replied usably, federation.quorum = "
+            f"{quorum:g} needs {needed}. The first failure: {str(first).rstrip('.')}.{remedy}",
+            code="reply.too-few",
+            round=round,
+            function=name,
+            usable=usable,
+            asked=cohort.needed,
+            needed=needed,
+            client=first.client,
+            cause=first.code,
+        ) from first
+
+    def _check_divergence(
+        self, round: int, name: str, cohort: Cohort, message: Message, errors: Sequence[ClientError]
+    ) -> None:
+        """Raise `Diverged` if more than half of the clients sent infinite, NaN or far too large values."""
+        diverged = [error for error in errors if error.code in DIVERGED]
+        if 2 * len(diverged) <= len(cohort):
+            return
+        began, _ = self._diverging
+        before = largest_of(message)
+        rate = self._config.local.lr
+        raise Diverged(
+            f"local.lr: training diverged in round {began} ({rate:g}). In round {round}, {name}, {len(diverged)} "
+            f"of {len(cohort)} clients sent values that are infinite, not numbers or too large. First: {diverged[0]}. "
+            f"The largest value that they received is {before:.3g}. Lower local.lr, or weights "
+            "and rates of the method; if one of the clients may be hostile, set federation.robust.",
+            code="training.diverged",
+            key="local.lr",
+            value=rate,
+            round=began,
+            function=name,
+            client=diverged[0].client,
+            size=diverged[0].details.get("value"),
+            sent=before,
+            cause=diverged[0].code,
+        ) from diverged[0]
+
+
+def largest_of(message: Tree) -> float:
+    """Return the largest magnitude in the float tensors of a tree, or 0 if the tree has none."""
+    floats = [leaf for _, leaf in tree.leaves(message) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return max((leaf.abs().max().item() for leaf in floats if leaf.numel()), default=0.0)
