@@ -60,6 +60,14 @@ def tune_arm(
     if not arm_space:
         return outcome
     cost = cost_of(base, sizes(base), tuning.count) * tuning.splits
+    if cost and not budget:
+        raise ConfigError(
+            f"study.reference: a run of the reference arm takes no {UNITS[tuning.count]}, so a budget cannot be "
+            f"counted in its runs (federation.rounds = {reference.federation.rounds}). Name an arm with rounds.",
+            code="search.budget-too-small",
+            key="study.reference",
+            value=reference.federation.rounds,
+        )
     if cost > budget:
         raise ConfigError(
             f"study.tune.runs: the budget is {budget} {UNITS[tuning.count]}, and one trial of the arm takes {cost} "
@@ -84,7 +92,7 @@ def tune_arm(
             metric=tuning.metric,
             searcher=tuning.searcher,
             scheduler="asha" if rungs(base.federation.rounds, None) else "none",
-            budget=budget,
+            budget=budget or None,
             count=tuning.count,
             seed=base.seed,
             splits=tuning.splits,
@@ -132,7 +140,7 @@ def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int,
     """Raise CheckpointError if the folder's search has another space, budget, metric or searcher."""
     with Folder.open(folder) as search_folder:
         plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
-    expected = ({method: arm_space}, budget, tuning.count, tuning.metric, tuning.searcher, tuning.splits)
+    expected = ({method: arm_space}, budget or None, tuning.count, tuning.metric, tuning.searcher, tuning.splits)
     if (plan.spaces, plan.budget, plan.count, plan.metric, plan.searcher, plan.splits) != expected:
         raise CheckpointError(
             f"{folder}: the folder holds a search for something else. Give the study another name, or remove the "

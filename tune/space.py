@@ -179,7 +179,7 @@ def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: a value is not valid.
     """
-    tree = base.model_dump(mode="json")
+    tree = base.to_tree()
     if tree["method"]["name"] != method:
         tree["method"] = {"name": method}
     for key, value in values.items():

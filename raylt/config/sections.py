@@ -521,6 +521,11 @@ class OutputConfig(Section):
     )
 
 
+def _encoder_normalises(tree: Mapping[str, Any]) -> bool:
+    """Return whether the encoder normalises images itself, which turns `data.normalise` off by default."""
+    return tree.get("input") is not None or str(tree.get("model")).startswith("clip:")
+
+
 class Config(Section):
     """The complete configuration of a run. Only the method has no default."""
 
@@ -598,11 +603,19 @@ class Config(Section):
     def _normalised_by_the_encoder(cls, tree: Any) -> Any:
         """Turn off raylt's normalisation if the encoder normalises images, unless the user has set it."""
         data = tree.get("data", {}) if isinstance(tree, dict) else None
-        if not isinstance(data, dict) or "normalise" in data:
-            return tree
-        if tree.get("input") is None and not str(tree.get("model")).startswith("clip:"):
+        if not isinstance(data, dict) or "normalise" in data or not _encoder_normalises(tree):
             return tree
         return tree | {"data": data | {"normalise": False}}
+
+    def to_tree(self) -> dict[str, Any]:
+        """Return the settings as a JSON tree that can be changed and checked again.
+
+        `data.normalise` is left out where its value follows from the model and the input, which may be changed.
+        """
+        tree = self.model_dump(mode="json")
+        if tree["data"]["normalise"] is not _encoder_normalises(tree):
+            del tree["data"]["normalise"]
+        return tree
 
     @field_validator("trainable")
     @classmethod

@@ -294,6 +294,20 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         ),
         "Set federation.patience to null",
     ),
+    Exclusion(
+        "federation.batchnorm",
+        "model",
+        lambda run: run.config.federation.batchnorm == "local" and not run.model.local_buffers,
+        "the model has no running statistics that training changes, so nothing would stay at the clients",
+        "Set federation.batchnorm=average",
+    ),
+    Exclusion(
+        "local.schedule",
+        "data.new_clients",
+        lambda run: run.config.local.schedule == "cosine" and run.config.data.new_clients > 0 and run.method.personal,
+        "new clients train models of their own at the last round's learning rate, which is almost 0",
+        "Set local.schedule=step, or data.new_clients=0",
+    ),
     # who is asked
     Exclusion(
         "federation.sampling",

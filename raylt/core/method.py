@@ -25,7 +25,7 @@ from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import Reduction, mean
 from raylt.core.server import Server, ServerOptimiser
 from raylt.core.training.loss_terms import asked_for, figure_of, reply_of
-from raylt.core.training.sgd import Objective, sgd, take_statistics
+from raylt.core.training.sgd import Objective, sgd
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task, TaskSpec
 from raylt.errors import ConfigError
@@ -201,8 +201,9 @@ class Method(BaseModel):
         The message is that of a round.
 
         The client joins and trains its private entries on its samples, as long as in a round, with the final shared
-        entries. If it keeps only running statistics (federation.batchnorm = local), it computes these instead. A method
-        that keeps personal models in the clients' states overrides this function to create them.
+        entries. If it keeps only running statistics (federation.batchnorm = local), there is nothing to train: they are
+        computed with the model that is evaluated. A method that keeps personal models in the clients' states overrides
+        this function to create them.
         """
         client.receive(message["model"])
         shared, model = self.shared(client.model), client.model
@@ -210,8 +211,6 @@ class Method(BaseModel):
         if own:
             self.join(client, {})
             sgd(client, self.objective(client, message), own)
-        else:
-            take_statistics(client)
 
     # at the server
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
 from raylt.core.training.features import features
-from raylt.core.training.sgd import Objective, balanced, sgd
+from raylt.core.training.sgd import Objective, balanced, sgd, take_statistics
 from raylt.data.samples import Batch
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, hp
@@ -80,6 +80,8 @@ class BalanceFL(Method):
         excluded = ~is_owned if self.missing == "mask" else torch.zeros_like(is_owned)
         augment = self.augmentation(client) if self.fa else lambda z, y: z
         distil = self.kd > 0 and len(missing) > 1  # a softmax over one class is always 1
+        if distil:
+            take_statistics(client)
         teacher = copy.deepcopy(model).requires_grad_(False).eval() if distil else model
 
         def loss(batch: Batch) -> Tensor:

@@ -47,7 +47,8 @@ class FedALA(Method):
         if "personal" in client.state:  # [3]
             client.receive(self.mix(client))
         parts = train_model(self, client, message)
-        client.state["personal"] = tree.snapshot(client.model.state_dict())
+        if client.steps():  # a client of one sample takes no step, and keeps the final global model
+            client.state["personal"] = tree.snapshot(client.model.state_dict())
         return client.reply(model=self.shared(client.model), **parts)
 
     def mix(self, client: Client) -> StateDict:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from raylt.core.client import Client, Message
 from raylt.core.method import Method
 from raylt.core.training.loss_terms import Terms
-from raylt.core.training.sgd import Objective
+from raylt.core.training.sgd import Objective, take_statistics
 from raylt.data.samples import Batch
 from raylt.hyper import LogUniform, hp
 from raylt.ops.distillation import divergence
@@ -43,6 +43,7 @@ class FedNTD(Method):
         if not self.beta:
             return super().objective(client, message)
         model = client.model
+        take_statistics(client)
         received = copy.deepcopy(model).requires_grad_(False).eval()  # [2]; received just before
         others = torch.arange(model.classes - 1, device=client.device)
 

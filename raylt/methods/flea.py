@@ -30,7 +30,7 @@ from raylt.core.fleet.reductions import each
 from raylt.core.method import Method, train_clients, train_model
 from raylt.core.server import Server
 from raylt.core.training.loss_terms import Terms
-from raylt.core.training.sgd import Objective, autocast
+from raylt.core.training.sgd import Objective, autocast, take_statistics
 from raylt.data.samples import Batch
 from raylt.data.task import Task
 from raylt.errors import ConfigError
@@ -97,6 +97,7 @@ class FLea(Method):
         Before any activations were shared, it is a warm-up loss on the client's images alone.
         """
         model = client.model
+        take_statistics(client)
         received = copy.deepcopy(model).requires_grad_(False).eval()
         lower, upper = halves(model, self.layer)
         _, frozen_upper = halves(received, self.layer)

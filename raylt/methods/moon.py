@@ -23,7 +23,7 @@ from raylt import tree
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
 from raylt.core.training.loss_terms import Terms
-from raylt.core.training.sgd import Objective
+from raylt.core.training.sgd import Objective, take_statistics
 from raylt.data.samples import Batch
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, hp
@@ -69,6 +69,7 @@ class MOON(Method):
         if not self.mu:
             return super().objective(client, message)
         model = client.model
+        take_statistics(client)
         received = frozen(model.encoder, {})  # the model was received just before
         previous = frozen(model.encoder, client.state.get("previous", {}))  # [2]
 

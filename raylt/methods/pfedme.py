@@ -62,7 +62,8 @@ class PFedMe(Method):
                     own -= self.eta * self.lam * (own - p)
             total.add_(loss.detach() * len(batch.y))
             seen += len(batch.y)
-        client.state["personal"] = tree.snapshot(model.state_dict())
+        if seen:  # a client of one sample takes no step, and keeps the final global model
+            client.state["personal"] = tree.snapshot(model.state_dict())
         with torch.no_grad():
             for p, own in zip(theta, w, strict=True):
                 p.copy_(own)

@@ -22,7 +22,7 @@ from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import mean
 from raylt.core.method import Group, Method
 from raylt.core.server import Server
-from raylt.core.training.sgd import learning_rate, sgd
+from raylt.core.training.sgd import learning_rate, sgd, take_statistics
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task
 from raylt.hyper import Choice, hp
@@ -88,6 +88,7 @@ class QFedAvg(Method):
     @torch.no_grad()
     def risk(self, client: Client) -> float:
         """Return F_k, the model's mean loss on all samples of the client, at least 1e-10 [3]."""
+        take_statistics(client)
         model = client.model.eval()
         losses = 0.0
         for batch in client.samples.in_order(client.config.evaluation.batch):

@@ -1,7 +1,7 @@
 """Image models of torchvision and timm. The last linear layer becomes the classifier, the rest the encoder."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -198,12 +198,13 @@ def _torchvision(
             value=name,
         )
     path, last = layers[-1]
+    first, convolution = next((path, layer) for path, layer in body.named_modules() if isinstance(layer, nn.Conv2d))
+    if shape[2] != 3:
+        body.set_submodule(first, _with_channels(convolution, shape[2]))
     if weights is not None:
-        state = _torchvision_state(architecture, weights)
+        state = _for_channels(_torchvision_state(architecture, weights), [first], shape[2])
         pretrained.load_body(body, state, [path], weights, f"torchvision's {architecture}")
     body.set_submodule(path, nn.Identity())
-    if shape[2] != 3:
-        _take_channels(body, shape[2], keep=weights is not None)
     return Features(body), last.in_features
 
 
@@ -222,14 +223,24 @@ def _present_name(entry: str) -> str:
     return re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", entry)
 
 
-def _take_channels(body: nn.Module, channels: int, keep: bool) -> None:
-    """Replace the model's first convolution to accept another number of input channels.
+def _for_channels(state: dict[str, Tensor], layers: Iterable[str], channels: int) -> dict[str, Tensor]:
+    """Return a state dict whose first convolutions take images with this number of channels.
+
+    Weights for three channels are converted; others stay, so that a file for these channels is loaded as it is.
 
     Args:
-        keep: derive its weights from the old ones; otherwise they are random.
+        layers: Names of the first convolutions.
     """
-    path, first = next((path, layer) for path, layer in body.named_modules() if isinstance(layer, nn.Conv2d))
-    other = nn.Conv2d(
+    for layer in layers:
+        weight = state.get(f"{layer}.weight")
+        if channels != 3 and weight is not None and weight.ndim == 4 and weight.shape[1] == 3:
+            state = state | {f"{layer}.weight": pretrained.for_channels(weight, channels)}
+    return state
+
+
+def _with_channels(first: nn.Conv2d, channels: int) -> nn.Conv2d:
+    """Return a convolution with random weights that is like another one, for this number of input channels."""
+    return nn.Conv2d(
         channels,
         first.out_channels,
         first.kernel_size,  # pyright: ignore
@@ -240,9 +251,6 @@ def _take_channels(body: nn.Module, channels: int, keep: bool) -> None:
         first.bias is not None,
         first.padding_mode,
     )
-    if keep:
-        other.load_state_dict(first.state_dict() | {"weight": pretrained.for_channels(first.weight.detach(), channels)})
-    body.set_submodule(path, other)
 
 
 def _timm(name: str, architecture: str, shape: tuple[int, int, int], weights: str | None) -> tuple[Features, int]:
@@ -350,13 +358,14 @@ def _timm_pretrained(name: str, architecture: str, channels: int, weights: str, 
     body = _timm_untrained(name, architecture, channels, options)
     state = pretrained.read(Path(weights).expanduser(), f"timm's {architecture}")
     timm_config: Any = body.pretrained_cfg
-    first = f"{timm_config['first_conv']}.weight"
-    classifier = timm_config["classifier"]  # distilled models have two
-    if channels != 3 and first in state and state[first].ndim == 4:
-        state = state | {first: pretrained.for_channels(state[first], channels)}
-    classifiers = [classifier] if isinstance(classifier, str) else classifier
-    pretrained.load_body(body, state, classifiers, weights, f"timm's {architecture}")
+    state = _for_channels(state, _names(timm_config["first_conv"]), channels)
+    pretrained.load_body(body, state, _names(timm_config["classifier"]), weights, f"timm's {architecture}")
     return body
+
+
+def _names(layers: str | Sequence[str] | None) -> list[str]:
+    """Return the names of layers in an entry of timm's configurations: one name, several or none."""
+    return [layers] if isinstance(layers, str) else list(layers or ())
 
 
 def _shortened(error: Exception) -> str:

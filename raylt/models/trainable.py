@@ -8,7 +8,7 @@
 
 What is frozen is hidden from `state_dict`: it does not travel, is not aggregated, gets no noise and is in no
 checkpoint. Every process builds it again from the same weights. `whole_model` returns a plain model with all entries.
-Frozen BatchNorm and dropout layers stay in evaluation mode.
+Every frozen layer stays in evaluation mode, such as BatchNorm, dropout and spectral normalisation.
 """
 
 import copy
@@ -20,17 +20,24 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from raylt.errors import ConfigError
 from raylt.models.split import SplitModel, StateDict
 from raylt.recordability import recordable
 
-NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-OTHER_NORMS = ("RmsNorm", "RmsNorm2d", "SimpleNorm", "SimpleNorm2d")  # of timm
-# layers that drop whole residual branches, in timm and torchvision
-STOCHASTIC = ("DropPath", "StochasticDepth")
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+# layers of torch that compute something else in training mode
+MODES = (
+    _NormBase,
+    _DropoutNd,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.RNNBase,
+    nn.RReLU,
+)
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 BLOCKS = ("blocks", "layers", "resblocks")  # names of the containers of blocks in timm, torchvision and open_clip
 
@@ -142,8 +149,11 @@ def _has_layers(module: nn.Module) -> bool:
 
 
 def _normalises(layer: nn.Module) -> bool:
-    """Return whether a module is a normalisation layer."""
-    return isinstance(layer, NORMS) or type(layer).__name__ in OTHER_NORMS
+    """Return whether a module is a normalisation layer, also one of timm or of a user: EvoNorm2dB0, RmsNormAct."""
+    if isinstance(layer, NORMS):
+        return True
+    own = [value.ndim for value in layer.parameters(recurse=False)]
+    return "Norm" in type(layer).__name__ and len(own) == len(list(layer.parameters())) > 0 and max(own) == 1
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -161,22 +171,35 @@ def _inner(child: nn.Module) -> Iterator[nn.Module]:
 def _freeze_all_but(encoder: nn.Module, learning: Iterable[nn.Module]) -> None:
     """Freeze an encoder except for the modules `learning`, and remove frozen entries from its state."""
     kept: set[int] = set()
+    inside: set[nn.Module] = set()
     for module in learning:
         own = module.added() if isinstance(module, LowRank) else module.parameters()
         kept |= {id(value.requires_grad_()) for value in own}
         if not isinstance(module, LowRank):
             kept |= {id(value) for value in module.buffers()}
+        inside |= set(module.modules())
     for module in encoder.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        draws = isinstance(module, _DropoutNd) or type(module).__name__ in STOCHASTIC
-        if draws or (isinstance(module, _BatchNorm) and not any(id(value) in kept for value in own)):
-            module.register_forward_pre_hook(_stay_in_evaluation)
+        if module not in inside and _may_depend_on_mode(module):
+            # before the hooks of the module's own, such as that of torch.nn.utils.spectral_norm
+            module.register_forward_pre_hook(stay_in_evaluation, prepend=True)
     entries = encoder.state_dict(keep_vars=True)
     hidden = frozenset(name for name, value in entries.items() if id(value) not in kept)
     encoder.register_state_dict_post_hook(Hidden(hidden))
 
 
-def _stay_in_evaluation(module: nn.Module, _: Any) -> None:
+def _may_depend_on_mode(module: nn.Module) -> bool:
+    """Return whether a module itself, apart from its children, may compute something else in training mode.
+
+    Modules of other libraries and of users may, and so may hooks: they draw dropout in functional form, or update
+    buffers.
+    """
+    of = type(module).__module__
+    if of.startswith("raylt."):
+        return False
+    return isinstance(module, MODES) or not of.startswith("torch.nn.modules.") or bool(module._forward_pre_hooks)
+
+
+def stay_in_evaluation(module: nn.Module, _: Any) -> None:
     """Set a module to evaluation mode before each call.
 
     A method may call `train` on any part of a model.
@@ -294,8 +317,12 @@ class LowRank(nn.Module):
         return [self.down, self.up]
 
     def merged(self) -> Tensor:
-        """Return the weight plus the product of the two matrices, in the weight's shape."""
-        return self.base + (self.up @ self.down).view_as(self.base)
+        """Return the weight plus the product of the two matrices, in the weight's shape and strides.
+
+        A weight of a 1x1 convolution has two kinds of strides, and torch chooses the kernel by them.
+        """
+        merged = self.base + (self.up @ self.down).view_as(self.base)
+        return merged.as_strided(self.base.shape, self.base.stride())
 
 
 @recordable
@@ -363,6 +390,8 @@ def _add_low_rank(encoder: nn.Module, rank: int) -> Iterator[LowRank]:
 def _adaptable(encoder: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
     """Yield the path and the layer of every linear layer and 1x1 convolution."""
     for path, layer in encoder.named_modules():
+        if "weight" not in layer._parameters:  # spectral normalisation computes it from other entries
+            continue
         if type(layer) is nn.Linear or (type(layer) is nn.Conv2d and _is_pointwise(layer)):
             yield path, layer
 
@@ -396,7 +425,7 @@ def whole_model(model: SplitModel) -> SplitModel:
             whole.set_submodule(path, copy.deepcopy(module.body))
     for module in whole.modules():
         hooks: dict[int, Any] = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is _stay_in_evaluation]:
+        for key in [key for key, hook in hooks.items() if hook is stay_in_evaluation]:
             del hooks[key]
         states: dict[int, Any] = module._state_dict_hooks
         for key in [key for key, hook in states.items() if isinstance(hook, Hidden)]:

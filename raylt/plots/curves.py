@@ -108,8 +108,8 @@ def draw_curves(
     }
     if not any(len(curve.x) > 1 for panel in curves.values() for curve in panel):
         raise ConfigError(
-            f"{study.definition.name}: fewer than two steps were evaluated in all runs of an arm. Finish the runs, and "
-            "set evaluation.every, or evaluation.personal for clients' own models.",
+            f"{study.definition.name}: fewer than two steps were evaluated in all runs of an arm. Finish the runs, "
+            "which need two rounds or more, and set evaluation.every, or evaluation.personal for clients' own models.",
             code="study.no-figure",
             name=study.definition.name,
         )

@@ -224,7 +224,7 @@ def _check_one_method(what: "str | Path | Config | Method", named: Any) -> None:
 def _tree_of(what: "str | Path | Config | Method") -> dict[str, Any]:
     """Return the settings that the first argument of `run` stands for."""
     if isinstance(what, Config):
-        return what.model_dump()
+        return what.to_tree()
     if isinstance(what, Method):
         register(type(what))
         return {"method": {"name": what.name, **what.model_dump(mode="json")}}

@@ -77,6 +77,13 @@ PAIRS = [
     ("privacy.noise_multiplier", "privacy.update_epsilon", {"privacy": {"noise_multiplier": 3.0}}, None),
     ("privacy.update_clip", "privacy.update_epsilon", {"privacy": {"update_clip": 0.1}}, None),
     ("trainable", "method", {"trainable": "classifier"}, METHODS["fedper"]()),
+    ("federation.batchnorm", "model", {"trainable": "classifier", "federation": {"batchnorm": "local"}}, None),
+    (
+        "local.schedule",
+        "data.new_clients",
+        {"local": {"schedule": "cosine"}, "data": {"new_clients": 1}},
+        METHODS["fedper"](),
+    ),
     ("data.erased", "local.unlabelled", {"data": {"erased": "unlabelled"}}, None),
 ]
 

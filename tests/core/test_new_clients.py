@@ -20,22 +20,28 @@ from raylt.core.evaluation.client_models import judged_entries, judged_model
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.training.features import features
-from raylt.core.training.sgd import sgd
+from raylt.core.training.sgd import sgd, take_statistics
 from raylt.data.images.cache import load as in_memory
 from raylt.data.splits.split import IndexLists
 from raylt.data.task import build_task
 from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.methods import METHODS
+from raylt.methods.balancefl import BalanceFL
 from raylt.methods.bpfed.method import BPFed
 from raylt.methods.ditto import Ditto
 from raylt.methods.fedafa import FedAFA
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedbabu import FedBABU
+from raylt.methods.feddyn import FedDyn
 from raylt.methods.fedetf import FedETF
+from raylt.methods.fedntd import FedNTD
 from raylt.methods.fedper import FedPer
 from raylt.methods.fedrep import FedRep
 from raylt.methods.fedrod import FedRoD
+from raylt.methods.flea import FLea
+from raylt.methods.moon import MOON
 from raylt.methods.mupfl.method import MuPFL
+from raylt.methods.qfedavg import QFedAvg
 from raylt.ops.moments import unpack
 from raylt.runs.folder.identity import check_config
 from raylt.runs.folder.summary import table_of
@@ -320,17 +326,40 @@ def test_mupfls_train_once(tiny_task, tmp_path):
     assert "cluster" not in client.state
 
 
-def test_running_statistics_that_stay_at_clients_are_taken(tiny_task, tmp_path, monkeypatch):
-    method, federation = FedAvg(), {"batchnorm": "local"}
+@pytest.mark.parametrize("method", [FedAvg(), FedDyn(alpha=0.2)], ids=lambda method: method.name)
+def test_running_statistics_that_stay_at_clients_are_those_of_the_evaluated_model(
+    tiny_task, tmp_path, monkeypatch, method
+):
+    """FedDyn sends clients a model that is ahead of the evaluated one."""
     ask_only(monkeypatch, method, [1])
-    experiment = run(late(tiny_task, 0), tmp_path, method, rounds=1, federation=federation)
+    experiment = run(late(tiny_task, 0), tmp_path, method, rounds=2, federation={"batchnorm": "local"})
     client = joined(experiment, method, 0)
-    entries = client.model.state_dict()
-    for name, value in experiment.server.model.named_parameters():
+    entries = judged_model(method, client, judged_entries(experiment.server, method)).state_dict()
+    other = open_client(tiny_task, method, 0, config=experiment.config)
+    other.receive({name: value.clone() for name, value in experiment.server.model.named_parameters()})
+    take_statistics(other)
+    for name, value in other.model.state_dict().items():
         assert torch.equal(entries[name], value), name
-    statistics = {name: entries[name] for name in client.model.local_buffers if name.endswith("num_batches_tracked")}
-    assert {value.item() for value in statistics.values()} == {2 * 3}  # two epochs of 24 samples in batches of 8
+    counters = {entries[name].item() for name in other.model.local_buffers if name.endswith("num_batches_tracked")}
+    assert counters == {2 * 3}  # two epochs of 24 samples in batches of 8
     assert experiment.server.figures["new_clients"]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    "method",
+    [MOON(), FedNTD(), FLea(layer="stage1"), BalanceFL(fa=False), QFedAvg()],
+    ids=lambda method: method.name,
+)
+def test_a_received_model_that_is_evaluated_at_a_client_has_statistics_of_the_client(tiny_task, method):
+    client = open_client(tiny_task, method, 2, config=configure(federation={"batchnorm": "local"}))
+    client.begin("train", 1)
+    if isinstance(method, QFedAvg):
+        method.risk(client)
+    else:
+        method.objective(client, {})
+    entries = client.model.state_dict()
+    counters = {entries[name].item() for name in client.model.local_buffers if name.endswith("num_batches_tracked")}
+    assert min(counters) > 0
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,20 @@ def test_perturbation_is_of_the_loss_alone_that_tells_classes(tiny_task, monkeyp
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # with one owned class the cross-entropy is 0 either way
 
 
+def test_the_entropy_is_that_of_unperturbed_features(tiny_task, monkeypatch):
+    client = open_client(tiny_task, BalanceFL(), 0)
+    monkeypatch.setattr(BalanceFL, "augmentation", lambda self, client: lambda z, y: 3 * z + 1)
+    client.model.eval()
+    batch = client.samples.batch(torch.arange(9))
+    terms = [
+        BalanceFL(**OFF | {"fa": fa}).objective(client, {})(batch).item()
+        - BalanceFL(**OFF | {"entropy": 1.0, "fa": fa}).objective(client, {})(batch).item()
+        for fa in (False, True)
+    ]
+    assert terms[0] > 0.1
+    assert terms[0] == pytest.approx(terms[1], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"resample": False}, {"fa": False}, {"kd": 0.1}, {"temperature": 1.0}, {"entropy": 0.0}, {"missing": "kept"}],

@@ -7,6 +7,7 @@ from rounds import run, start
 from tiny import fingerprint, open_client, private_states
 from torch.nn import functional as F
 
+from raylt import tree
 from raylt.methods.fedala import FedALA, done
 from raylt.methods.fedavg import FedAvg
 
@@ -136,3 +137,11 @@ def test_share_and_eta_change_the_model(tiny_task, tmp_path):
     ends = [fingerprint(experiment.server.model.state_dict()) for experiment in experiments]
     assert len(set(map(str, ends))) == 3
     assert start(tiny_task, tmp_path, FedALA()).method == FedALA()
+
+
+def test_a_client_of_one_sample_takes_no_step_and_is_evaluated_by_the_global_model(tiny_task):
+    (id,) = [id for id, n in enumerate(tiny_task.sizes) if n == 1]
+    client = open_client(tiny_task, FedALA(), id)
+    client.begin("train", 1)
+    FedALA().train(client, {"model": tree.snapshot(client.model.state_dict())})
+    assert "personal" not in client.state

@@ -130,6 +130,14 @@ def test_controllers_of_frequent_classes_are_shut_and_forget(tiny_task):
     assert balancer.state["difference"][0] == -2
 
 
+def test_differences_of_shut_classes_are_still_summed(tiny_task):
+    client, method = open_client(tiny_task, FedGraB()), FedGraB()
+    balancer = Balancer(client, method, torch.ones(4, dtype=torch.bool))
+    for _ in range(8):  # the first class is exempt in every batch, the others in some
+        balancer(client.samples.batch(torch.arange(len(client))))
+    assert (balancer.state["difference"] != 0).tolist() == [False, True, True, True]
+
+
 @pytest.mark.parametrize("share", [0.5, 0.75])
 def test_analyser_shuts_by_the_mean_of_the_rounds_before(tiny_task, tmp_path, share):
     method = FedGraB(shut=share)

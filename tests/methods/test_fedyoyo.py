@@ -116,6 +116,19 @@ def test_rounds_are_those_of_naive_code(tiny_task, tmp_path, mixed):
     assert naive.differences(naive.entries(server.model), naive.entries(model), atol=1e-3) == {}
 
 
+def test_clients_whose_counts_are_refused_do_not_train(tiny_task, tmp_path, monkeypatch):
+    count = FedYoYo.count
+
+    def refused_at_one(self, client, message):
+        reply = count(self, client, message)
+        return client.reply(effective=reply.tree["effective"] - 1e9) if client.id == 1 else reply
+
+    monkeypatch.setattr(FedYoYo, "count", refused_at_one)
+    stats = run(tiny_task, tmp_path, FedYoYo(), rounds=1, federation={"quorum": 0.5}).fleet.round_stats
+    assert 1 in stats.rejected
+    assert 1 not in stats.participants
+
+
 def test_weight_of_the_distillation_grows_to_its_full_size(tiny_task):
     method = FedYoYo(kd=2.0, warm_up=4)
     client = open_client(tiny_task, method)

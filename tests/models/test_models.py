@@ -22,7 +22,6 @@ from raylt.models.torchvision_timm import (
     Features,
     PreparedFeatures,
     _prepared,
-    _take_channels,
     library_model,
 )
 
@@ -329,9 +328,25 @@ def test_images_for_a_model_of_timm_have_its_own_statistics():
     assert prepared.std.flatten().tolist() == pytest.approx([0.4, 0.5, 0.6])
 
 
-def test_a_first_layer_for_other_channels_keeps_its_bias():
-    body = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1))
-    bias = body[0].bias.clone()
-    _take_channels(body, 1, keep=True)
-    assert body[0].weight.shape == (4, 1, 3, 3)
-    assert torch.equal(body[0].bias, bias)
+@pytest.mark.parametrize(("trained_on", "channels"), [(3, 4), (4, 4), (1, 1), (3, 1)])
+def test_a_first_layer_is_converted_only_from_three_channels(tmp_path, trained_on, channels):
+    theirs = get_model("shufflenet_v2_x0_5", weights=None)
+    theirs.conv1[0] = nn.Conv2d(trained_on, 24, 3, 2, 1, bias=False)
+    torch.save(theirs.state_dict(), tmp_path / "w.pt")
+    own = build_model("torchvision:shufflenet_v2_x0_5", 4, (64, 64, channels), weights=str(tmp_path / "w.pt"))
+    weight = theirs.conv1[0].weight
+    expected = weight if trained_on == channels else for_channels(weight, channels)
+    assert torch.equal(own.encoder.body.conv1[0].weight, expected)
+
+
+@pytest.mark.parametrize(("name", "trained_on", "channels"), [("test_efficientnet", 4, 4), ("fastvit_t8", 3, 1)])
+def test_first_layers_of_timm_are_converted_only_from_three_channels(tmp_path, name, trained_on, channels):
+    timm = pytest.importorskip("timm")
+    theirs = timm.create_model(name, in_chans=trained_on)
+    torch.save(theirs.state_dict(), tmp_path / "w.pt")
+    own = build_model(f"timm:{name}", 4, (64, 64, channels), weights=str(tmp_path / "w.pt")).encoder.body
+    layers = theirs.pretrained_cfg["first_conv"]
+    for layer in [layers] if isinstance(layers, str) else layers:
+        weight = theirs.get_parameter(f"{layer}.weight")
+        expected = weight if trained_on == channels else for_channels(weight, channels)
+        assert torch.equal(own.get_parameter(f"{layer}.weight"), expected)

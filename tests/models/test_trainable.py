@@ -16,6 +16,7 @@ from raylt.methods import METHODS
 from raylt.models import SplitModel, build_model
 from raylt.models.trainable import (
     FrozenEncoder,
+    LowRankConv,
     LowRankLinear,
     blocks_of,
     frozen_entries,
@@ -210,8 +211,16 @@ def test_adapters_act_where_a_module_multiplies_by_the_weight_of_a_layer():
     assert torch.allclose(whole_model(adapted)(X), adapted(X), atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", [nn.RMSNorm(5), type("RmsNorm2d", (nn.LayerNorm,), {})(5)], ids=["torch", "timm"])
-def test_norms_by_the_root_mean_square_are_norms(norm):
+class EvoNorm2dB0(nn.Module):
+    """A norm that no class of torch is a base of, as in timm."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight, self.v = nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(size))
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm(5), nn.InstanceNorm2d(5, affine=True), EvoNorm2dB0(5)])
+def test_norms_of_torch_and_timm_are_norms(norm):
     body = nn.Module()
     body.first, body.second, body.norm = nn.Linear(5, 5), nn.Linear(5, 5), norm
     wrapped = nn.Module()
@@ -219,7 +228,7 @@ def test_norms_by_the_root_mean_square_are_norms(norm):
     assert [[type(module) for module in block] for block in blocks_of(wrapped)] == [
         [nn.Linear],
         [nn.Linear, type(norm)],
-    ]
+    ]  # and the linear layers are none
     limited = limit(SplitModel(wrapped, 5, 3), "norm")
     names = {f"encoder.body.norm.{name}" for name, _ in norm.named_parameters()}
     assert limited.state_dict().keys() == CLASSIFIER | names
@@ -352,6 +361,49 @@ def test_frozen_dropout_draws_nothing_while_the_rest_learns():
     encoder = nn.Sequential(nn.Flatten(), nn.Linear(36, 64), nn.Dropout(0.5), nn.Linear(64, 8))
     limited = limit(SplitModel(encoder, 8, 3), "last:1").train()
     assert torch.equal(limited(X), limited(X))
+
+
+class Tokens(nn.Module):
+    """An encoder of a user's own with a transformer, whose attention has dropout, and dropout in functional form."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x):
+        tokens = self.layer(self.embed(x[:, 0]))
+        return self.last(nn.functional.dropout(tokens, 0.5, self.training).mean(1))
+
+
+@pytest.mark.parametrize("trainable", ["norm", "last:1", "lora:2"])
+def test_frozen_attention_and_functional_dropout_draw_nothing(trainable):
+    limited = limit(SplitModel(Tokens(), 5, 3), trainable).train()
+    assert torch.equal(limited(X), limited(X))
+
+
+@pytest.mark.parametrize("normalised", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+@pytest.mark.parametrize("trainable", ["last:1", "lora:2"])
+def test_buffers_of_frozen_layers_do_not_change(normalised, trainable):
+    encoder = nn.Sequential(
+        normalised(nn.Conv2d(1, 4, 3)), nn.InstanceNorm2d(4, track_running_stats=True), nn.Flatten(), nn.Linear(64, 8)
+    )
+    limited = limit(SplitModel(encoder, 8, 3), trainable)
+    before = copy.deepcopy(frozen_entries(limited))
+    train(limited)
+    after = frozen_entries(limited)
+    assert any("running_mean" in name for name in before)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_a_merged_convolution_has_the_strides_of_its_weight(format):
+    layer = nn.Conv2d(4, 8, 1)
+    strides = (4, 1, 4, 4) if format is torch.channels_last else (4, 1, 1, 1)
+    layer.weight = nn.Parameter(layer.weight.detach().as_strided((8, 4, 1, 1), strides))
+    adapted = LowRankConv(layer, 2)
+    assert adapted.merged().stride() == adapted.plain().weight.stride() == strides
 
 
 def test_a_whole_model_keeps_the_stride_of_an_adapted_convolution():

@@ -1,7 +1,7 @@
 import pytest
 from refusals import refused
 
-from raylt.config import Config
+from raylt.config import Config, check
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, in_range
 from raylt.methods import METHODS, make_method
@@ -188,3 +188,12 @@ def test_fields_that_are_named_apply_to_the_methods_that_have_them():
 
 def test_a_number_and_a_truth_value_are_two_choices():
     assert [type(value) for value in parse("choice(1, true, 1.0)").values] == [int, bool, float]
+
+
+@pytest.mark.parametrize(("start", "value"), [(None, 24), (24, None)])
+def test_a_trial_derives_the_normalisation_from_its_own_input(start, value):
+    base = check(Config, {"method": {"name": "fedavg"}, "model": "torchvision:resnet18", "input": start})
+    trial = configure(base, "fedavg", {"input": value})
+    assert base.data.normalise is (start is None)
+    assert trial.data.normalise is (value is None)
+    assert configure(base, "fedavg", {"data.normalise": True, "input": 24}).data.normalise is True

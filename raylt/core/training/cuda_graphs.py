@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from raylt.errors import RayltError
-from raylt.models.trainable import FrozenEncoder
+from raylt.models.trainable import FrozenEncoder, stay_in_evaluation
 from raylt.recordability import is_recordable
 
 WARM_UP = 3  # steps before the recording, in which libraries choose their kernels and allocate state
@@ -121,7 +121,8 @@ def steady(model: nn.Module) -> bool:
 
 
 def _steady(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or "forward" in vars(module)
+    before = [hook for hook in module._forward_pre_hooks.values() if hook is not stay_in_evaluation]
+    hooks = module._forward_hooks or before or module._backward_hooks or "forward" in vars(module)
     averages = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None  # it reads its counter
     inspected = type(module).__module__.startswith(_STEADY) or "recordable" in vars(type(module))
     return inspected and not hooks and not averages

@@ -82,7 +82,7 @@ def export(
 
     reports = _reports(run) if step is None else run.reports[:step]
     tests = run.summary["tests"] if run.state == "done" else None
-    tested = (tests and tests["own"]) or [None] * len(names)
+    tested = (tests and tests["own"]) or [None] * len(run.outline.client_names)
     clients = [
         ClientEntry(
             id=each,

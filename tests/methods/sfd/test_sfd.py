@@ -303,3 +303,5 @@ def test_batches_that_weigh_a_client_are_those_of_one_epoch(tiny_task, tmp_path)
     # a last batch of one sample is left out
     sizes = {id: n for id, n in enumerate(tiny_task.sizes) if n}
     assert weights == {id: max(1, n // 8 + (n % 8 > 1)) for id, n in sizes.items()}
+    experiment.step()
+    assert experiment.fleet.round_stats.rejected == {}  # no reply states another weight

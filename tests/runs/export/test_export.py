@@ -15,7 +15,7 @@ from PIL import Image
 from refusals import refused
 from safetensors import safe_open
 from safetensors.torch import save_file
-from small_runs import make_tiny_run
+from small_runs import make_run, make_tiny_run
 from torch import nn
 
 import raylt
@@ -284,6 +284,18 @@ def test_clients_that_there_are_not_are_refused(plain, personal, tmp_path):
         raylt.load_model(raylt.export(plain), "wien")
     with refused("client.not-named", ConfigError):
         raylt.export(personal, tmp_path / "all.pt2", format="pt2")
+
+
+def test_clients_with_models_are_written_where_others_join_later(tmp_path):
+    run = make_run(tmp_path, "r", "method=fedper", "data.clients=5", "data.new_clients=1")
+    (new,) = run.outline.new_clients
+    others = sorted({0, 1, 2, 3, 4} - {new})
+    assert others[-1] >= len(others)  # ids are no positions in a list of these clients
+    path = raylt.export(run)
+    for client in others:
+        assert len(raylt.load_model(path, client=client).class_names) == 10
+    with refused("client.unknown"):
+        raylt.load_model(path, client=new)
 
 
 @pytest.mark.parametrize("client", ["Linz", "LINZ", "lins", "linz "])

@@ -99,6 +99,18 @@ def test_a_range_for_one_of_several_methods_is_taken():
     check_searches(define(TUNED | {"tune": {"runs": 3, "ranges": {"method.mu": "uniform(0, 1)"}}}))
 
 
+def test_arms_without_rounds_are_searched_and_are_no_unit_of_a_budget(tmp_path):
+    exchange = {"method": "fed3r", "federation.rounds": 0}
+    base = TUNED["base"] | {"trainable": "classifier"}
+    arms = {"exchange": exchange, "fedprox": "fedprox"}
+    definition = define(TUNED | {"base": base, "arms": arms, "tune": {"runs": 2, "searcher": "random"}})
+    bases = definition.bases()
+    tuned = tune_arm(tmp_path, bases["", "exchange"], bases["", "exchange"], definition.tune, "exchange")
+    assert tuned["trials"] == 2
+    with refused("search.budget-too-small", ConfigError, key="study.reference", value=0):
+        tune_arm(tmp_path, bases["", "fedprox"], bases["", "exchange"], definition.tune, "fedprox")
+
+
 @pytest.mark.parametrize(("changes", "key"), [({"runs": 0}, "study.tune.runs"), ({"trials": 3}, "study.tune.trials")])
 def test_a_wrong_setting_of_tuning_is_named(changes, key):
     with pytest.raises(ConfigError, match=key):
