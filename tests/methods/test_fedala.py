@@ -75,6 +75,8 @@ def test_three_rounds_equal_naive_code(tiny_task, tmp_path, scope):
     assert not naive.differences(dict(experiment.server.model.state_dict()), naive.entries(model), 1e-3)
     states = private_states(experiment)
     for id, entries in own.items():
+        if tiny_task.sizes[id] == 1:  # a client of one sample takes no step
+            continue
         assert not naive.differences(dict(states[id]["state"]["personal"]), entries, 1e-3), id
         assert not naive.differences(dict(states[id]["state"]["weights"]), weights[id], 1e-3), id
     assert any((w < 1).any() for of_client in weights.values() for w in of_client.values())
