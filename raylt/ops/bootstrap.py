@@ -1,6 +1,6 @@
 """Random choice, with replacement, of features of all clients, without collecting all features in one process.
 
-A client draws as many as are wanted of each of its classes; the server takes each place from one of the clients.
+Each client draws `size` features of each of its classes. The server chooses a client for each of the `size` features.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def class_bootstrap(z: Tensor, y: Tensor, size: int, generator: torch.Generator)
         z: features, float32 [n, d].
         y: labels, int64 [n].
         size: number of draws per class.
-        generator: on the CPU.
+        generator: random generator on the CPU.
     """
     drawn: dict[int, Tree] = {}
     for c in y.unique().tolist():
@@ -37,7 +37,7 @@ def bootstrap_of_clients(drawn: Sequence[Tree], generator: torch.Generator) -> d
 
     Args:
         drawn: the result of `class_bootstrap` at each client, in a fixed order.
-        generator: on the CPU.
+        generator: random generator on the CPU.
     """
     features: dict[int, Tensor] = {}
     for c in sorted({c for of_client in drawn for c in of_client}):

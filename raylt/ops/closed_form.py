@@ -35,7 +35,7 @@ def ridge_classifier(a: Tensor, b: Tensor, ridge: float, normalise: bool = True)
     solution = ridge_regression(a, b, ridge)
     if normalise:
         solution = solution / solution[:-1].norm(dim=0).clamp(min=1e-12)
-    # the constant's row of B counts samples; with the noise of privacy an empty class is not exactly 0
+    # B's last row counts samples; with privacy noise the count of an empty class is not exactly 0
     bias = solution[-1].masked_fill(b[-1] < 0.5, NEVER)
     return {"weight": solution[:-1].T.float().contiguous(), "bias": bias.float()}
 
@@ -46,7 +46,7 @@ def ridge_sums_fault(n: int, parts: Tree, longest: float | None = None, negative
     Args:
         n: number of the client's samples.
         parts: all parts of its reply.
-        longest: length of the longest feature, without its 1; None: 1e4.
+        longest: maximum length of a feature, without the appended 1; None: 1e4.
         negative: whether a feature may be negative; False behind a ReLU.
     """
     longest = LONGEST_FEATURE if longest is None else longest
@@ -54,18 +54,18 @@ def ridge_sums_fault(n: int, parts: Tree, longest: float | None = None, negative
     a = unpack(parts["a"], len(b))
     counts = b[-1]
     if (counts < 0).any() or (counts - counts.round()).abs().max() > 1e-9 or counts.sum().round() != n:
-        return "counts other samples than the client has"
+        return "does not count as many samples as the client has"
     if not negative and ((a < 0).any() or (b < 0).any()):
-        return "is of negative features, and the encoder ends in a ReLU"
+        return "comes from negative features, and the encoder ends in a ReLU"
     if (b[:-1].norm(dim=0) > counts * longest * ROUNDING).any():
         return f"has a mean feature longer than {longest:g}"
     if (a[-1] - b.sum(1)).abs().max() > 1e-6 * n * longest:
         return "does not agree with a on the sum of all features"
     if a.trace() > n * (longest**2 + 1) * ROUNDING or not is_covariance(a):
-        return "belongs to an a that no features have"
+        return "comes with a part a that no features can have"
     means = b[:-1] / counts.round().clamp(min=1)  # by class
     within = a[:-1, :-1] - means @ b[:-1].T
-    rounding = 1e-9 * a.diagonal().max()  # of a difference of large sums
+    rounding = 1e-9 * a.diagonal().max()  # `within` is a difference of large sums
     if torch.linalg.cholesky_ex(within + rounding * torch.eye(len(within), dtype=within.dtype)).info:
         return "does not agree with a: features would have negative variances within their classes"
     return None

@@ -10,8 +10,8 @@ def distillation(logits: Tensor, log_teacher: Tensor, temperature: float) -> Ten
     It is computed in float32, also under autocast.
 
     Args:
-        logits: the student's, [B, C]; p is their softmax at the temperature.
-        log_teacher: log q, [B, C].
+        logits: the student's logits, [B, C]; p is their softmax at the temperature.
+        log_teacher: the teacher's log-probabilities log q, [B, C].
         temperature: the temperature T.
     """
     log_p = F.log_softmax(logits.float() / temperature, dim=1)
@@ -23,8 +23,8 @@ def divergence(teacher: Tensor, logits: Tensor, temperature: float = 1.0) -> Ten
 
     Args:
         teacher: the teacher's logits, [B, C]; q is their softmax at the temperature.
-        logits: the student's, [B, C]; p is their softmax at the temperature.
-        temperature: by which both are divided.
+        logits: the student's logits, [B, C]; p is their softmax at the temperature.
+        temperature: divisor of the logits of both.
     """
     log_q = (teacher.float() / temperature).log_softmax(1)
     log_p = (logits.float() / temperature).log_softmax(1)

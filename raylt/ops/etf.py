@@ -16,15 +16,15 @@ def simplex_etf(classes: int, dim: int, generator: torch.Generator) -> Tensor:
 
     Args:
         classes: the number of classes, C.
-        dim: d, at least C.
-        generator: on the CPU.
+        dim: length of each vector, d; at least C.
+        generator: random generator on the CPU.
 
     Raises:
-        ConfigError: There are less than two classes.
+        ConfigError: there are fewer than two classes.
     """
     if classes < 2:
         raise ConfigError(
-            f"method: a simplex frame separates classes, and there are less than two ({classes}). Take another method.",
+            f"method: a simplex frame needs at least two classes ({classes}). Use another method.",
             code="data.too-few",
             key="method",
             value=classes,
@@ -46,22 +46,27 @@ def sparse_etf(
 ) -> Tensor:
     """Return a simplex frame in which some entries are 0 and the others are re-optimised, float32 [C, d].
 
-    Adam moves the entries, as in FedLoGe's code: rows get the given length, and the angle between each row and its
-    nearest grows.
+    As in FedLoGe's code, Adam changes the entries so that rows get the given length and the angle between each row and
+    its nearest row grows.
 
     Args:
-        zeros: share of the entries that are 0, at random places.
-        steps: number of steps of Adam.
+        classes: number of classes, C.
+        dim: length of each row, d; at least C.
+        zeros: fraction of the entries that are 0, chosen at random.
+        steps: number of Adam steps.
+        generator: random generator on the CPU.
+        length: target length of the rows.
+        lr: learning rate of Adam.
     """
     e = simplex_etf(classes, dim, generator)
     zeroed = torch.randperm(e.numel(), generator=generator)[: int(zeros * e.numel())]
     kept = torch.ones(e.numel()).index_fill(0, zeroed, 0.0).view_as(e)
     e = (e * kept).requires_grad_()
     optimiser = torch.optim.Adam([e], lr)
-    itself = torch.eye(classes, dtype=torch.bool)
+    diagonal = torch.eye(classes, dtype=torch.bool)
     for _ in range(steps):
         unit = F.normalize(e, dim=1)
-        nearest = (unit @ unit.T).masked_fill(itself, -1.0).amax(1).clamp(-0.99999, 0.99999)
+        nearest = (unit @ unit.T).masked_fill(diagonal, -1.0).amax(1).clamp(-0.99999, 0.99999)
         loss = (e.norm(dim=1) - length).square().sum() - nearest.acos().mean()
         optimiser.zero_grad()
         loss.backward()

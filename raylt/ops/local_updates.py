@@ -11,12 +11,12 @@ def check_sgd(method: str, config: Config) -> None:
     """Raise ConfigError if the optimiser is not SGD, for methods that rely on SGD's sum of gradients.
 
     Raises:
-        ConfigError: The optimiser is another one.
+        ConfigError: the optimiser is not SGD.
     """
     if config.local.optimiser != "sgd":
         raise ConfigError(
             f"local.optimiser: method = {method} needs updates that are sums of gradients times local.lr, as SGD makes "
-            f"them ({config.local.optimiser}). Set local.optimiser=sgd, or take another method.",
+            f"them ({config.local.optimiser}). Set local.optimiser=sgd, or use another method.",
             code="config.conflict",
             key="local.optimiser",
             value=config.local.optimiser,
@@ -28,12 +28,12 @@ def check_averaged_statistics(method: str, config: Config) -> None:
     """Raise ConfigError if running statistics stay at clients, for methods whose server evaluates models.
 
     Raises:
-        ConfigError: They stay there.
+        ConfigError: running statistics stay at clients.
     """
     if config.federation.batchnorm == "local":
         raise ConfigError(
-            f"federation.batchnorm: the server of method = {method} evaluates networks, which have no running "
-            "statistics there (local). Set federation.batchnorm=average.",
+            f"federation.batchnorm: the server of method = {method} evaluates networks, and it has no running "
+            "statistics (local). Set federation.batchnorm=average.",
             code="config.conflict",
             key="federation.batchnorm",
             value="local",

@@ -45,7 +45,7 @@ def gradients_fault(n: int, parts: Tree, labels: int = 1) -> str | None:
     Args:
         n: number of the client's samples.
         parts: all parts of its reply.
-        labels: labels of a sample at most: its pixels, where labels are maps.
+        labels: maximum number of labels per sample; for label maps, the number of pixels.
     """
     if not 1 <= len(parts["gradients"]) <= n * labels:
         return f"has {len(parts['gradients'])} classes, and the client has {n} samples"
@@ -97,14 +97,14 @@ def match_features(
         lr: step size.
         distance: "flat": 1 - cosine of a class's whole gradient. "rows": the sum of that over its rows, with the bias's
             column as one more row, as in CReFF.
-        penalty: scalar of the features [K, m, d], minimised with the distance.
-        progress: gets the number of steps that are done and of all, after each step.
+        penalty: function from the features [K, m, d] to a scalar that is minimised with the distance.
+        progress: called after each step with the number of completed steps and the total.
 
     Returns:
         The features, and the cosine of each class's gradient and target after the last step, [K].
     """
     weight, bias = _weights(classifier)
-    # scaled to length 1: gradients of clients that fit their samples well may be as small as 1e-10
+    # scale to length 1: clients that fit their samples well have gradients as small as 1e-10
     targets = targets / targets.norm(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(targets.dtype).tiny)
     h = h.clone().requires_grad_()
     for step in range(steps):
@@ -132,7 +132,7 @@ def _gradient(h: Tensor, classes: Tensor, weight: Tensor, bias: Tensor) -> Tenso
     """Return the mean classifier gradient of the m features of each class, [K, C, d + 1] for h [K, m, d]."""
     p = F.linear(h, weight, bias).softmax(-1)  # [K, m, C]
     own = F.one_hot(classes, len(weight)).bool()[:, None]  # [K, 1, C]
-    # p - 1 of the own class as minus the sum of the others: near p = 1 the difference would round to 0
+    # compute p - 1 of the own class as minus the sum of the others: near p = 1 the difference would round to 0
     wrong = p.masked_fill(own, 0)
     error = torch.where(own, -wrong.sum(-1, keepdim=True), wrong)
     return error.mT @ F.pad(h, (0, 1), value=1.0) / h.shape[1]

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from raylt.errors import ConfigError
 from raylt.tree import Tree
 
-# No feature of a network that trained is longer, and its square still has digits in float32. With privacy.epsilon
-# features are cut to privacy.clip.
+# Maximum accepted length of a feature. Features of trained networks are shorter, and the square is still precise in
+# float32. With privacy.epsilon, features are clipped to privacy.clip.
 LONGEST_FEATURE = 1e4
-ROUNDING = 1 + 1e-3  # float32 sums may exceed their bounds by less
-NEVER = -1e9  # bias of a class that must not be predicted; finite, because all that travels must be
+ROUNDING = 1 + 1e-3  # float32 sums exceed their bounds by a smaller factor
+NEVER = -1e9  # bias of a class that must not be predicted; finite, because replies and messages must be finite
 
 
 class Moments(NamedTuple):
@@ -109,7 +109,7 @@ def sums_fault(
     Args:
         n: number of the client's samples.
         parts: all parts of its reply.
-        longest: length of the longest feature, `privacy.clip` where it is cut; None: 1e4.
+        longest: maximum length of a feature, `privacy.clip` if features are clipped; None: 1e4.
         part: name of the part with the sums.
         negative: whether a feature may be negative; False behind a ReLU.
     """
@@ -136,8 +136,8 @@ def scatter_fault(n: int, parts: Tree, classes: int, weight: str, longest: float
         n: number of the client's samples.
         parts: all parts of its reply.
         classes: number of classes, C.
-        weight: as of `class_scatter`.
-        longest: length of the longest feature; None: 1e4.
+        weight: "n" or "n-1", see `class_residuals`.
+        longest: maximum length of a feature; None: 1e4.
     """
     least = n if weight == "n" else n - min(n, classes)
     most = n if weight == "n" else n - 1
@@ -161,6 +161,7 @@ def is_covariance(matrix: Tensor, precision: torch.dtype = torch.float64) -> boo
     """Return whether a symmetric matrix, float64 [d, d], has no negative eigenvalue beyond rounding errors.
 
     Args:
+        matrix: the matrix to check.
         precision: type in which the matrix was sent.
     """
     slack = 4 * len(matrix) * torch.finfo(precision).eps * matrix.diagonal().abs().max() + 1e-30
@@ -258,11 +259,13 @@ def class_scatter(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]
 def perturb_along(rows: Tensor, n: int, generator: torch.Generator) -> Tensor:
     """Draw n vectors from N(0, R^T R) for the given rows R [m, d], float64 [n, d].
 
-    Up to d rows need no matrix [d, d], which saves most of the time where a client has fewer samples than features have
-    entries.
+    For up to d rows no matrix [d, d] is built. This saves most of the time if a client has fewer samples than features
+    have entries.
 
     Args:
-        generator: on the CPU, so that every device gets the same numbers.
+        rows: the rows R.
+        n: number of vectors.
+        generator: random generator on the CPU, so that every device gets the same numbers.
     """
     if len(rows) > rows.shape[1]:
         return perturb(rows.T @ rows, n, generator)
@@ -273,10 +276,12 @@ def perturb_along(rows: Tensor, n: int, generator: torch.Generator) -> Tensor:
 def perturb(covariance: Tensor, n: int, generator: torch.Generator) -> Tensor:
     """Draw n vectors from N(0, M), float64 [n, d], where M is the given covariance.
 
-    M [d, d] may lack full rank, with which a Cholesky factor would fail.
+    M [d, d] may be singular, in which case a Cholesky decomposition would fail.
 
     Args:
-        generator: on the CPU, so that every device gets the same numbers.
+        covariance: the matrix M.
+        n: number of vectors.
+        generator: random generator on the CPU, so that every device gets the same numbers.
     """
     values, vectors = torch.linalg.eigh(covariance.double())
     xi = torch.randn(n, len(values), generator=generator, dtype=torch.float64).to(values.device)

@@ -14,7 +14,7 @@ def squared_distance(params: Sequence[Tensor], anchor: Sequence[Tensor]) -> Tens
     Its gradient with respect to p is 2 (p - a).
 
     The bits equal those of `torch.stack([(p - a).square().sum() ...]).sum()` and of its gradient, with a quarter of the
-    kernels: on a GPU the launches decide how long a step takes.
+    kernels: on a GPU, kernel launches determine how long a step takes.
     """
     return _SquaredDistance.apply(list(anchor), *params)  # pyright: ignore[reportReturnType]
 
