@@ -154,8 +154,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    stacked_sgd.MOST_WORK = float("inf")
-    stacked_sgd.MOST_WEIGHTS = 10**9
+    stacked_sgd.MAX_WORK = float("inf")
+    stacked_sgd.MAX_WEIGHTS = 10**9
     for training in TRAININGS:
         kinds = {"weights"} if training in WEIGHTS else training.kinds
         if not arguments.cases or kinds & set(arguments.cases):

@@ -46,7 +46,7 @@ ClientFunction = Callable[["Client", Message], Reply]
 class ClientState(dict[str, Any]):
     """A client's private memory between its calls: a tree of tensors.
 
-    A tensor is recorded when it is stored, so that a later change in place is found.
+    A tensor is recorded when it is stored, so that later changes in place are detected.
     """
 
     def __init__(self, values: Tree, stamps: Stamps):
@@ -92,14 +92,14 @@ class Client:
     Attributes:
         samples: the client's images and labels, on its device.
         counts: samples, or pixels, per class, int64 [C], on its device.
-        model: its weights come from the call's message (`receive`); the entries that a method does not share come from
-            this client's last call.
+        model: the client's model. Shared entries come from the call's message (`receive`); the entries that a method
+            does not share come from this client's last call.
         state: anything else the client must remember; a tree of tensors, part of every checkpoint. Between calls the
-            tensors are moved to the CPU, and the next call finds them there.
+            tensors are moved to the CPU, and they are still there in the next call.
         cache: values that can be computed again from the client's data (a teacher's features); never in a checkpoint.
         round: number of the round, from 1; 0 before the first.
-        test: the balanced test set of the experiment; for the framework's judgements, never for training.
-        schedule: the learning rate over the rounds; None for the one of raylt's own that `local.schedule` names.
+        test: the balanced test set of the experiment; for the framework's evaluations, never for training.
+        schedule: the learning rate over the rounds; None for the built-in schedule that `local.schedule` names.
     """
 
     def __init__(
@@ -203,7 +203,8 @@ class Client:
         The order depends only on (seed, function, round, client).
 
         Args:
-            epochs: passes over the samples, or a part of one; None as `local` says.
+            epochs: number of passes over the samples, possibly a fraction; None for the setting in `local`.
+            size: maximum number of samples in a batch.
         """
         return (self.batch(rows) for rows in self.rows(epochs, size))
 
@@ -217,7 +218,7 @@ class Client:
                     yield rows
                     left -= 1
 
-    @recordable  # as far as the augmentation is
+    @recordable  # if the augmentation is
     def batch(self, rows: Tensor, then: Augmentation | None = None) -> Batch:
         """Return the samples at `rows` after the configured augmentation and, if given, the augmentation `then`."""
         return self.samples.batch(rows, in_turn([self._augment, then]), self.noise)
@@ -240,7 +241,8 @@ def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Genera
     Args:
         z: feature maps [B, d, h, w].
         y: label maps int64 [B, H, W], negative where there is no label.
-        generator: on the device of `z`.
+        per_class: maximum number of pixels per class and image.
+        generator: random generator on the device of `z`.
 
     Returns:
         z [n, d] and y int64 [n], image by image, each class by class.
@@ -290,7 +292,7 @@ def back_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
     The probability of such a pixel is the sum of these classes' probabilities (BackCE of FedSeg, Miao et al., CVPR
     2023; the absent classes are those of the batch, as in its code). Where the labels show all classes, such pixels are
-    left out. No operation waits for a GPU.
+    left out. No operation synchronises with a GPU.
 
     Args:
         logits: [B, C, H, W].

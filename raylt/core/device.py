@@ -58,7 +58,7 @@ def open_device(config: Config, leased: bool | None = None) -> torch.device:
         leased: whether Ray leased a GPU to this process; None without Ray, where any GPU may be used.
 
     Raises:
-        ConfigError: a GPU was leased, or is asked for, and cannot be used.
+        ConfigError: a GPU was leased or is required, and cannot be used.
     """
     device = torch.device("cuda" if _on_gpu(config, leased) else "cpu")
     _set_arithmetic(config, device)
@@ -180,7 +180,7 @@ def _set_arithmetic(config: Config, device: torch.device) -> None:
     tf32 = cuda and config.local.precision == "tf32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     backends.cudnn.allow_tf32 = tf32  # torch's own default is True
-    # decides about convolutions where torch.backends.fp32_precision says otherwise
+    # overrides torch.backends.fp32_precision for convolutions
     convolution: Any = backends.cudnn
     precision = "tf32" if tf32 else "ieee"
     convolution.conv.fp32_precision = precision
@@ -190,7 +190,7 @@ def _set_arithmetic(config: Config, device: torch.device) -> None:
     backends.cudnn.benchmark = False
     if deterministic:
         os.environ.setdefault(_WORKSPACE, ":4096:8")
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call alone imports torch's compiler
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # even a redundant call imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
 
 
@@ -230,28 +230,28 @@ def is_full(error: BaseException | None) -> bool:
 class InHalves:
     """A wrapper that calls a function on smaller batches of images after the device ran out of memory.
 
-    Each image's result must not depend on the other images of the batch, as with a model's answers in evaluation mode.
-    Only the rounding of the last bits may differ.
+    The result for an image must not depend on the other images in the batch, except for rounding of the last bits. This
+    holds for a model in evaluation mode.
 
     Args:
-        fn: images [B, ...] to a tensor [B, ...].
-        note: gets one line for each halving.
+        fn: function from images [B, ...] to a tensor [B, ...].
+        note: called with one line of text for each halving.
     """
 
     def __init__(self, fn: Callable[[Tensor], Tensor], note: Callable[[str], None]):
         self._fn = fn
         self._note = note
-        self._most: int | None = None  # largest batch that fitted last; None before the first halving
+        self._max_batch: int | None = None  # None before the first halving
 
     def __call__(self, x: Tensor) -> Tensor:
         while True:
-            size = len(x) if self._most is None else min(self._most, len(x))
+            size = len(x) if self._max_batch is None else min(self._max_batch, len(x))
             try:
                 return self._fn(x) if size == len(x) else torch.cat([self._fn(part) for part in x.split(size)])
             except Exception as error:
                 if size < 2 or not is_full(error):
                     raise
-            self._most = size // 2  # outside the handler, since the error's frames keep their objects alive
+            self._max_batch = size // 2  # outside the handler, since the error's frames keep their objects alive
             if x.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._note(f"device out of memory; continuing with {self._most} images at a time instead of {size}")
+            self._note(f"device out of memory; continuing with {self._max_batch} images at a time instead of {size}")

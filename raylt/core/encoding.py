@@ -1,9 +1,9 @@
 """`encode`: replaces the images of a task by precomputed features if the model's encoder is frozen.
 
-With `trainable=classifier` the encoder gives the same features in every round, so it runs once. Features lie in a cache
-below data.root, which all methods, seeds and arms of a study share. Each encoder has a folder there: its name has the
-hash of the weights, the preprocessing, the precision and the output for fixed images. Features of other weights are
-never found there. An image is looked up by the hash of its pixels, so splits that share images share features.
+With `trainable=classifier` the encoder gives the same features in every round, so it runs once. Features are stored in
+a cache below data.root, which all methods, seeds and arms of a study share. Each encoder has its own folder there,
+named by a hash of the weights, the preprocessing, the precision and the output for fixed images, so other weights have
+another folder. An image is looked up by the hash of its pixels, so splits that share images share features.
 """
 
 import hashlib
@@ -31,10 +31,10 @@ from raylt.errors import DataError, quoted
 from raylt.models.trainable import FrozenEncoder, frozen_entries, trains_on_features
 from raylt.store import Folder, folder_for
 
-BATCH = 64  # batches are always full, since their size affects the last bits of a feature
-CHUNK = 1024  # rows that are looked up and computed at a time; an interrupted run finds those before
+BATCH = 64  # batches are padded to this size, since the size affects the last bits of a feature
+CHUNK = 1024  # rows per look-up and computation; an interrupted run keeps its complete chunks
 KEY_BYTES = 16
-FIXED_VIEWS = 64  # images whose views identify an augmentation; enough that one that changes few images still shows
+FIXED_VIEWS = 64  # images whose views identify an augmentation; enough to show one that changes few images
 
 Report = Callable[[str], object]
 
@@ -44,12 +44,13 @@ def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tupl
 
     Otherwise the setup and the task are returned unchanged.
 
-    Training samples have 1 + `views` features each where `augment` is set: that of the image, and those of augmented
-    views, which follow from the pixels alone. A batch takes a view of each sample at random.
+    If `augment` is set, each training sample has 1 + `views` features: one of the image and one of each augmented view.
+    The views depend on the pixels alone. A batch takes a random view of each sample.
 
     Args:
-        task: one without pixels, or with features already, is returned as it is.
-        report: called with a sentence on the images that were encoded.
+        setup: the run's setup.
+        task: the task to encode; a task without pixels, or with features already, is returned unchanged.
+        report: called with a sentence about the encoded images.
     """
     shape = task.test.x.shape
     if not trains_on_features(setup.config.trainable, task.kind) or len(shape) != 4 or 0 in shape:
@@ -58,7 +59,7 @@ def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tupl
     encoder = next(module for module in model.modules() if isinstance(module, FrozenEncoder))
     device = open_device(setup.config)
     fast = FeatureCache(setup, task.spec, encoder.to(device), device, setup.config.local.precision)
-    # models are judged in float32, as with images
+    # models are evaluated in float32, as with images
     exact = fast if fast.precision == "float32" else replace(fast, precision="float32")
     views = 0 if setup.augment is None else setup.config.views
     with all_threads():  # no client computes while images are encoded
@@ -86,17 +87,17 @@ class FeatureFiles:
     """The features in a cache folder by key. Each file of keys is read once, however many images are looked up."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()  # names of files of keys
-        self._places: dict[bytes, tuple[Path, int]] = {}  # of each key, the file of its features and the row
+        self._seen: set[str] = set()  # names of the files of keys that were read
+        self._places: dict[bytes, tuple[Path, int]] = {}  # feature file and row by key
 
     def __len__(self) -> int:
         return len(self._places)
 
     def look(self, folder: Folder) -> None:
-        """Read the keys of the pairs of files that this process or another has added to the folder since the last look.
+        """Read the keys of the file pairs that this or another process added to the folder since the last call.
 
         Raises:
-            DataError: a pair cannot be read.
+            DataError: a file of a pair cannot be read.
         """
         for name in folder.names():
             if not name.startswith("keys.") or name in self._seen:
@@ -112,10 +113,10 @@ class FeatureFiles:
             self._places |= {key.tobytes(): (path, row) for row, key in enumerate(keys)}
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
-        """Return the features of those keys that are there.
+        """Return the features of the given keys that are in the cache.
 
         Raises:
-            DataError: a file that was there at the last look cannot be read.
+            DataError: a file that `look` read cannot be read any more.
         """
         wanted: dict[Path, dict[bytes, int]] = {}
         for key in keys:
@@ -125,7 +126,7 @@ class FeatureFiles:
         features = {}
         for path, rows in wanted.items():
             with _readable(path):
-                # a file stays open as long as its map, and there may be more files than a process may open
+                # copy the rows: a memory map keeps its file open, and there may be more files than a process may open
                 stored = np.load(path, mmap_mode="r", allow_pickle=False)
                 features |= {key: np.array(stored[row]) for key, row in rows.items()}
         return features
@@ -133,7 +134,7 @@ class FeatureFiles:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise a DataError with the remedy for what goes wrong with the file of features inside the block."""
+    """Convert an error that a feature file causes inside the block into a DataError with a remedy."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -152,8 +153,8 @@ class FeatureCache:
     """A cache, on disk and in memory, of the features that one encoder computes at one precision.
 
     Attributes:
-        computed: images that the encoder ran on.
-        from_cache: images whose features were in the cache.
+        computed: number of images that the encoder ran on.
+        from_cache: number of images whose features were in the cache.
     """
 
     setup: Setup
@@ -181,15 +182,15 @@ class FeatureCache:
 
     @cached_property
     def _fixed(self) -> np.ndarray:
-        """Return the encoder's features of two fixed images, float32 [2, d], as a part of the cache's key."""
+        """Return the encoder's features of two fixed images, float32 [2, d], as part of the cache's key."""
         images = torch.randint(0, 256, (2, *self.spec.shape), generator=torch.Generator().manual_seed(0))
         return self._run(images.to(torch.uint8))
 
     @cached_property
     def _augmentation(self) -> bytes:
-        """Return the augmentation's name and its views of fixed images, hashed, as a part of the keys of views.
+        """Return a hash of the augmentation's name and its views of fixed images, as part of the keys of views.
 
-        A user's own augmentation may change and keep its name.
+        The name alone is not enough: a user's own augmentation may change and keep its name.
         """
         assert self.setup.augment is not None
         generator = torch.Generator().manual_seed(0)
@@ -198,7 +199,7 @@ class FeatureCache:
         return hashlib.sha256(self.setup.config.augment.encode() + x.float().numpy().tobytes()).digest()
 
     def shard(self, shard: Shard, views: int = 0) -> Shard:
-        """Return a client's data (shard) with features float32 [n, 1 + views, d] in place of images."""
+        """Return a client's shard with features, float32 [n, 1 + views, d], in place of images."""
         chunks = [self._chunk(take(shard.x, rows), views) for rows in _chunks(len(shard))]
         none = np.empty((0, 1 + views, self._fixed.shape[1]), np.float32)
         return replace(shard, x=np.concatenate([none, *chunks]))

@@ -21,7 +21,7 @@ from raylt.models.split import SplitModel
 from raylt.models.trainable import trains_on_features, whole_model
 
 DEFAULTS = PrivacyConfig()
-RISK = 0.01  # the largest accepted chance that Poisson sampling leaves some round without enough clients
+MAX_STARVING_CHANCE = 0.01  # maximum chance that Poisson sampling leaves some round without enough clients
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class PlannedRun:
     """The properties of a planned run that the exclusion table can test.
 
     Attributes:
-        spec: of the task.
+        spec: what a method may know of the task.
         model: a new model of the run.
-        augment: of training images; None where there is none.
+        augment: augmentation of training images, or None.
     """
 
     config: Config
@@ -71,10 +71,9 @@ class PlannedRun:
 
     @property
     def starving_chance(self) -> float:
-        """Return an upper bound of the chance that Poisson sampling gives some round too few clients.
+        """Return the chance that Poisson sampling gives some round too few clients, as an upper bound.
 
-        It counts all clients that train, so it is an upper bound if each of them holds samples. One client is enough
-        for a plain round. A secure sum needs two.
+        The bound holds if each client that trains has samples. A plain round needs one client, a secure sum two.
         """
         federation = self.config.federation
         asked = federation.participation
@@ -111,12 +110,12 @@ class Exclusion:
     """A row of the table: two settings, or a setting and a property, that a run must not combine.
 
     Attributes:
-        setting: its key.
+        setting: key of the setting.
         excludes: the other setting, or a property of the method, the model or the data.
-        applies: whether a planned run has both.
+        applies: returns whether a planned run combines both.
         why: what would go wrong, as a sentence.
         remedy: what the user can do, as an imperative sentence.
-        code: of the error.
+        code: code of the error.
     """
 
     setting: str
@@ -154,7 +153,7 @@ def _missing(package: str) -> bool:
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    # what the problem is
+    # problem and data
     Exclusion(
         "method",
         "data.source",
@@ -169,7 +168,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "model",
         "data.source",
         lambda run: run.model.problem != run.spec.kind,
-        lambda run: f"the model does not do {run.spec.kind}, which {run.spec.name} is a problem of",
+        lambda run: f"the model does not support {run.spec.kind}, the problem of {run.spec.name}",
         "Choose a model that `raylt settings` lists for this problem",
     ),
     Exclusion(
@@ -210,12 +209,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "an image-text model normalises images itself",
         "Leave data.normalise out",
     ),
-    # what learns
+    # trained parameters
     Exclusion(
         "trainable",
         "method",
         lambda run: run.shares_nothing_that_learns,
-        lambda run: f"{run.method.name} shares the encoder alone, and all of that is frozen, so clients send nothing",
+        lambda run: f"{run.method.name} shares only the encoder, which is frozen, so clients send nothing",
         "Set trainable to norm, last:N or lora:R, or choose a method that shares the classifier",
     ),
     Exclusion(
@@ -231,16 +230,14 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "trainable",
         "method",
         lambda run: run.on_features and run.method.augments,
-        lambda run: f"{run.method.name} changes images in its own way, and a frozen encoder sees each image once",
-        "Set trainable to norm, last:N or lora:R, or the fields of the method so that it leaves images alone",
+        lambda run: f"{run.method.name} changes images itself, and a frozen encoder sees each image once",
+        "Set trainable to norm, last:N or lora:R, or the fields of the method so that it does not change images",
     ),
     Exclusion(
         "trainable",
         "method.teacher",
         lambda run: run.on_features and run.method.sees_images and not run.has_tower_of_teacher,
-        lambda run: (
-            f"the teacher of {run.method.name} looks at images, and with a frozen encoder clients hold features"
-        ),
+        lambda run: f"the teacher of {run.method.name} needs images, and with a frozen encoder clients hold features",
         "Set model=clip:NAME with the name of the teacher, compute its features before (method.teacher=npz:FILE), or "
         "set trainable to norm, last:N or lora:R",
     ),
@@ -248,7 +245,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "trainable",
         "method",
         lambda run: run.method.learns_prompts and run.config.trainable != "classifier",
-        lambda run: f"{run.method.name} learns prompts and leaves the encoder as it is",
+        lambda run: f"{run.method.name} learns prompts and does not train the encoder",
         "Set trainable=classifier",
     ),
     Exclusion(
@@ -265,7 +262,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         lambda run: f"without a round nothing trains the encoder, and trainable = {run.config.trainable} lets it learn",
         "Set trainable=classifier, or federation.rounds to at least 1",
     ),
-    # an early end of the rounds
+    # early stopping
     Exclusion(
         "federation.patience",
         "data.validation",
@@ -308,18 +305,18 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "new clients train models of their own at the last round's learning rate, which is almost 0",
         "Set local.schedule=step, or data.new_clients=0",
     ),
-    # who is asked
+    # client sampling
     Exclusion(
         "federation.sampling",
         "federation.over_select",
         lambda run: run.config.federation.sampling == "poisson" and run.config.federation.over_select > 0,
-        "Poisson sampling asks no fixed number of clients, and federation.over_select adds to a number",
+        "Poisson sampling asks no fixed number of clients to which federation.over_select could add",
         "Set federation.over_select=0, or federation.sampling=fixed",
     ),
     Exclusion(
         "federation.sampling",
         "federation.participation",
-        lambda run: run.config.federation.sampling == "poisson" and run.starving_chance > RISK,
+        lambda run: run.config.federation.sampling == "poisson" and run.starving_chance > MAX_STARVING_CHANCE,
         _starving,
         "Raise federation.participation or data.clients",
     ),
@@ -369,7 +366,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "federation.robust",
         "method",
         lambda run: run.config.federation.robust is not None and bool(run.method.sees_each),
-        lambda run: f"{run.method.name} combines clients itself, from each client's {_parts_seen(run)}",
+        lambda run: f"{run.method.name} combines each client's {_parts_seen(run)} itself",
         "Set federation.robust=null, or the fields of the method so that it averages",
     ),
     # differential privacy of samples
@@ -394,11 +391,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "privacy.epsilon",
         "federation.batchnorm",
         lambda run: run.config.privacy.epsilon is not None and bool(run.model.local_buffers),
-        "with federation.batchnorm=local a sample moves the features of others through its client's running "
+        "with federation.batchnorm=local a sample changes the features of others through its client's running "
         "statistics, which the noise does not cover",
         "Set federation.batchnorm=average",
     ),
-    # who sets how much noise there is must not believe that there is some
+    # settings of the noise without a budget: the user might think that there is noise
     Exclusion(
         "privacy.clip",
         "privacy.epsilon",
@@ -454,15 +451,15 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         ),
         lambda run: (
             f"{run.method.name} uploads {'more than its model' if run.method.uploads_more else 'no model'}, and the "
-            "noise hides clients in the mean of models alone"
+            "noise hides clients only in the mean of models"
         ),
-        "Choose a method that uploads its model alone, such as fedavg; docs/privacy.md lists all of them",
+        "Choose a method that uploads only its model, such as fedavg; docs/privacy.md lists all of them",
     ),
     Exclusion(
         "privacy.update_epsilon",
         "federation.robust",
         lambda run: run.config.privacy.update_epsilon is not None and run.config.federation.robust is not None,
-        lambda run: f"federation.robust = {run.config.federation.robust} has no sum that noise could be measured for",
+        lambda run: f"federation.robust = {run.config.federation.robust} computes no sum to which noise could be added",
         "Set one of them to null",
     ),
     Exclusion(
@@ -475,8 +472,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         ),
         lambda run: (
             f"with federation.sampling=fixed and federation.participation = "
-            f"{run.config.federation.participation:g} one more client means that another is not asked, which the "
-            "noise does not cover"
+            f"{run.config.federation.participation:g} an additional client displaces another one, which the noise does "
+            "not cover"
         ),
         "Set federation.sampling=poisson, or federation.participation=1",
     ),

@@ -34,14 +34,18 @@ from raylt.errors import Diverged, RayltError, TooFewReplies, no_exit, one_line,
 from raylt.models.trainable import whole_model
 from raylt.tree import Tree
 
-DIVERGED_LOSS = 10  # a mean training loss of this many times that of guessing is a sign of divergence
-ENDED_EARLY = "rounds ended"  # figure of the last steps of a run that federation.patience has ended
+DIVERGED_LOSS = 10  # ratio of the mean training loss to the loss of guessing above which training may have diverged
+ENDED_EARLY = "rounds ended"  # name of a figure in the last steps of a run that federation.patience stopped early
 
 
 class Experiment:
     """A method, a task and a fleet, advanced step by step.
 
     Args:
+        setup: the run's setup.
+        task: the data.
+        fleet: the clients.
+        device: device of the server's model.
         folder: the run folder, which receives checkpoints and the final model.
     """
 
@@ -67,7 +71,7 @@ class Experiment:
         self._loss: float | None = None  # mean training loss of the last step, where the method logs one
         self._best: dict[str, Any] | None = None  # the step and accuracy on validation images of the best checkpoint
         self._peak: dict[str, Any] | None = None  # the same for the best evaluated round, with or without a checkpoint
-        self._last_round = self.server.rounds  # an earlier one once federation.patience has ended the rounds
+        self._last_round = self.server.rounds  # an earlier round after federation.patience stopped the rounds
 
     @property
     def done(self) -> bool:
@@ -98,7 +102,7 @@ class Experiment:
         """Take one round, or the phase after the last round; then evaluate the models if an evaluation is due.
 
         Raises:
-            TooFewReplies: see `Fleet.ask`; `Diverged` also if the loss of the step before says so.
+            TooFewReplies: see `Fleet.ask`; `Diverged` also if the loss of the previous step shows divergence.
             RayltError: the server's device has no room for the server's own work.
         """
         try:
@@ -125,10 +129,10 @@ class Experiment:
             raise
 
     def _divergence(self, error: TooFewReplies) -> Diverged | None:
-        """Return an error of divergence if replies had too large values after a step with a loss far above guessing.
+        """Return a `Diverged` error if replies had too large values after a step with a loss far above guessing.
 
-        A few clients whose training explodes are enough to end a run. Their number alone says nothing, since one client
-        may be hostile.
+        A few diverging clients are enough to end a run. Their number alone does not show divergence, since a single
+        client may be hostile.
         """
         guessing = math.log(max(self.task.classes, 2))
         far_above = self._loss is not None and self._loss > DIVERGED_LOSS * guessing
@@ -137,7 +141,7 @@ class Experiment:
         rate, details = self.config.local.lr, error.details
         return Diverged(
             f"local.lr: training diverged ({rate:g}). The mean loss of round {self._step - 1} was {self._loss:.3g}; "
-            f"guessing has {guessing:.2g}. In round {self._step}, {details['usable']} of {details['asked']} "
+            f"guessing has a loss of {guessing:.2g}. In round {self._step}, {details['usable']} of {details['asked']} "
             f"clients replied usably. First: {error.__cause__}. Lower local.lr, or weights and rates of the method; "
             "if one of the clients may be hostile, set federation.robust.",
             **{name: detail for name, detail in details.items() if name != "round"},
@@ -177,7 +181,7 @@ class Experiment:
         judged, self._matrices = self._judge()
         if phase == "round" and self._patience_is_over():
             self._last_round = self._step
-            judged, self._matrices = self._judge()  # as a last round is judged
+            judged, self._matrices = self._judge()  # again, as for a last round
         if self._last_round < server.rounds:
             server.log(**{ENDED_EARLY: self._early_end()})
         if self.done:
@@ -235,7 +239,7 @@ class Experiment:
     def rehearsal(self) -> Iterator[None]:
         """Run the method's final phase before the block, and undo the phase's effects after the block.
 
-        The rehearsal draws other numbers than the finish at the end, whose seeds follow the last round's number.
+        The rehearsal draws other random numbers than the final phase at the end, since seeds depend on the step.
         """
         server, fleet = self.server, self.fleet
         before = server.model, server.state, server.round, server.figures, server.timings
@@ -301,7 +305,8 @@ class Experiment:
         """Restore the experiment from a checkpoint, in order to continue from it.
 
         Args:
-            clients: whether to read the clients' private states. Looking at the global model needs none.
+            saved: the checkpoint.
+            clients: whether to read the clients' private states, which the global model does not need.
         """
         server_part = saved.read("server")
         check_frozen(server_part, self.server.model, self.config)

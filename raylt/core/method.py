@@ -44,24 +44,24 @@ class Method(BaseModel):
         name: the name in configurations.
         paper: authors, venue and year.
         link: address of the paper or its code.
-        personal: True if each client is judged by its own model.
-        problems: kinds of problems that the algorithm is defined for; others are refused.
-        later: for each stage, the fields that act from that stage on and not before; see `stages`. Fields of the stage
-            "judging" act on evaluations of clients' own models alone, the last one and those of evaluation.personal.
-        trains_as: name of the method whose rounds this one shares, where the two differ in the last phase only.
-        group: the part of the algorithm that it changes: training of the one model (global), what clients keep
-            (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or
+        personal: True if each client is evaluated with its own model.
+        problems: kinds of problems that the algorithm is defined for; other problems are rejected.
+        later: for each stage, the fields that take effect only from that stage on; see `stages`. Fields of the stage
+            "judging" only affect evaluations of clients' own models: the last one and those of evaluation.personal.
+        trains_as: name of the method whose rounds this one shares, if the two differ only in the last phase.
+        group: the part of the algorithm that the method changes: training of the global model (global), what clients
+            keep (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or
             personal.
-        privileged: what it needs that a federation does not have, in words; None for most methods.
+        privileged: what the method needs that a federation does not have, as a text; None for most methods.
         sums_samples: True if clients upload, after the last round, sums to which each sample adds no more than a
-            declared length (`Reduction.bounded`), so that noise can hide it.
-        learns_prompts: True if it learns the words before class names and nothing else. The model must then be an
+            declared length (`Reduction.bounded`), so that noise can hide the sample.
+        learns_prompts: True if the method learns only the words before class names. The model must then be an
             image-text model, whose encoder is frozen (trainable = classifier).
-        stackable: True if small clients can train as one stack (`local.stacked`). `train` is the one of this class. The
-            objective draws no numbers, keeps nothing from step to step, and applies `client.model`, its encoder and
-            its classifier to the batch alone. It may use the model's parameters.
-        other_models: names of further models of a client, judged after the last step next to `client_model`, where a
-            paper does not say whose accuracy it reports.
+        stackable: True if small clients can train as one stack (`local.stacked`). Such a method does not override
+            `train`. Its objective draws no random numbers, keeps nothing between steps, and applies `client.model`, its
+            encoder and its classifier to the batch alone. It may use the model's parameters.
+        other_models: names of further models of a client, evaluated after the last step in addition to `client_model`,
+            for papers that do not say which model's accuracy they report.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -122,9 +122,9 @@ class Method(BaseModel):
 
     @property
     def image_teacher(self) -> str | None:
-        """Return the name of the image-text teacher of which the method needs no more than features of the images.
+        """Return the name of the image-text teacher, if the method needs only the teacher's features of the images.
 
-        Where the trained model has the teacher's own image tower, frozen, clients have these features.
+        If the trained model's encoder is the teacher's image tower, frozen, clients already have these features.
         """
         return None
 
@@ -148,9 +148,8 @@ class Method(BaseModel):
     def terms(self) -> tuple[str, ...]:
         """Return the names of the loss terms in a `Terms` objective.
 
-        Each round logs the terms' shares of the gradient.
-
-        The schema of replies is fixed before a client trains, so the names are declared and not read off replies.
+        Each round logs the terms' shares of the gradient. The names are declared because the schema of replies is fixed
+        before any client trains.
         """
         return ()
 
@@ -158,10 +157,12 @@ class Method(BaseModel):
         """Fetch missing files and reject unusable settings, before any other process starts.
 
         Args:
-            model: A new model of the run.
+            task: the data.
+            config: the run's configuration.
+            model: a new model of the run.
 
         Raises:
-            ConfigError: A field does not fit the other fields, the task or the model, or a resource is not available.
+            ConfigError: a field does not fit the other fields, the task or the model, or a resource is not available.
         """
 
     # the model
@@ -181,11 +182,9 @@ class Method(BaseModel):
         return client.reply()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the loss as a function of a batch.
+        """Return the loss as a function of a batch, or a `Terms` for a loss with several terms.
 
-        The function is made once a round, so its closure can hold the round's constants.
-
-        A loss with several terms is a `Terms`.
+        The function is made once per call of a client, so its closure can hold the round's constants.
         """
         return recordable(lambda batch: client.cross_entropy(client.model(batch.x), batch.y))
 
@@ -198,12 +197,10 @@ class Method(BaseModel):
     def settle(self, client: Client, message: Message) -> None:
         """Prepare a client that joins after training, once, before its evaluation.
 
-        The message is that of a round.
-
-        The client joins and trains its private entries on its samples, as long as in a round, with the final shared
-        entries. If it keeps only running statistics (federation.batchnorm = local), there is nothing to train: they are
-        computed with the model that is evaluated. A method that keeps personal models in the clients' states overrides
-        this function to create them.
+        The client receives the message of a round. It joins and trains its private entries on its samples, as long as
+        in a round, with the final shared entries. If it keeps only running statistics (federation.batchnorm = local),
+        there is nothing to train: they are computed with the model that is evaluated. A method that keeps personal
+        models in the clients' states overrides this function to create them.
         """
         client.receive(message["model"])
         shared, model = self.shared(client.model), client.model
@@ -217,7 +214,7 @@ class Method(BaseModel):
     def start(self, server: Server, fleet: Fleet) -> None:
         """Let all clients join, before the first round.
 
-        The empty `join` is not sent: for ten thousand clients that would take half a minute.
+        The default `join` does nothing and is not sent: for ten thousand clients that would take half a minute.
         """
         if type(self).join is not Method.join:
             fleet.ask(self.join, fleet.everyone, {})
@@ -226,8 +223,8 @@ class Method(BaseModel):
         """Return the clients of this round.
 
         Of the K clients that train, ceil(participation * K) are drawn uniformly without replacement, and more with
-        federation.over_select; or each client with probability `participation` (federation.sampling = poisson). The
-        draw is seeded by the round, unless privacy rests on it being secret.
+        federation.over_select. With federation.sampling = poisson, each client is drawn with probability
+        `participation`. The draw is seeded by the round, unless privacy requires that it is secret.
         """
         federation, clients = server.config.federation, server.config.data.clients
         if federation.sampling == "poisson":
@@ -264,10 +261,10 @@ class Method(BaseModel):
         """Return the expected seconds of `finish` on one core, or None if they cannot be predicted."""
         return None
 
-    # what is judged
+    # evaluated models
 
     def global_model(self, server: Server) -> SplitModel:
-        """Return the global model that users get."""
+        """Return the global model, which is evaluated and exported."""
         return server.model
 
     def client_model(self, client: Client) -> SplitModel:
@@ -276,7 +273,7 @@ class Method(BaseModel):
 
     def other_model(self, client: Client, name: str) -> SplitModel:
         """Return the client's model of this name in `other_models`, after the client received the shared entries."""
-        raise NotImplementedError(f"{type(self).__name__} lists {name!r} in other_models. Define other_model.")
+        raise NotImplementedError(f"{type(self).__name__} lists {name!r} in other_models. Implement other_model.")
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the logits of images [B, channels, H, W]: [B, C], or [B, C, H, W] for segmentation."""
@@ -284,17 +281,19 @@ class Method(BaseModel):
 
 
 def check_last_rate(method: Method, config: Config, remedy: str = "") -> None:
-    """Check that a last phase of local training has a learning rate with which clients learn.
+    """Check that the learning rate is not almost 0 in a last phase of local training.
 
     Args:
-        remedy: how to leave the phase out, such as "method.tune_epochs=0".
+        method: the method.
+        config: the run's configuration.
+        remedy: a setting that skips the phase, such as "method.tune_epochs=0".
 
     Raises:
-        ConfigError: the rate falls along a cosine, which is almost 0 in the last round.
+        ConfigError: the learning rate follows a cosine, which is almost 0 in the last round.
     """
     if method.finishes and config.local.schedule == "cosine":
         raise ConfigError(
-            f"local.schedule: the last phase of {method.name} has the last round's learning rate, which is almost 0 "
+            f"local.schedule: the last phase of {method.name} uses the last round's learning rate, which is almost 0 "
             f"(cosine). Set local.schedule=step{', or ' + remedy if remedy else ''}.",
             code="config.conflict",
             key="local.schedule",
@@ -307,10 +306,13 @@ def train_model(method: Method, client: Client, message: Message, epochs: float 
     """Train a client's model on the method's objective; return the reply parts that report on the training.
 
     Args:
-        epochs: as `local.epochs` and `local.steps` say by default.
+        method: the method.
+        client: the client, whose model is trained.
+        message: the message of the round.
+        epochs: number of epochs; by default `local.epochs` or `local.steps`.
 
     Returns:
-        The mean loss of a sample, `loss`, and for an objective with several terms their `shares` of the gradient.
+        `loss`, the mean loss per sample, and for an objective with several terms their `shares` of the gradient.
     """
     objective = method.objective(client, message)
     loss = sgd(client, objective, epochs=epochs)
@@ -329,9 +331,12 @@ def train_clients(
     """Ask clients to train, average their models into the next global model, and log their loss.
 
     Args:
-        cohort: the method's `sample` by default.
-        message: the method's `message` by default.
-        weights: the weight of each client's reply in the means, by id; their numbers of samples by default.
+        method: the method.
+        server: the server, whose model takes the step.
+        fleet: the clients.
+        cohort: the clients to ask; by default the method's `sample`.
+        message: the message to the clients; by default the method's `message`.
+        weights: the weight of each client's reply in the means, by id; by default its number of samples.
         parts: further parts of the replies.
     """
     message = method.message(server) if message is None else message

@@ -1,12 +1,12 @@
 """`RoundReport`: the record of one committed step, with names for all its figures.
 
-Everything that shows or keeps a figure follows from the fields of this model: the line of metrics.jsonl and its JSON
+The fields of this model define everything that displays or stores a figure: the line of metrics.jsonl and its JSON
 schema, the figures that summary.json repeats, the rows of `Run.metrics`, the curves of TensorBoard, and the headings of
-a study's tables. A figure that is read off a confusion matrix is added by one more field:
+a study's tables. One more field adds a figure that is computed from a confusion matrix:
 
     f1: Annotated[Share, Figure("mean F1 of the classes", "accuracy/mean F1", pooled=mean_f1)] = None
 
-Here `mean_f1` is a function of a confusion matrix. A line that was written before has None for the new figure.
+Here `mean_f1` is a function of a confusion matrix. Lines of earlier runs have None for the new figure.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Share = Fraction | None  # None where nothing was judged
+Share = Fraction | None  # None if nothing was evaluated
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -43,13 +43,13 @@ class Figure:
     """The meaning of a field of `RoundReport`, and where it is displayed.
 
     Attributes:
-        title: words for a table's heading; the description in the JSON schema.
-        curve: tag of its TensorBoard curve. Of a field with several values, the family that their curves share.
+        title: heading in tables and description in the JSON schema.
+        curve: tag of the TensorBoard curve; for a field with several values, the common prefix of their curves.
         curves: tags of single values of such a field, by key.
-        pooled: function that reads the figure off the confusion matrix int64 [C, C] of the deployed model, or of the
-            clients' own models together.
+        pooled: function that computes the figure from the confusion matrix int64 [C, C] of the deployed model, or from
+            the sum of the matrices of the clients' own models.
         shared: the same for the confusion matrix of the global model, over the true classes.
-        unit: "seconds" or "bytes"; empty for shares and numbers.
+        unit: "seconds" or "bytes"; empty for fractions and numbers.
     """
 
     title: str
@@ -85,7 +85,7 @@ class RoundReport(BaseModel):
     """One committed step of a run: a round, or the work of `Method.finish` after the last round.
 
     The order of the fields is their order in metrics.jsonl. Fields with the default None are the figures of an
-    evaluation; None means that nothing was judged after this step. Accuracies are in [0, 1].
+    evaluation; None means that nothing was evaluated after this step. Accuracies are in [0, 1].
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -96,8 +96,8 @@ class RoundReport(BaseModel):
         Seconds, Figure("seconds of training and aggregation, without judging", "seconds/training", unit="seconds")
     ]
     evaluation_seconds: Annotated[Seconds, Figure("seconds of judging", "seconds/evaluation", unit="seconds")]
-    # For personal methods the pooled counts of the clients' own models. Where clients see the classes in their own
-    # ways, as the clients see them; the figures of the global model are always over the true classes.
+    # For personal methods, computed from the pooled counts of the clients' own models. If clients merge classes, these
+    # are the classes as clients see them; figures of the global model always use the true classes.
     accuracy: Annotated[
         Share, Figure("accuracy on the balanced test set", "accuracy/test set", pooled=metrics.accuracy)
     ] = None
@@ -205,16 +205,16 @@ def shown_figure(line: Mapping[str, Any]) -> tuple[str, float | None]:
     """Return the name and value of the main figure, for displays that have room for one figure.
 
     Args:
-        line: a line of metrics.jsonl; the value is None where nothing was judged.
+        line: a line of metrics.jsonl; the value is None if nothing was evaluated.
     """
     name = line.get("shown") or "accuracy"
     return name, line["accuracy"] if name == "accuracy" else line["clients"][name]["mean"]
 
 
 def best_validated(lines: Iterable[Mapping[str, Any]], steps: Container[int]) -> dict[str, Any] | None:
-    """Return the one of some steps with the highest accuracy on validation images, and that accuracy.
+    """Return the step, among some steps, with the highest accuracy on validation images, and that accuracy.
 
-    The first counts where several have it. None if no line of these steps has such an accuracy.
+    The first step wins a tie. The result is None if no line of these steps has such an accuracy.
     """
     judged = [
         {"step": line["step"], "accuracy": line["figures"]["validation"]["accuracy"]}

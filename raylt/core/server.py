@@ -31,7 +31,7 @@ class ServerOptimiser(Protocol):
         """Return the change of each trained entry of the global model.
 
         Args:
-            state: memory of the rule, float64 by name; empty before the first step; changed in place.
+            state: memory of the rule, float64 by name; empty before the first step, and changed in place.
             delta: the clients' mean minus the global model, float64.
         """
         ...
@@ -98,10 +98,10 @@ class ServerYogi(ServerAdam):
         return v - (1 - self.beta2) * square * (v - square).sign()
 
 
-# gets the name of a call or stage, the clients that are done, and their total
+# Called with the name of a call or stage, the number of finished clients, and their total.
 ProgressHook = Callable[[str, int, int], None]
 
-StageProgress = Callable[[int, int], None]  # gets the steps of a stage that are done, and their total
+StageProgress = Callable[[int, int], None]  # called with the number of finished steps of a stage, and their total
 
 
 class Timings(dict[str, float]):
@@ -120,7 +120,7 @@ class Timings(dict[str, float]):
         """Add the duration of the block, in seconds, to the named stage.
 
         Yields:
-            A function that tells the observer how many steps of the stage are done, of how many.
+            A function that reports the number of finished steps of the stage, and their total, to the observer.
         """
 
         def show(done: int, total: int) -> None:
@@ -148,14 +148,14 @@ class Server:
         spec: what a method may know of the task.
         state: anything else the server must remember between rounds; a tree of CPU tensors, numbers and strings,
             part of every checkpoint. It includes the optimiser's memory, as "server_optimiser".
-        schedule: the clients' learning rate over the rounds; None for the one that `local.schedule` names.
+        schedule: the clients' learning rate over the rounds; None for the schedule that `local.schedule` names.
         optimiser: the rule of `step`; None: the clients' mean is the new model.
         round: number of the round, from 1; 0 before the first.
         rounds: the number of rounds, R.
         figures: the method's report of this round, in addition to the framework's own figures.
         timings: seconds of the server's own work in this round; `with server.timings.time("synthesis"): ...`.
-        auxiliary: the server's own images, on its device; None unless `data.auxiliary` asks for them. No federation has
-            them: a method that needs some says so.
+        auxiliary: the server's own images, on its device; None unless `data.auxiliary` is set. A usual federation has
+            none, so a method that needs them declares it.
     """
 
     def __init__(
@@ -215,7 +215,8 @@ class Server:
         """Return the limits of clients' features, as keyword arguments for the checks of feature sums.
 
         Returns:
-            "longest", the length that a feature is cut to, or None; "negative", False if the encoder ends in a ReLU.
+            "longest", the length to which features are clipped, or None; "negative", False if the encoder ends in a
+            ReLU.
         """
         return {
             "longest": self.config.privacy.longest,

@@ -24,10 +24,10 @@ class Setup:
     """A configuration whose names (method, model and so on) are resolved to values.
 
     Attributes:
-        model: number of classes and shape of an image (height, width, channels) to a new model, with random weights
-            from torch's global generator.
-        augment: of training images; None leaves them as they are.
-        schedule: of the learning rate; None for the one of raylt's own that the configuration names.
+        model: function from the number of classes and the shape of an image (height, width, channels) to a new model,
+            with random weights from torch's global generator.
+        augment: augmentation of training images, or None.
+        schedule: learning rate over the rounds; None for the built-in schedule that the configuration names.
     """
 
     config: Config
@@ -38,7 +38,7 @@ class Setup:
 
     @property
     def has_random_frozen_parts(self) -> bool:
-        """Return whether parts of the model that learn nothing keep random weights."""
+        """Return whether frozen parts of the model have random weights."""
         config = self.config
         return config.trainable != "all" and config.weights is None and not config.model.startswith(PREFIX)
 
@@ -50,8 +50,9 @@ class Setup:
             model = self.method.build(spec, base)
         model.method_heads = frozenset(name for name, _ in model.named_children() if name not in parts)
         if self.config.federation.batchnorm == "local":
-            model.local_buffers = running_statistics(model) & model.state_dict().keys()  # without frozen ones
-        # images come as channels-last views of their bytes; steps are 1.1 to 2 times as fast on them
+            # the state dict does not contain frozen statistics
+            model.local_buffers = running_statistics(model) & model.state_dict().keys()
+        # images are channels-last views of their bytes, with which steps are 1.1 to 2 times as fast
         return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     def zero_shot_model(self, spec: TaskSpec) -> SplitModel | None:
@@ -80,6 +81,7 @@ class Setup:
         """Raise ConfigError if settings exclude each other, before anything starts.
 
         Args:
+            spec: what a method may know of the task.
             model: a new model, from `new_model`.
 
         Raises:

@@ -429,8 +429,8 @@ def test_newest_checkpoints_alone_are_kept(build, tmp_path):
 
 
 def test_files_of_clients_that_did_not_train_are_carried_on_and_not_written_again(build, tmp_path, monkeypatch):
-    monkeypatch.setattr("raylt.core.checkpoint.client_states.PACK", 1)  # a file per client, as with large states
-    monkeypatch.setattr("raylt.core.checkpoint.client_states.LITTLE", 1)
+    monkeypatch.setattr("raylt.core.checkpoint.client_states.PACK_BYTES", 1)  # a file per client, as with large states
+    monkeypatch.setattr("raylt.core.checkpoint.client_states.SMALL_PACK_BYTES", 1)
     # personal models are judged after the last round only, which is round 4
     experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 4}, output={"keep": 3}, seed=2)
     for _ in range(3):

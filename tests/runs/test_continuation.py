@@ -62,7 +62,7 @@ def test_an_extended_run_equals_a_run_of_that_length(tmp_path, settings):
 
 
 def test_an_extended_run_of_many_own_models_lists_clients_in_its_last_line_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluator, "MOST_LISTED", 3)
+    monkeypatch.setattr(evaluator, "MAX_LISTED_CLIENTS", 3)
     settings = ["data.partition=by_id", "evaluation.personal=1"]
     long = make_tiny_run(tmp_path, "fedper", *settings, "federation.rounds=3", name="long")
     before = make_tiny_run(tmp_path, "fedper", *settings, name="short")

@@ -25,14 +25,14 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
     """Return the point at which two runs with these configurations and methods diverge.
 
     Raises:
-        ConfigError: they differ from the first round on, or not at all; the changed stage begins with the first round;
-            or `evaluation.personal` or `federation.patience` would let the rounds before differ.
+        ConfigError: the runs differ from the first round on or not at all, the changed stage begins with the first
+            round, or `evaluation.personal` or `federation.patience` could make earlier rounds differ.
     """
     before, after = settled(config) | {"method": None}, settled(other_config) | {"method": None}
     if early := [f"{key}: {then!r} -> {now!r}" for key, then, now in differences(before, after)]:
         raise ConfigError(
-            f"{'; '.join(early)}: this acts from the start. Change only fields of the method that act in a later "
-            "stage, or start a new run.",
+            f"{'; '.join(early)}: this takes effect from the start. Change only fields of the method that act in a "
+            "later stage, or start a new run.",
             code="run.not-branchable",
         )
     trained, other_trained = (each.trains_as or each.name for each in (method, other))
@@ -66,14 +66,14 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
     if not stages:
         late = ", ".join(name for names in method.later.values() for name in names)
         raise ConfigError(
-            "method: nothing differs from the run that is branched (no field). Give a field that acts in a later "
-            f"stage: {late or 'this method has none'}.",
+            "method: no field differs from the branched run. Change a field that acts in a later stage: "
+            f"{late or 'this method has none'}.",
             code="run.not-branchable",
         )
     if config.federation.patience is not None:
         raise ConfigError(
-            f"federation.patience: the rounds of the run may end early ({config.federation.patience}), so that another "
-            "run need not have its last round. Start a new run.",
+            f"federation.patience: the run may stop early ({config.federation.patience}), so another run may have a "
+            "different last round. Start a new run.",
             code="run.not-branchable",
             key="federation.patience",
             value=config.federation.patience,

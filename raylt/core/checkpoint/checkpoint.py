@@ -43,7 +43,7 @@ PACKS = "clients-"  # prefix of the parts that hold client states
 _FORMAT = 3
 _MANIFEST = "manifest.json"
 _MANIFEST_LIMIT = 2**30  # bytes
-_HEADER = TypeAdapter(dict[str, dict[str, Any]])  # of a safetensors file without metadata
+_HEADER = TypeAdapter(dict[str, dict[str, Any]])  # header of a safetensors file without metadata
 _DAMAGE = (CheckpointError, OSError, ValueError, KeyError, TypeError, SafetensorError)
 
 
@@ -52,7 +52,7 @@ class ClientStates:
     """Private states of several clients, by id.
 
     Attributes:
-        size: bytes.
+        size: total size in bytes.
     """
 
     by_client: dict[int, Tree]
@@ -106,8 +106,8 @@ class Checkpoint:
         """Return the tree of a checkpoint part, with its tensors on the CPU.
 
         Raises:
-            KeyError: the checkpoint has no such part.
-            CheckpointError: its file cannot be read.
+            KeyError: the checkpoint has no part of this name.
+            CheckpointError: the part's file cannot be read.
         """
         entry = self.parts[part]
         try:
@@ -129,8 +129,12 @@ def write(
     """Write a checkpoint, then remove all but the newest `keep` checkpoints.
 
     Args:
+        parent: the folder of all checkpoints.
+        step: number of the step after which the checkpoint is saved.
         parts: names and trees; None for a part that is unchanged since `previous`.
-        facts: further JSON for the manifest.
+        facts: other JSON values for the manifest.
+        previous: the last checkpoint of the run.
+        keep: number of checkpoints to keep.
         lasting: steps whose checkpoints are never removed.
 
     Raises:
@@ -138,23 +142,23 @@ def write(
     """
     final = f"{step:06d}"
     entries: dict[str, CheckpointPart] = {}
-    facts = json.loads(json.dumps(facts))  # as the manifest returns them, with keys as strings
+    facts = json.loads(json.dumps(facts))  # make keys strings, as in a manifest that was read
     with folder_for(parent.parent) as above, above.inner(parent.name, make=True) as folder:
         sweep(folder)
-        beside = f".{final}.{secrets.token_hex(8)}{WRITING}"
+        unfinished = f".{final}.{secrets.token_hex(8)}{WRITING}"
         try:
-            with folder.new(beside) as new, _EarlierCheckpoints(folder, previous) as earlier:
+            with folder.new(unfinished) as new, _EarlierCheckpoints(folder, previous) as earlier:
                 for name, part in parts:
                     entries[name] = earlier.carry(name, new) if part is None else _write_part(new, name, part)
                 content = {"format": _FORMAT, "facts": facts, "parts": entries}
                 new.write(_MANIFEST, json.dumps({"sha256": hash_json(content), **content}))
-            sync(folder.path / beside)
+            sync(folder.path / unfinished)
         except BaseException:
             with suppress(OSError, CheckpointError):
-                folder.remove(beside)
+                folder.remove(unfinished)
             raise
         folder.remove(final)  # a damaged checkpoint that was skipped
-        folder.rename(beside, final)
+        folder.rename(unfinished, final)
         sync(parent)
         for old in _numbered(folder)[:-keep]:
             if int(old) not in lasting:
@@ -223,14 +227,14 @@ def sweep(folder: Folder) -> list[str]:
 
 def replace_tensors(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
     """Write tensors to a safetensors file in a folder; replace an existing file of that name atomically."""
-    beside = f".{name}.{secrets.token_hex(8)}{WRITING}"
+    unfinished = f".{name}.{secrets.token_hex(8)}{WRITING}"
     with Folder.open(folder) as target:
         try:
-            with target.new(beside) as new:
+            with target.new(unfinished) as new:
                 _save(new, name, tensors)
                 new.move(name, target)
         finally:
-            target.remove(beside)
+            target.remove(unfinished)
 
 
 def hash_tensors(tensors: dict[str, Tensor]) -> str:
@@ -300,7 +304,7 @@ def _save(folder: Folder, name: str, tensors: dict[str, Tensor]) -> None:
         path.chmod(0o600)
         sync(path)
     except SafetensorError:
-        # safetensors gives system errors as text only; this write raises the same error with its number
+        # safetensors reports system errors as text only; this write raises the same error with its errno
         folder.write(name, as_safetensors(tensors))
 
 
@@ -316,7 +320,7 @@ def _pack(states: ClientStates) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _tensors(part: Tree) -> dict[str, Tensor]:
-    # copies: safetensors refuses tensors that share memory
+    # copy, because safetensors refuses tensors that share memory
     tensors = {
         path: leaf.clone(memory_format=torch.contiguous_format)
         for path, leaf in tree.leaves(part)
@@ -402,19 +406,19 @@ def _open(folder: Folder, name: str) -> Checkpoint:
         if manifest["format"] != _FORMAT:
             raise ValueError(f"format {manifest['format']}, this raylt reads {_FORMAT}")
         if manifest["facts"].get("step") != int(name):
-            raise ValueError(f"it is that of step {manifest['facts'].get('step')}")
+            raise ValueError(f"it belongs to step {manifest['facts'].get('step')}")
         for entry in manifest["parts"].values():
             if entry["file"] and not (
-                _has_its_size(inner, entry["file"]) and inner.hash(entry["file"]) == entry["sha256"]
+                _size_matches_header(inner, entry["file"]) and inner.hash(entry["file"]) == entry["sha256"]
             ):
                 raise ValueError(f"{entry['file']}: its content does not match its hash")
         return Checkpoint(folder.path / name, manifest["facts"], manifest["parts"])
 
 
-def _has_its_size(folder: Folder, file: str) -> bool:
+def _size_matches_header(folder: Folder, file: str) -> bool:
     """Return whether a safetensors file is as long as its header says, without reading its tensors.
 
-    A file that claims terabytes takes no room on a disk, and hours to hash.
+    A sparse file of terabytes takes no disk space, but hours to hash.
     """
     with folder.stream(file) as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -1,12 +1,12 @@
 """Clients' private states in checkpoints, stored in packs: files that hold the states of several clients.
 
-    000012/clients-000012-0.safetensors     the tensors of clients that were called since the checkpoint before
-    000012/clients-000009-0.safetensors     tensors of other clients, as they were written after step 9
+    000012/clients-000012-0.safetensors     the tensors of clients that were called since the previous checkpoint
+    000012/clients-000009-0.safetensors     the tensors of other clients, as written after step 9
 
-A checkpoint writes the states that changed, in packs of PACK bytes, and carries the other packs over. If a client is in
+A checkpoint writes the states that changed, in packs of PACK_BYTES, and carries the other packs over. If a client is in
 several packs, the newest counts. A pack is rewritten when less than half of it still counts, or when it is so small
-that there would be many packs. So the cost of a checkpoint follows the number of clients that were called, each state
-is written about twice, and clients that never were called cost nothing.
+that there would be many packs. So the cost of a checkpoint grows with the number of clients that were called, each
+state is written about twice, and clients that were never called cost nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,8 +27,8 @@ from raylt.core.checkpoint.checkpoint import (
 from raylt.core.fleet.fleet import Fleet
 from raylt.tree import Tree
 
-PACK = 64 * 2**20  # bytes after which a pack is full, and the most that is in memory at a time
-FEW, LITTLE = 64, 2**24  # clients, and bytes, below which a pack is small
+PACK_BYTES = 64 * 2**20  # size at which a pack is full; about this much is in memory at once
+SMALL_PACK_CLIENTS, SMALL_PACK_BYTES = 64, 2**24  # a pack below both limits is small
 
 
 def parts(step: int, saved: Mapping[str, CheckpointPart], fleet: Fleet) -> Iterator[tuple[str, ClientStates | None]]:
@@ -37,7 +37,9 @@ def parts(step: int, saved: Mapping[str, CheckpointPart], fleet: Fleet) -> Itera
     None in place of the states stands for an unchanged pack.
 
     Args:
-        saved: the parts of the checkpoint before, whose clients the fleet has.
+        step: number of the step after which the checkpoint is saved.
+        saved: the parts of the previous checkpoint of the same clients.
+        fleet: the clients whose states are saved.
     """
     unchanged: dict[str, list[int]] = {}
     for id, name in part_of_client(saved).items():
@@ -104,7 +106,7 @@ def _packed(step: int, private_states: Iterable[tuple[int, Tree]]) -> Iterator[t
     for id, private in private_states:
         states[id] = private
         size += tree.nbytes(private)
-        if size >= PACK:
+        if size >= PACK_BYTES:
             yield f"{PACKS}{step:06d}-{number}", ClientStates(states, size)
             states, size, number = {}, 0, number + 1
     if states:
@@ -113,5 +115,5 @@ def _packed(step: int, private_states: Iterable[tuple[int, Tree]]) -> Iterator[t
 
 def _is_worth_keeping(entry: CheckpointPart, current: int) -> bool:
     """Return whether to keep a pack of client states if only `current` of the states are up to date."""
-    small = current < FEW and entry["tree"]["bytes"] < LITTLE
+    small = current < SMALL_PACK_CLIENTS and entry["tree"]["bytes"] < SMALL_PACK_BYTES
     return not small and 2 * current >= len(entry["tree"]["clients"])

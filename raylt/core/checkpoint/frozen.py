@@ -12,9 +12,9 @@ from raylt.typed_json import hash_json
 
 
 def hash_frozen(model: nn.Module) -> str | None:
-    """Return the hash of what a model has and its state dict does not; None if there is nothing.
+    """Return the hash of a model's frozen part, which its state dict does not contain; None if it has no such part.
 
-    This is a model's frozen entries, and how an image tower prepares images.
+    The frozen part is the model's frozen entries and the image preprocessing of an image tower.
     """
     entries = frozen_entries(model)
     tower = tower_of(model)
@@ -29,16 +29,18 @@ def check_frozen(server_part: Tree, model: nn.Module, config: Config) -> None:
 
     Args:
         server_part: the part "server" of the checkpoint.
+        model: the model of the run that continues.
+        config: configuration of this run.
 
     Raises:
-        CheckpointError: the weights in the model's files have changed, or what its folder says of them.
+        CheckpointError: the weights or the image preprocessing in the model's files have changed.
     """
     if server_part.get("frozen") == hash_frozen(model):
         return
     key, file = ("model", config.model) if config.weights is None else ("weights", config.weights)
     raise CheckpointError(
-        f"{key}: the frozen weights, or the way to prepare images, are not those that the run was made with ({file}). "
-        "Put the original file back, or start a new run.",
+        f"{key}: the frozen weights or the image preprocessing have changed since the run started ({file}). Put the "
+        "original file back, or start a new run.",
         code="model.weights-mismatch",
         key=key,
         value=file,

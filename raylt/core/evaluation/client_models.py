@@ -35,9 +35,8 @@ class Judge:
     def judge(self, client: Client, message: Message) -> Reply:
         """Count the pairs (true class, predicted class) of this client's model on the test set.
 
-        The reply has the cells of these counts. Where the message names the owners of the test images, each cell also
-        has the count on the client's own test images. The reply also has the number of predictions that are not
-        numbers.
+        The reply has the nonzero cells of these counts. If the message names the owners of the test images, each cell
+        also has the count on the client's own test images. The reply also has the number of NaN predictions.
         """
         model = judged_model(self.method, client, message["model"], self.other)
         owners = message.get("owners")
@@ -54,7 +53,7 @@ class NewClient:
     """The client function that prepares a client that joins after training.
 
     Attributes:
-        method: defines what such a client does before it is judged.
+        method: the method whose `settle` prepares the client.
     """
 
     method: Method
@@ -86,8 +85,10 @@ def judged_model(method: Method, client: Client, entries: StateDict, other: str 
     A client that was never asked takes its statistics now.
 
     Args:
-        entries: from `judged_entries`.
-        other: one of the method's `other_models` instead.
+        method: the method whose models are evaluated.
+        client: the client that evaluates.
+        entries: the result of `judged_entries`.
+        other: the name of one of the method's `other_models`, which is returned instead.
     """
     if method.personal:
         client.receive(entries)
@@ -114,7 +115,7 @@ def cells_with_own(counts: Counts, id: int) -> Tensor:
 def counts_on(shard: Shard, classes: int) -> Reduction:
     """Return the reduction that checks and collects confusion counts on a test set, [m, 2]; see `cells_of`.
 
-    It rejects negative counts, and rows whose sums are not the numbers of samples, or labelled pixels, of the classes.
+    It rejects negative counts and rows whose sums differ from the number of samples or labelled pixels of the class.
     """
     expected = totals(shard, classes)
     return _cells_like(expected, 2).where(partial(_count_fault, expected=expected))
@@ -124,7 +125,9 @@ def counts_on_own(shard: Shard, classes: int, own: Mapping[int, Tensor]) -> Redu
     """Return the reduction that checks confusion counts on a test set and on the client's own images, [m, 3].
 
     Args:
-        own: samples per class, int64 [C], of each client that has test images.
+        shard: the test set.
+        classes: number of classes, C.
+        own: samples per class, int64 [C], for each client that has test images.
     """
     on_all = totals(shard, classes)
     return _cells_like(on_all, 3).where_of(partial(_own_fault, on_all=on_all, own=own))
@@ -154,11 +157,11 @@ def _count_fault(cells: Tensor, expected: Tensor, what: str = "the test set") ->
     places, counts = cells.long().unbind(1)
     classes = len(expected)
     if len(places) and (places[0] < 0 or places[-1] >= classes**2 or (places.diff() <= 0).any()):
-        return "has no ascending cells of the matrix"
+        return "has cells that are not ascending or outside the matrix"
     if (counts < 0).any():
         return "has negative counts"
     rows = torch.zeros_like(expected).index_add_(0, places // classes, counts)
-    return None if torch.equal(rows, expected) else f"has not as many counts of each class as {what}"
+    return None if torch.equal(rows, expected) else f"does not have the number of samples of each class in {what}"
 
 
 def _own_fault(id: int, cells: Tensor, on_all: Tensor, own: Mapping[int, Tensor]) -> str | None:

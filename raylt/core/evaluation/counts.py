@@ -29,9 +29,10 @@ from raylt.store import Folder
 Predict = Callable[[nn.Module, Tensor], Tensor]
 NO_CLIENT = -1  # owner of a test image that belongs to no client
 FOLDER = "confusions"
-KEPT = 100  # evaluations whose counts a run folder keeps, besides those with a checkpoint
+KEPT = 100  # number of evaluations whose counts a run folder keeps, besides those with a checkpoint
 _STACKS = ("clients", "own")
-_SUFFIXES = ("", "_ids", "_sizes", "_cells", "_classes")  # of arrays in a file; "": dense, as raylt wrote them before
+# Suffixes of array names in a file; "" is a dense array, as earlier versions of raylt wrote it.
+_SUFFIXES = ("", "_ids", "_sizes", "_cells", "_classes")
 _NAME = re.compile(r"[0-9]{6,}\.npz")
 
 
@@ -63,7 +64,7 @@ class CountsByClient(Mapping[int, Tensor]):
 
     Args:
         classes: number of classes, C.
-        cells: by client id, as `cells_of` returns them for one matrix.
+        cells: nonzero cells by client id, as `cells_of` returns them for one matrix.
     """
 
     def __init__(self, classes: int, cells: Mapping[int, Tensor]):
@@ -95,7 +96,8 @@ class CountsByClient(Mapping[int, Tensor]):
 
         Args:
             keys: client id times C^2 plus the number of a cell, int64 [n], in any order and perhaps several times.
-            counts: of each key, int64 [n].
+            classes: number of classes, C.
+            counts: the count of each key, int64 [n].
         """
         keys, places = keys.unique(return_inverse=True)
         counts = torch.zeros_like(keys).index_add_(0, places, counts)
@@ -114,12 +116,14 @@ class Counts:
     """Confusion counts over a test set, and over each client's own images in it.
 
     Args:
-        owners: the client of each test image or NO_CLIENT, int64 [N]; None where no image has an owner.
+        classes: number of classes, C.
+        device: device that holds the counts until `cpu`.
+        owners: the client of each test image or NO_CLIENT, int64 [N]; None if no image has an owner.
 
     Attributes:
-        all: int64 [C, C].
-        own: for each client that has test images, once `cpu` has ended the counting.
-        not_numbers: int64, how many predictions are not numbers; each counts as a wrong class.
+        all: counts over the whole test set, int64 [C, C].
+        own: counts over each client's own test images, available after `cpu`.
+        not_numbers: number of NaN predictions, int64; each counts as a wrong class.
     """
 
     def __init__(self, classes: int, device: torch.device, owners: Tensor | None = None):
@@ -127,7 +131,7 @@ class Counts:
         self._owners = None if owners is None else owners.to(device)
         self.all = torch.zeros(classes, classes, dtype=torch.int64, device=device)
         self.own = CountsByClient(classes, {})
-        self._own_keys: list[Tensor] = []  # of each batch, as `CountsByClient.gathered` takes them
+        self._own_keys: list[Tensor] = []  # keys of each batch for `CountsByClient.gathered`
         self._own_counts: list[Tensor] = []
         self.not_numbers = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -160,13 +164,13 @@ class Counts:
 class EvaluationSet:
     """One process's copy of the test set, loaded into memory on first use.
 
-    Clients that share an encoder differ in their classifiers alone. The features of the last encoder are kept, so each
-    process encodes the test set once for these clients, not once for each.
+    Clients that share an encoder differ only in their classifiers. The features of the last encoder are kept, so each
+    process encodes the test set once for all these clients.
     """
 
     def __init__(self, shard: Shard, spec: TaskSpec, device: torch.device):
         self._shard, self._spec, self._device = shard, spec, device
-        self._layout: list[tuple[str, torch.dtype, torch.Size]] | None = None  # of the last encoder's entries
+        self._layout: list[tuple[str, torch.dtype, torch.Size]] | None = None  # layout of the last encoder's entries
         self._bits = torch.empty(0, dtype=torch.uint8)
         self._features: list[Tensor] = []
 
@@ -180,9 +184,10 @@ class EvaluationSet:
         """Count the pairs (true class, predicted class) of a client's model on the test set.
 
         Args:
-            predict: the method's function of model and images to logits.
-            size: images in a batch, always the same.
-            owners: as for `Counts`.
+            model: the client's model.
+            predict: the method's function from a model and images to logits.
+            size: number of images in a batch, the same in every call.
+            owners: the owner of each test image, see `Counts`.
         """
         model.eval()
         if self._spec.kind == "segmentation":  # the features of every pixel would not fit into memory
@@ -248,9 +253,11 @@ def counts_of(
     The counts are on the CPU.
 
     Args:
-        predict: images [B, channels, H, W] to logits [B, C] or [B, C, H, W], in evaluation mode.
-        size: images in a batch.
-        owners: as for `Counts`.
+        predict: function from images [B, channels, H, W] to logits [B, C] or [B, C, H, W], in evaluation mode.
+        samples: the samples to predict.
+        classes: number of classes, C.
+        size: number of images in a batch.
+        owners: the owner of each image, see `Counts`.
         on_logits: called with the logits of each batch.
     """
     counts = Counts(classes, samples.y.device, owners)
@@ -272,9 +279,9 @@ class Matrices:
     """The confusion matrices of one evaluation, each int64 [C, C].
 
     Attributes:
-        shared: of the global model on the test set; None where it was not judged.
-        clients: of each client's own model on the test set, by id.
-        own: of each client's own model, or of the global one, on the client's own test images.
+        shared: matrix of the global model on the test set; None if it was not evaluated.
+        clients: matrices of the clients' own models on the test set, by client id.
+        own: matrices of the clients' own models, or of the global model, on each client's own test images.
     """
 
     shared: Tensor | None = None
@@ -318,6 +325,8 @@ def read(folder: Path, step: int, sha256: str) -> Matrices:
     """Read the confusion counts of the evaluation after a step.
 
     Args:
+        folder: the run folder.
+        step: number of the step.
         sha256: the hash of the counts in the step's report.
 
     Raises:
@@ -348,7 +357,7 @@ def read(folder: Path, step: int, sha256: str) -> Matrices:
         ) from None
     if matrices is None:
         raise CheckpointError(
-            f"{path}: the counts are not those of the evaluation after step {step}. Put the original back.",
+            f"{path}: the counts differ from those of the evaluation after step {step}. Put the original back.",
             code="run.changed",
             path=str(path),
             step=step,
@@ -360,7 +369,9 @@ def copy(source: Path, target: Path, hashes: Mapping[int, str]) -> None:
     """Copy the confusion counts of some steps from one run folder to another.
 
     Args:
-        hashes: of the counts, by step.
+        source: the run folder to copy from.
+        target: the run folder to copy to.
+        hashes: hash of the counts, by step.
 
     Raises:
         CheckpointError: a file cannot be read, or has other counts.
@@ -379,7 +390,9 @@ def prune(folder: Path, step: int, spared: Collection[int]) -> None:
     """Remove the confusion counts of all steps except the last `KEPT` evaluations up to `step`.
 
     Args:
-        spared: steps whose counts stay all the same.
+        folder: the run folder.
+        step: number of the last step.
+        spared: steps whose counts are kept in any case.
     """
     with Folder.open(folder) as run:
         if FOLDER not in run.names():
@@ -421,9 +434,9 @@ def _by_client(entries: dict[str, Tensor], name: str) -> CountsByClient:
         return CountsByClient(0, {})
     most = int(classes) ** 2
     if 8 * most > total_memory() or cells.shape != (len(cells), 2) or cells.is_floating_point():
-        raise ValueError(f"cells of the form {list(cells.shape)} of {int(classes)} classes")
+        raise ValueError(f"cells of shape {list(cells.shape)} for {int(classes)} classes")
     if len(cells) and (cells[:, 0].min() < 0 or cells[:, 0].max() >= most):
-        raise ValueError(f"cells that a matrix of {int(classes)} classes does not have")
+        raise ValueError(f"cells outside a matrix of {int(classes)} classes")
     return CountsByClient(int(classes), dict(zip(ids.tolist(), cells.split(sizes.tolist()), strict=True)))
 
 

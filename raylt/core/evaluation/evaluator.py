@@ -1,7 +1,7 @@
-"""`Evaluator`: evaluates the models that are due after a step, and computes the figures for the step's report.
+"""`Evaluator`: evaluates the models that are due after a step, and computes the metrics for the step's report.
 
 `validate` evaluates models on validation images, which no client trains on. Searches and the choice of a round use its
-figures.
+metrics.
 """
 
 import copy
@@ -41,8 +41,8 @@ from raylt.data.task import Shard, Task
 from raylt.models.split import SplitModel
 from raylt.tree import view
 
-# With 1,000,000 clients the lists of one evaluation take 80 MB of JSON: beyond this number only the last one has them.
-MOST_LISTED = 10_000
+# With more clients, only the last evaluation lists metrics by client: for 1,000,000 clients these are 80 MB of JSON.
+MAX_LISTED_CLIENTS = 10_000
 
 
 class Evaluator:
@@ -56,12 +56,13 @@ class Evaluator:
         """Evaluate the models that are due after a step.
 
         Args:
+            step: number of the step.
             last: whether no round follows.
             done: whether no step follows.
 
         Returns:
-            Fields of `RoundReport`, without those that are None, and the counts behind them; None where no model was
-            judged. Figures on validation images and of new clients are added to the server's figures.
+            Fields of `RoundReport` without those that are None, and the underlying counts; the counts are None if no
+            model was evaluated. Metrics on validation images and of new clients are added to `server.figures`.
         """
         own_models = has_own_models(self.method, self.server)
         due = self._global_is_due(step, last)
@@ -149,7 +150,8 @@ class Evaluator:
         """Ask clients to evaluate their own models, and return the counts.
 
         Args:
-            other: one of the method's `other_models`, instead of the model that clients use.
+            cohort: the clients to ask.
+            other: the name of one of the method's `other_models`, instead of the model that clients use.
         """
         message: Message = {"model": judged_entries(self.server, self.method)}
         if self._owners is not None:
@@ -169,10 +171,11 @@ class Evaluator:
         """Evaluate the clients that join after training, without changing the server or these clients.
 
         Args:
-            deployed: counts of the model that all clients share; None where clients have models of their own.
+            deployed: counts of the model that all clients share; None if clients have models of their own.
 
         Returns:
-            The number of new clients, means over them, and the worst tenth by their own class mix.
+            The number of new clients, the mean of each accuracy over them, and the mean of the worst tenth by accuracy
+            on their own class mix.
         """
         fleet = self.fleet
         if deployed is None:
@@ -193,10 +196,11 @@ class Evaluator:
     def _figures(self, matrices: Matrices, ids: Collection[int]) -> dict[str, Any]:
         """Compute the accuracies and IoU of clients' models, with classes merged that a client does not distinguish.
 
-        The overall figures of clients' own models are computed from the sum of their counts.
+        The overall metrics of clients' own models are computed from the sum of their counts.
 
         Args:
-            ids: the clients that share the one model.
+            matrices: confusion matrices of the clients' own models or of the global model.
+            ids: the clients that use the global model, if `matrices` has none of their own.
         """
         views, owned = torch.from_numpy(self.task.views), torch.from_numpy(self.task.client_counts)
         everyone = matrices.clients or matrices.shared
@@ -251,13 +255,13 @@ def has_own_models(method: Method, server: Server) -> bool:
 def listed_by_client(
     by_client: dict[str, list[float | None]], own_models: bool, last: bool
 ) -> dict[str, list[float | None]] | None:
-    """Return each client's figures if the line of an evaluation keeps them, else None.
+    """Return each client's metrics if the evaluation's line in metrics.jsonl has them, else None.
 
     Args:
         own_models: whether clients are evaluated with models of their own.
         last: whether the evaluation is the last one.
     """
-    few = all(len(values) <= MOST_LISTED for values in by_client.values())
+    few = all(len(values) <= MAX_LISTED_CLIENTS for values in by_client.values())
     return by_client if last or (own_models and few) else None
 
 
@@ -273,9 +277,9 @@ def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[s
     """Compute the accuracies and mean IoU on the validation set, with equal weights for all classes.
 
     Returns:
-        accuracy, many, medium, few, owned, matched, miou, local and worst_decile, in [0, 1]; None where there is
-        nothing to judge. Of these, local is the mean over the clients on the validation images that were taken from
-        them, and worst_decile the mean of the worst tenth of these clients.
+        accuracy, many, medium, few, owned, matched, miou, local and worst_decile, in [0, 1]; None if there is nothing
+        to evaluate. `local` is the mean over clients on the validation images that were taken from each client, and
+        `worst_decile` the mean of the worst tenth of these clients.
     """
     shard = task.validation
     owners = task.validation_clients
@@ -321,11 +325,11 @@ class ValidationJudge:
     def judge(self, client: Client, message: Message) -> Reply:
         """Count the pairs (true class, predicted class) of this client's model on the images in the message.
 
-        The reply has the cells of these counts, with those on the images that were taken from this client.
+        The reply has the nonzero cells of these counts, each with the count on the images taken from this client.
         """
         model = judged_model(self.method, client, message["model"]).eval()
         images = message["judged"]
-        samples = copy.copy(client.samples)  # normalised as the client's own
+        samples = copy.copy(client.samples)  # normalise as the client's own samples
         samples.y = images["labels"]
         if "images" in images:
             samples.x = images["images"]
@@ -351,7 +355,7 @@ def _split(cells: Mapping[int, Tensor], classes: int) -> tuple[CountsByClient, C
     """Split clients' counts into the counts on all images and the counts on each client's own images.
 
     Args:
-        cells: of each client, [m, 2], or [m, 3] with the counts on its own images; see `cells_of`.
+        cells: nonzero cells of each client, [m, 2], or [m, 3] with the counts on its own images; see `cells_of`.
     """
     on_all = {id: both[:, :2].clone() for id, both in cells.items()}
     own = {id: both[both[:, 2] > 0][:, ::2].clone() for id, both in cells.items() if both.shape[1] == 3}

@@ -28,7 +28,7 @@ class Replies(Mapping[str, Any]):
     An `each` part holds the values by client id, ascending.
 
     Attributes:
-        weights: of the usable replies, by client id, ascending.
+        weights: weights of the usable replies by client id, ascending.
     """
 
     def __init__(self, parts: Tree, weights: dict[int, float]):
@@ -49,12 +49,12 @@ class Aggregator(ABC):
     """Base class of aggregators, which combine the usable replies to one call. All replies have the same layout.
 
     Attributes:
-        weights: of the accepted replies, by client id; ascending in the result.
-        overhead: bytes that the aggregation takes beyond messages and replies.
-        summable: whether the aggregator needs nothing of a reply but its part of the sums of its block.
+        weights: weights of the accepted replies by client id; ascending in the result.
+        overhead: bytes that the aggregation transfers in addition to messages and replies.
+        summable: whether the aggregator needs only the sums over a block of replies, not each reply.
         compares: whether replies that are far longer than the others are rejected (outliers.py).
-        statement: the noise in a summary's words; None without noise.
-        troubles: problems that the aggregation overcame, in words.
+        statement: description of the noise for the summary; None without noise.
+        troubles: problems from which the aggregation recovered, each as a text.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Aggregator(ABC):
     def accept(self, id: int, reply: Reply | SummedReply) -> None:
         """Add a client's reply. Replies must be added in ascending order of client ids.
 
-        Where the aggregator `compares`, replies that were set aside follow after the others, in the same order.
+        If the aggregator `compares`, replies that were set aside follow after the others, in the same order.
 
         Raises:
             Overflow: the reply has a value that does not fit into a secure sum.
@@ -89,7 +89,7 @@ class Plain(Aggregator):
 
     Args:
         parts: the reductions by name.
-        ids: of the clients that are asked. BLOCK neighbours among them are added up apart, see block_sums.py.
+        ids: ids of the asked clients. Each BLOCK of neighbours is summed separately, see block_sums.py.
     """
 
     def __init__(self, parts: Mapping[str, Reduction], ids: Iterable[int]):
@@ -101,7 +101,7 @@ class Plain(Aggregator):
         self._store = ValueStore()
         self._sums = BlockSums(parts)
         self._block = BlockSums(parts)
-        self._number = -1  # of the block that is being added up
+        self._number = -1  # number of the block that is being summed
         self.summable = not self._each
         self.compares = True
 
@@ -113,7 +113,7 @@ class Plain(Aggregator):
             self._block = reply.sums if isinstance(reply, SummedReply) else BlockSums(self._parts)
             self._number = number
         if isinstance(reply, SummedReply):
-            assert reply.sums is self._block, f"client {id}: a block comes whole as its sums, or not at all"
+            assert reply.sums is self._block, f"client {id}: all replies of a block must share one object with its sums"
             return
         self._block.add(reply)
         kept = self._store.keep({name: reply.tree[name] for name in self._each})
@@ -132,13 +132,13 @@ class Plain(Aggregator):
 class Robust(Aggregator):
     """The aggregator that computes robust means and sums after all replies are accepted.
 
-    Values by client are as in `Plain`.
+    `each` parts are kept as in `Plain`.
 
     Args:
         parts: the reductions by name.
-        ids: of the clients that are asked.
-        rule: replaces the mean.
-        samples: of the clients, by id.
+        ids: ids of the asked clients.
+        rule: the rule that replaces the mean.
+        samples: number of samples by client id.
     """
 
     def __init__(self, parts: Mapping[str, Reduction], ids: Iterable[int], rule: Rule, samples: Mapping[int, float]):
@@ -180,7 +180,7 @@ class LayoutVote:
     """Aggregates replies separately by layout; only the most frequent layout is used in the end.
 
     Args:
-        aggregator: empty; for the layout of the first reply.
+        aggregator: an empty aggregator, which receives the replies with the layout of the first one.
     """
 
     def __init__(self, aggregator: Aggregator):
@@ -200,7 +200,7 @@ class LayoutVote:
     def winner(self) -> tuple[Aggregator | None, dict[int, Fault]]:
         """Return the aggregator of the most frequent layout, and the faults of all other replies by client id.
 
-        Where two layouts are equally frequent, no reply counts.
+        If the two most frequent layouts are equally frequent, no reply counts.
         """
         ranked = sorted(self._aggregators, key=lambda layout: -len(self._aggregators[layout].weights))
         if not ranked:

@@ -55,10 +55,10 @@ class SummedReply:
     """A placeholder for a reply whose values are already included in the sums of its block.
 
     Attributes:
-        nbytes: size of the reply: what it would have taken to a server in another process.
-        layout: of the reply.
-        lengths: of the reply's parts that are compared (outliers.py), by name.
-        sums: of all replies of the block that have this layout; one object.
+        nbytes: size of the reply, as if it had been sent to a server in another process.
+        layout: layout of the reply.
+        lengths: lengths of the compared parts of the reply by name (outliers.py).
+        sums: sums of all replies of the block that have this layout; these replies share one object.
     """
 
     weight: float

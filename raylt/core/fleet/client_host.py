@@ -33,7 +33,7 @@ Outcome = tuple[Reply | Unusable, Tree]  # a reply and the client's private stat
 
 @dataclass(frozen=True)
 class ClientCall:
-    """One client's call, apart from the function and the message; see `ClientHost.run`."""
+    """One client's arguments of `ClientHost.run`, without the function and the message."""
 
     id: int
     shard: Shard | None
@@ -51,14 +51,14 @@ class ClientHost:
         setup: method, configuration and model factory of the experiment.
         spec: what a method may know of the task.
         test: the balanced test set.
-        device: runs the clients' calls.
-        room: bytes that the samples of all its clients may take on the device. Beyond it the host drops the samples of
-            the client whose last call is longest ago; they must come again with that client's next call.
-        on_problem: called with a line about a problem that the host recovers from; by default it is a warning.
+        device: device that runs the clients' calls.
+        room: maximum size in bytes of all samples on the device. Beyond it, the host drops the samples of the least
+            recently called client, and that client's next call must supply them again.
+        on_problem: called with one line of text about a problem from which the host recovers; by default a warning.
 
     Attributes:
-        why_alone: the reason why no clients train in stacks, in words; None if small ones do.
-        on_any_processor: whether stacks are also for processors on which their bits depend on each other.
+        why_alone: the reason why no clients train in stacks, as a text; None if small clients do.
+        on_any_processor: whether to use stacks even on processors where the bits of one client depend on the others.
     """
 
     on_any_processor: ClassVar[bool] = False
@@ -91,7 +91,7 @@ class ClientHost:
     def describe(self) -> dict[str, str | None]:
         """Describe the device (`raylt.core.device.describe`) and, as "stacked", the clients that train in stacks.
 
-        "stacked" is None where the configuration asks for no stacks.
+        "stacked" is None if `local.stacked` is off.
         """
         stacked = IN_STACKS if self.why_alone is None else f"no client, because {self.why_alone}"
         return describe(self.device) | {"stacked": None if self.setup.config.local.stacked == "off" else stacked}
@@ -103,14 +103,17 @@ class ClientHost:
     def run_stacks(
         self, fn: ClientFunction, message: Message, round: int, calls: Sequence[ClientCall]
     ) -> dict[int, Outcome]:
-        """Run the training function once for each small client of several, in stacks.
+        """Run the training function once for each small client among several, in stacks.
 
         Args:
-            calls: of different clients.
+            fn: the training function.
+            message: the message to the clients.
+            round: number of the round.
+            calls: calls of different clients.
 
         Returns:
-            By client, the same as `run`. Clients that are not small are left out, and so are the clients of a stack
-            that raised an error: `run` runs each by itself, and its error names its client.
+            The result of `run` by client id. Clients that are not small are missing, and so are the clients of a stack
+            that raised an error: `run` can run each alone, and its error names its client.
         """
         small = [call for call in calls if self._is_stacked(fn, call)]
         small.sort(key=self._size, reverse=True)
@@ -120,7 +123,7 @@ class ClientHost:
             try:
                 outcomes |= self._run_stack(fn, message, round, stack)
             except (Exception, SystemExit) as error:
-                # without this no user would notice that clients which raise no error alone do not train in stacks
+                # report it: if each client succeeds alone, no other message would show that stacking failed
                 self._on_problem(f"a stack of clients failed, and each trains alone: {one_line(error)}")
         return outcomes
 
@@ -129,17 +132,21 @@ class ClientHost:
     ) -> Outcome:
         """Run a client function once for one client.
 
-        Where the device is full, the host drops the data of the other clients and runs the function again.
+        If the device is full, the host drops the data of the other clients and runs the function again.
 
         Args:
-            shard: the client's data; needed the first time, and after the host dropped them.
-            private: what the client's last call returned, or None before its first.
+            fn: the client function.
+            message: the message to the client.
+            round: number of the round.
+            id: id of the client.
+            shard: the client's data; required for the first call, and after the host dropped the data.
+            private: the private state that the client's last call returned, or None before the first call.
 
         Returns:
-            The reply, or why it cannot be used, and the client's private state, both on the CPU.
+            The reply, or the reason why it cannot be used, and the client's private state, both on the CPU.
 
         Raises:
-            LateWrite: the function changed what it had handed over.
+            LateWrite: the function changed a tensor after it was handed over.
         """
         call = ClientCall(id, shard, private)
         if self._is_stacked(fn, call):
@@ -189,7 +196,7 @@ class ClientHost:
     def _private_entries(self) -> StateDict:
         """Return the model's entries that are never sent.
 
-        Their names do not change, so the method is not asked for them after every call.
+        Their names do not change, so the method need not be asked for them after every call.
         """
         if not self._initial:
             return {}
@@ -223,7 +230,7 @@ class ClientHost:
         return outcomes
 
     def _begun(self, fn: ClientFunction, round: int, call: ClientCall) -> tuple[Client, Tree]:
-        """Begin a call; return its client, and the private entries that the client's model starts with."""
+        """Begin a call; return the client and its model's private entries at the start."""
         client = self._admit(call.id, call.shard)
         private = {"model": self._initial, "state": {}} if call.private is None else call.private
         client.recall(private["state"])
@@ -243,14 +250,15 @@ class ClientHost:
 
     @staticmethod
     def _set_threads(number: int) -> None:
-        if torch.get_num_threads() != number:  # setting it again takes longer than asking
+        if torch.get_num_threads() != number:  # checking is cheaper than setting it again
             torch.set_num_threads(number)
 
     def _called(self, work: Callable[[], T], entries: Callable[[], StateDict]) -> T:
         """Run the work of a call; raise an error with the code reply.not-finite if it fails on a diverged model.
 
         Args:
-            entries: returns those of the model that is trained.
+            work: the work of the call.
+            entries: returns the entries of the trained model.
         """
         try:
             return work()

@@ -13,12 +13,12 @@ class Cohort:
     """The clients that a call asks, and the number of replies that the call needs.
 
     Attributes:
-        ids: ascending, each client once.
-        needed: usable answers that the server waits for; by default all (fewer with federation.over_select).
-        everyone: whether these are all clients, asked whatever was sampled. They are not the participants of a round.
+        ids: ids of the clients, ascending.
+        needed: number of usable answers that the server waits for; by default all (fewer with federation.over_select).
+        everyone: whether these are all clients, independent of sampling. They do not count as participants of a round.
 
     Raises:
-        ValueError: a client is named twice, or more answers are needed than clients are asked.
+        ValueError: a client is named twice, or `needed` exceeds the number of clients.
     """
 
     ids: tuple[int, ...]
@@ -31,9 +31,7 @@ class Cohort:
         if twice is not None:
             raise ValueError(f"ids: client {twice} is named twice. Name each client of a cohort once.")
         if needed is not None and not 0 <= needed <= len(ordered):
-            raise ValueError(
-                f"needed: {needed} answers of {len(ordered)} clients cannot be waited for. Give 0 to {len(ordered)}."
-            )
+            raise ValueError(f"needed: {len(ordered)} clients cannot give {needed} answers. Give 0 to {len(ordered)}.")
         object.__setattr__(self, "ids", ordered)
         object.__setattr__(self, "needed", len(ordered) if needed is None else needed)
         object.__setattr__(self, "everyone", everyone)
@@ -47,7 +45,7 @@ class Cohort:
 
 @dataclass
 class Traffic:
-    """Bytes in all calls of one client function: `down` in messages, `up` in the replies of `replies` clients."""
+    """Bytes in all calls of one client function: `down` in messages, `up` in replies, and the number of `replies`."""
 
     down: int = 0
     up: int = 0
@@ -68,15 +66,15 @@ class RoundStats:
     """
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    lost: list[int] = field(default_factory=list)  # no usable answer, for any reason but a bad reply
+    lost: list[int] = field(default_factory=list)  # clients without an answer, for example failed or late ones
     retried: list[int] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)  # why each reply was not usable, by client id
-    participants: set[int] = field(default_factory=set)  # usable repliers to calls that were not for everyone
+    participants: set[int] = field(default_factory=set)  # clients with a usable reply, except to calls for everyone
     timings: Timings = field(default_factory=Timings)
-    privacy: dict[str, Any] | None = None  # what was uploaded with noise, and its budget
+    privacy: dict[str, Any] | None = None  # description of the noise in the uploads, and the budget
 
     def add_troubles(self, more: "RoundStats") -> None:
-        """Add the clients with problems of other statistics, and nothing else of them."""
+        """Add only the clients with problems from other statistics."""
         self.lost += more.lost
         self.retried += more.retried
         self.rejected |= more.rejected

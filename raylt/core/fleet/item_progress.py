@@ -16,9 +16,9 @@ class ItemsProgress:
 
     Attributes:
         stage: the name of the function.
-        done, total: items that are done, and all items.
-        step, steps: steps of the first item under way that are done, and its steps.
-        share: the share of the work that is done, in [0, 1]; it counts all items under way.
+        done, total: number of finished items and of all items.
+        step, steps: number of finished steps and of all steps of the first unfinished item.
+        share: fraction of the work that is done, in [0, 1], including the steps of all unfinished items.
     """
 
     stage: str
@@ -53,7 +53,10 @@ def progress_of_items(stage: str, done: int, total: int, steps: Mapping[int, tup
     """Return the progress of a `Fleet.map` call, from finished items and the steps of unfinished items.
 
     Args:
-        steps: by number of an item under way, its steps that are done and its steps; at least one item.
+        stage: the name of the function.
+        done: number of finished items.
+        total: number of items.
+        steps: number of finished steps and of all steps, by number of each unfinished item; at least one item.
     """
     first, all_steps = steps[min(steps)]
     share = (done + sum(taken / max(1, most) for taken, most in steps.values())) / total

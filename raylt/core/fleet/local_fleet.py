@@ -76,11 +76,11 @@ class LocalFleet(Fleet):
         usable: Callable[[int, Arrived], bool],
         sums: Schema | None,
     ) -> Iterator[Answer]:
-        call = cloudpickle.dumps((fn, to_arrays(message)))  # pickles what notebooks and plugins define
+        call = cloudpickle.dumps((fn, to_arrays(message)))  # cloudpickle supports functions of notebooks and plugins
         if enough >= len(ids):
             yield from self._in_order(fn, call, ids)
             return
-        # random order of arrival: in id order the last clients would never take part
+        # simulate a random order of arrival: in id order the last clients would never take part
         rng = np.random.default_rng(seed_for(self.config.seed, "arrival", self.round))
         arriving = self._in_order(fn, call, rng.permutation(ids).tolist()[::-1])
         answers = []

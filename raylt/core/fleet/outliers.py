@@ -1,25 +1,25 @@
-"""`Outliers`: tells a reply whose values are far longer than those of all other clients from honest replies.
+"""`Outliers`: rejects replies whose values are far larger than those of all other clients.
 
-A model of a thousand times the usual length passes the limits on single values, yet the mean that contains it makes the
-training of other clients diverge. So the server compares lengths: the Euclidean norm of all float tensors of a part. A
-reply is rejected if one of its parts is longer than SHORT and longer than FACTOR times each of
+A model of a thousand times the usual length passes the limits on single values, but a mean that contains it makes the
+training of other clients diverge. So the server compares lengths. The length of a part is the Euclidean norm of all its
+float tensors. A reply is rejected if one of its parts is longer than SHORT and longer than FACTOR times each of
 
 - the median length of the part over the replies to the call,
-- the part as the server sent it, where the template has values.
+- the length of the part that the server sent, if the template has values.
 
-More samples mean more steps, and a longer part. So CLOSE takes the place of FACTOR where the samples do not explain the
-length: where the length per sample is also longer than CLOSE times its median over the replies.
+More samples mean more steps and a longer part. If the number of samples does not explain the length, that is, if the
+length per sample also exceeds CLOSE times its median over the replies, CLOSE replaces FACTOR.
 
 Parts with a template are compared if they become part of a model: a `mean`, or an `each` with the limit of a model's
-values (`up_to`), unless the limit is larger. At least FEWEST replies are needed, since two clients have no majority.
+values (`up_to`), unless the limit is larger. At least MIN_REPLIES are needed, since two clients have no majority.
 Honest clients differ by far less: the longest such part in the contract's runs is 3.3 times the median, and a linear
 classifier that one client trains on 20,000 samples, and nine on 20 each, is 37 times as long (0.04 times per sample).
 Momentum of 0.9 makes each of many steps in one direction ten times as long as a single one.
 
-A `total` with a template is compared by its length per sample, with SHORT_SUM in place of SHORT and without CLOSE: the
-second moment of features of length 1,000.
+A `total` with a template is compared by its length per sample, with SHORT_SUM in place of SHORT and without CLOSE.
+SHORT_SUM is the second moment of features of length 1,000.
 
-Lengths below the bound, secure sums and uploads with noise are not compared. A server of secure sums sees no length,
+Lengths below the bound, secure sums and uploads with noise are not compared. A server of secure sums sees no lengths,
 and a rejection that depends on other clients would reveal more than noise accounts for. Robust rules compare replies
 themselves.
 """
@@ -41,10 +41,10 @@ from raylt.core.fleet.wire import Fault
 from raylt.tree import leaf_paths
 
 FACTOR = 500
-CLOSE = 50  # where a client's samples do not explain the length
-SHORT = 1000.0  # a length that no update of an honest client reaches in one round, unless all of them do
-SHORT_SUM = 1e6  # the same for the share of one sample in a sum
-FEWEST = 3  # replies
+CLOSE = 50  # factor if a client's number of samples does not explain the length
+SHORT = 1000.0  # no honest client's update is longer after one round, unless all are
+SHORT_SUM = 1e6  # the same for the length of a sum per sample
+MIN_REPLIES = 3
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class LengthBound:
     """The bound on the length of one part of the replies to a call.
 
     Attributes:
-        sent: length of the part as the server sent it, or 0.
-        per_sample: whether lengths are per sample, as those of sums are.
+        sent: length of the part that the server sent, or 0.
+        per_sample: whether lengths are divided by the number of samples, as for sums.
     """
 
     sent: float
@@ -66,16 +66,17 @@ class LengthBound:
 
     @property
     def unsuspicious(self) -> float:
-        """The length up to which no reply is rejected, whatever the other replies are."""
+        """The length up to which a reply need not wait for the lengths of the other replies."""
         return max(self.short, CLOSE * self.sent)
 
     def is_exceeded(self, length: float, samples: int, usual: float, usual_per_sample: float) -> bool:
         """Return whether a reply of this length is rejected.
 
         Args:
-            samples: of its client.
-            usual: the median of the lengths.
-            usual_per_sample: the median of the lengths per sample.
+            length: length of the reply's part.
+            samples: number of samples of its client.
+            usual: median of the lengths.
+            usual_per_sample: median of the lengths per sample.
         """
         usual = max(usual, self.sent)
         if length > max(self.short, FACTOR * usual):
@@ -88,7 +89,8 @@ def is_compared(part: Reduction, largest: float) -> bool:
     """Return whether the lengths of a reply part are compared.
 
     Args:
-        largest: magnitude that a value of a model may have.
+        part: the reduction of the part.
+        largest: maximum magnitude of a value of a model.
     """
     if part.template is None:
         return False
@@ -110,9 +112,9 @@ class Outliers:
     """Sets replies with suspicious lengths aside until the lengths of all replies to the call are known.
 
     Args:
-        bounds: of the compared parts, by name.
+        bounds: bounds of the compared parts by name.
         lengths_of: returns the lengths of a client's reply by the name of the part.
-        sizes: samples of each client, by id.
+        sizes: number of samples by client id.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class Outliers:
         medians = {
             name: (statistics.median(values), statistics.median(self._per_sample[name]))
             for name, values in self._lengths.items()
-            if len(values) >= FEWEST
+            if len(values) >= MIN_REPLIES
         }
         for id, reply, lengths in self._suspicious:
             fault = None

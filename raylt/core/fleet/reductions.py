@@ -8,8 +8,8 @@ aggregated securely, robustly or with noise without any change to a method.
 
 The server knows how many samples each client has, and checks a `total` against this number. By default, whole numbers
 in a `total` count samples: they must not be negative, and their sum must not exceed the number of samples. The number
-also bounds the magnitude of floats. `counting` names the counts that add up to them, and `over_samples` adds what else
-follows from their number.
+also bounds the magnitude of floats. `counting` names the counts that must add up to the number of samples, and
+`over_samples` adds other conditions that follow from it.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,25 +26,25 @@ class Reduction:
     """A reduction of one part of the replies, with the checks that the part must pass.
 
     Attributes:
-        template: names, types and shapes of the part, as a tree. Values do not matter, so tensors may lie on torch's
-            meta device; 0.0 stands for any number, a whole number n for a count of at least n. None: the part must look
-            as in most of the replies.
-        partial: whether a reply may leave entries of the template's first level out; they count as zero.
+        template: names, types and shapes of the part, as a tree. Values do not matter, so tensors may be on torch's
+            meta device; 0.0 stands for any number, a whole number n for a count of at least n. None: the part must have
+            the same layout as in most of the replies.
+        partial: whether a reply may omit entries of the template's first level; they count as zero.
         shorter: whether the part's tensors may have fewer rows than the template's.
-        condition: returns why a part that fits the template cannot be used all the same ("has negative counts"), or
-            None.
-        own_condition: the same, with the id of the reply's client as its first argument.
+        condition: returns the reason why a part that fits the template still cannot be used, such as "has negative
+            counts", or None.
+        own_condition: the same, with the client's id as first argument.
         counted: names of the whole numbers that count each label of the client's samples once; "" stands for the part
             itself.
-        samples_condition: returns why the part cannot be about the samples of its client, or None; gets their number
-            and all parts of the reply.
-        largest: magnitude up to which values are accepted; None: 1e6 in a mean, as of parameters and gradients, 1e8 for
-            each sample of the client in a sum, and 1e18 in values by client.
-        per_sample: for a sum over samples, the Euclidean length of what one sample can add to it, or the lengths for
-            its leaves by their names. Where entries are by class, the length holds for the entry of the sample's class.
-            None: the part is no such sum.
-        by_columns: whether each column of the part, a matrix, is the sum of one class, and its last number their count.
-        mend: turns such a sum with noise into one that samples could have.
+        samples_condition: function of the client's number of samples and all parts of the reply that returns the reason
+            why the part cannot come from these samples, or None.
+        largest: maximum accepted magnitude of a value. None: 1e6 in a mean, as for parameters and gradients, 1e8 per
+            sample of the client in a sum, and 1e18 in values by client.
+        per_sample: for a sum over samples, the Euclidean length that one sample can add to it, or such lengths by the
+            names of the leaves. If entries are by class, the length applies to the entry of the sample's class. None:
+            the part is not such a sum.
+        by_columns: whether the part is a matrix in which each column is the sum of one class and ends with its count.
+        mend: converts such a sum with noise into a sum that samples could have.
     """
 
     kind: ReductionKind
@@ -65,9 +65,9 @@ class Reduction:
         return replace(self, template=template, partial=False)
 
     def within(self, template: Any) -> "Reduction":
-        """Return a reduction for a part that may lack some of the template's entries, such as classes.
+        """Return a reduction for a part that may omit some of the template's entries, such as classes.
 
-        An entry that the part has is complete.
+        Entries that the part has must be complete.
         """
         return replace(self, template=template, partial=True)
 
@@ -79,7 +79,7 @@ class Reduction:
         """Return a reduction that also checks a condition on the part.
 
         Args:
-            condition: gets the part; returns why it cannot be used, or None.
+            condition: function of the part that returns the reason why it cannot be used, or None.
         """
         return replace(self, condition=condition)
 
@@ -87,7 +87,8 @@ class Reduction:
         """Return a reduction that also checks a condition on the part and the client's id.
 
         Args:
-            condition: gets the client's id and the part; returns why the part cannot be used, or None.
+            condition: function of the client's id and the part that returns the reason why the part cannot be used, or
+                None.
         """
         return replace(self, own_condition=condition)
 
@@ -95,7 +96,8 @@ class Reduction:
         """Return a reduction that checks that the part's counts add up to the client's number of samples.
 
         Args:
-            names: of the counts, as the last names of their paths; without any, the part itself is a tensor of counts.
+            names: names of the counts, that is, the last names of their paths; without names, the part itself is a
+                tensor of counts.
         """
         return replace(self, counted=names or ("",))
 
@@ -103,15 +105,15 @@ class Reduction:
         """Return a reduction that also checks a condition on the part and the client's number of samples.
 
         Args:
-            condition: gets the number of the client's samples and all parts of its reply, each of the right form;
-                returns why the part cannot be about that number of samples, or None.
+            condition: function of the client's number of samples and all parts of its reply, which already have the
+                right form. It returns the reason why the part cannot come from this number of samples, or None.
         """
         return replace(self, samples_condition=condition)
 
     def by_column(self) -> "Reduction":
         """Return a reduction for a matrix with one column per class: the class's sum, then its number of samples.
 
-        Robust rules then take each class by itself.
+        Robust rules then treat each class separately.
         """
         return replace(self, by_columns=True)
 

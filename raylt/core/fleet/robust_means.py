@@ -1,18 +1,18 @@
 """Robust rules for means (`federation.robust` on a `mean`), for rounds in which some clients may be malicious.
 
-Each rule takes a mean part by itself, entry by entry of its tensors and numbers. It keeps the part of all K replies, so
-it needs K times the memory of a mean. Sums have rules of their own, in robust_sums.py. Rules that keep whole replies,
-such as Krum, are not offered.
+Each rule treats every mean part separately. It keeps the part of all K replies, so it needs K times the memory of a
+mean. robust_sums.py has the rules for sums. There are no rules that select whole replies, such as Krum.
 
-- `median`: of each entry, unweighted (Yin et al., ICML 2018, Definition 1).
-- `trimmed_mean`: of each entry the unweighted mean without the largest and the smallest fifth, one value at least
+- `median`: the unweighted median of each entry (Yin et al., ICML 2018, Definition 1).
+- `trimmed_mean`: the unweighted mean of each entry without the largest and the smallest fifth, at least one value each
   (ibid., Definition 2; beta = 0.2).
-- `norm_clipped_mean`: the weighted mean, where a value further from the median than half of the clients are is drawn in
-  to that distance. Centred clipping (Karimireddy et al., ICML 2021, Eq. 3) with one step, from the median and not from
-  the last momentum, so that a part needs no past.
+- `norm_clipped_mean`: the weighted mean after clipping: a client's value that is further from the median than half of
+  the clients' values is moved towards the median, to the distance of that half. This is centred clipping (Karimireddy
+  et al., ICML 2021, Eq. 3) with one step, which starts from the median instead of the last momentum, so that no earlier
+  round is needed.
 
-A large client counts as much as a small one in the first two: weights would give a hostile client the influence of its
-samples. Whole numbers (BatchNorm's counters) take their median under every rule.
+The first two rules ignore the clients' sizes: weights would give a hostile client the influence of its samples. Whole
+numbers (BatchNorm's counters) take their median under every rule.
 """
 
 import math
@@ -31,11 +31,12 @@ def robust_mean(rule: Rule, values: Sequence[Tree], weights: Sequence[float]) ->
     """Combine the clients' values of one reply part by a robust rule.
 
     Args:
-        values: the part by client, all of one layout; an entry that a client left out counts as zero.
-        weights: of the replies.
+        rule: the rule.
+        values: the part of each client, all with the same layout; an omitted entry counts as zero.
+        weights: weights of the replies.
 
     Returns:
-        The tree, each tensor in the type it came in.
+        The tree; each tensor has the type that the clients sent.
     """
     columns = _columns(values)
     if rule == "norm_clipped_mean":
@@ -59,10 +60,10 @@ def _columns(values: Sequence[Tree]) -> dict[LeafPath, Tensor]:
 
 
 def _middle(column: Tensor, trimmed: float) -> Tensor:
-    """Return the trimmed mean of each entry [K, ...], which leaves out the share `trimmed` at either end.
+    """Return the mean of each entry over [K, ...] without the fraction `trimmed` of the values at either end.
 
-    Of three values or more at least one is cut at either end, and one or two values in the middle stay. Of whole
-    numbers the lower middle one is returned.
+    Of three or more values, at least one is cut at either end, and at least one or two in the middle are kept. For
+    whole numbers the lower median is returned.
     """
     ordered = column.sort(0).values
     k = len(column)
@@ -75,9 +76,8 @@ def _middle(column: Tensor, trimmed: float) -> Tensor:
 def _clipped(columns: dict[LeafPath, Tensor], weights: Tensor) -> dict[LeafPath, Tensor]:
     """Return the median plus a weighted mean of the clients' differences from the median.
 
-    Each difference is clipped to the median length of all differences.
-
-    A length is that of all float leaves together.
+    Each difference is clipped to the median length of all differences. The length is computed over all float leaves
+    together.
     """
     middle = {path: _middle(column, 0.5) for path, column in columns.items()}
     floats = [path for path, column in columns.items() if column.is_floating_point()]

@@ -1,19 +1,19 @@
 """Robust rules for sums over samples (a `total` under `federation.robust`).
 
-A sum is a number of samples times their mean. The number is the sum of the clients' counts, which the schema holds
-against their known samples; the mean is put together by the rule. Each class is a sum of its own, over the clients that
-have samples of it, wherever the part shows classes: as its entries (`within`), or as its columns (`by_column`).
+A sum is the number of samples times their mean. The number is the sum of the clients' counts, which the schema checks
+against their known samples. The rule computes the mean. If the part has classes, as its entries (`within`) or as its
+columns (`by_column`), each class is summed separately, over the clients that have samples of it.
 
-- `median`: the median, number by number, of the means of blocks of clients (median of means; Nemirovski and Yudin,
-  1983; Lerasle and Oliveira, 2011). A block is two neighbours where ten or more have the class, and else one client.
-- `trimmed_mean`: the mean over the samples of the clients that are left without the quarter, rounded up, whose means
-  are furthest from the median. So it is a sum that samples have.
-- `norm_clipped_mean`: the mean over the samples, where a client's mean further from the median than half of them are is
-  drawn in to that distance.
+- `median`: the entrywise median of the means of blocks of clients (median of means; Nemirovski and Yudin, 1983; Lerasle
+  and Oliveira, 2011). A block has two neighbouring clients if ten or more have the class, otherwise one client.
+- `trimmed_mean`: the mean over the samples of the clients that remain without the quarter, rounded up, whose means are
+  furthest from the median. The result is a sum that samples can have.
+- `norm_clipped_mean`: the mean over the samples after clipping: a client's mean that is further from the median than
+  half of the clients' means is moved towards the median, to the distance of that half.
 
-One or two clients have no middle: where no third one has the class, the sum is the plain one. In a part that does not
-show classes, such as a matrix of second moments, clients differ by their mix of classes, and numbers of several clients
-together are no matrix of any features: there every rule trims.
+One or two clients have no median, so the plain sum is used unless a third client has the class. In a part without
+classes, such as a matrix of second moments, clients differ by their class mix. Entries taken from several clients would
+form a matrix that no features have, so every rule trims such a part.
 """
 
 import math
@@ -27,20 +27,22 @@ from raylt.core.fleet.reductions import Reduction
 from raylt.tree import from_leaf_paths, leaf_paths
 
 Rule = Literal["median", "trimmed_mean", "norm_clipped_mean"]
-DROPPED_CLIENTS = 0.25  # one client of three or four, two of five to eight
-MANY = 10  # clients from which on two of them are a block
-COUNT = "n"
+DROPPED_CLIENTS = 0.25  # fraction, rounded up: one client of three or four, two of five to eight
+MIN_CLIENTS_FOR_PAIRS = 10  # with fewer clients, each block is a single client
+COUNT = "n"  # name of the entry that counts samples
 
 
 def robust_sum(rule: Rule, part: Reduction, values: Sequence[Any], samples: Sequence[float]) -> Any:
     """Sum the clients' values of one reply part by a robust rule.
 
     Args:
-        values: the part by client, all of one layout; a client may lack entries.
-        samples: of the clients.
+        rule: the rule.
+        part: the reduction of the part.
+        values: the part of each client, all with the same layout; a client may omit entries.
+        samples: number of samples of each client.
 
     Returns:
-        The sum; float tensors are float64. With `bounded`, it is mended as a sum with noise is.
+        The sum; float tensors are float64. If the reduction is `bounded`, the sum is mended like a sum with noise.
     """
     if part.by_columns:
         summed = _columns_summed(rule, values)
@@ -94,11 +96,11 @@ def _unit_sum(rule: Rule, values: Sequence[Any], counts: Sequence[float]) -> Any
 
 
 def _robust_mean(rule: Rule, means: Tensor, weights: Tensor) -> Tensor:
-    """Combine the clients' means [K, m] by a robust rule, with the numbers of samples [K] as weights."""
+    """Combine the clients' means [K, m] by a robust rule, weighted by the numbers of samples [K]."""
     if len(means) < 3:
         return _weighted(means, weights)
     if rule == "median":
-        size = 2 if len(means) >= MANY else 1
+        size = 2 if len(means) >= MIN_CLIENTS_FOR_PAIRS else 1
         blocks = zip(means.split(size), weights.split(size), strict=True)
         return _median(torch.stack([_weighted(block, own) for block, own in blocks]))
     middle = _median(means)

@@ -19,15 +19,15 @@ from raylt.errors import one_line
 
 Arrived = Reply | SummedReply | Unusable
 
-# No parameter, no gradient and no sum over samples comes near these; in a total it is the share of one sample. A larger
-# value would make products of the next round infinite, at clients that did nothing wrong.
-LARGEST = {"mean": 1e6, "total": 1e8, "each": 1e18}
+# Maximum magnitude of a value by kind of reduction, per sample in a total. Parameters, gradients and sums over samples
+# are far smaller. A larger value would make products infinite in the next round, at clients that did nothing wrong.
+MAX_VALUE = {"mean": 1e6, "total": 1e8, "each": 1e18}
 LARGEST_NUMBER = torch.finfo(torch.float32).max
-LARGEST_COUNT = 2**53  # larger integers are not exact in float64, in which sums are computed
-MOST_BATCHES = 2**32  # that one call can add to a counter of batches in a mean
-VARIANCE = "running_var"  # ending of names in a model, as it was sent: a negative value makes every output NaN
-MODEL = "model"  # name of the part that is a client's model, in raylt's own methods and in those of most plug-ins
-MOST_BYTES = 256 * 2**20  # of a part without a template
+LARGEST_COUNT = 2**53  # sums are computed in float64, where larger integers are not exact
+MAX_BATCHES_PER_CALL = 2**32  # limit on the increase of a batch counter in a mean
+VARIANCE = "running_var"  # suffix of names in a model whose values must not be negative: every output would be NaN
+MODEL = "model"  # name of the part that is a client's model, in built-in methods and in most plugins
+MAX_BYTES_WITHOUT_TEMPLATE = 256 * 2**20  # size limit of a part without a template
 
 
 class Schema:
@@ -37,13 +37,13 @@ class Schema:
 
     Args:
         parts: the reductions by name of the part.
-        sizes: samples of each client, by id: the weight that its reply must have unless `weights` are declared.
-        weights: the weight that each client's reply must have, by id, where the server declares it.
-        labels: labels of a sample, which a client can count: more than one where they are maps.
+        sizes: number of samples by client id: the weight that a client's reply must have unless `weights` are given.
+        weights: the weight that each client's reply must have, by id, if the server declares it.
+        labels: number of labels of a sample: more than one for label maps.
 
     Attributes:
         parts: the reductions by name of the part.
-        length_bounds: of the parts whose lengths are compared (outliers.py), by name.
+        length_bounds: bounds of the parts whose lengths are compared (outliers.py), by name.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Schema:
         self.length_bounds = {
             name: LengthBound(0.0 if part.kind == "total" else length(part.template), part.kind == "total")
             for name, part in parts.items()
-            if is_compared(part, LARGEST["mean"])
+            if is_compared(part, MAX_VALUE["mean"])
         }
 
     def fault(self, id: int, reply: Arrived) -> Fault | None:
-        """Return why a client's reply is unusable, or None. Other clients' replies are not compared."""
+        """Return the fault of a client's reply, or None. Other clients' replies are not compared."""
         if isinstance(reply, Unusable):
             return reply.fault
         if fault := self._weight_fault(id, reply.weight):
@@ -109,7 +109,7 @@ class Schema:
 
     @property
     def template_bytes(self) -> int:
-        """Return the number of bytes of a reply's tensors, as far as templates give their shapes."""
+        """Return the number of bytes of those tensors of a reply that have a template."""
         leaves = (leaf for template in self._templates.values() for leaf in template.values())
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -179,11 +179,11 @@ class Schema:
             if path in self._variances and (leaf < 0).any():
                 return Fault("reply.condition", f"{dotted(path)} holds a negative variance ({leaf.min():.3g})")
             size += leaf.nbytes if isinstance(leaf, Tensor) else 0
-        if template is None and size > MOST_BYTES:
+        if template is None and size > MAX_BYTES_WITHOUT_TEMPLATE:
             return Fault(
                 "reply.too-large",
-                f"{name} takes {size / 2**20:,.0f} MiB; {MOST_BYTES / 2**20:,.0f} are the limit of a part that is "
-                "asked for without like(...) or within(...)",
+                f"{name} takes {size / 2**20:,.0f} MiB; the limit of a part without like(...) or within(...) is "
+                f"{MAX_BYTES_WITHOUT_TEMPLATE / 2**20:,.0f} MiB",
             )
         if fault := self._count_fault(name, leaves, samples * self._labels):
             return fault
@@ -207,10 +207,10 @@ class Schema:
         """Return the largest magnitude that the values of a part may have."""
         if part.largest is not None:
             return part.largest
-        return LARGEST[part.kind] * (max(1, samples) * self._labels if part.kind == "total" else 1)
+        return MAX_VALUE[part.kind] * (max(1, samples) * self._labels if part.kind == "total" else 1)
 
     def _count_fault(self, name: str, leaves: dict[Path, Any], labels: int) -> Fault | None:
-        """Return the reason why integers of a part cannot be counts of a client's samples or labels, or None.
+        """Return a fault if integers of a part cannot be counts of a client's samples or labels, otherwise None.
 
         Integers of the same name are added up over the entries of the part, for example over classes.
         """
@@ -234,7 +234,7 @@ class Schema:
                 text = f"{counted} counts {shown(count)}, and the client has {labels} samples"
                 return Fault("reply.wrong-sums", text)
         if missing := [label for label in part.counted if label not in sums]:
-            return Fault("reply.wrong-sums", f"{name}.{missing[0]}".rstrip(".") + " counts no sample")
+            return Fault("reply.wrong-sums", f"{name}.{missing[0]}".rstrip(".") + " counts no samples")
         return None
 
     def _is_count(self, path: Path, leaf: Any) -> bool:
@@ -248,7 +248,9 @@ def layout_fault(layout: ReplyLayout, usual: ReplyLayout, usual_replies: str = "
     """Return the first difference between a layout and the layout of most replies.
 
     Args:
-        usual_replies: the replies that have the usual layout, in words.
+        layout: a reply's layout.
+        usual: the layout of most replies.
+        usual_replies: the replies that have the usual layout, as a text.
     """
     own_leaves = dict(layout)
     usual_leaves = dict(usual)
@@ -279,7 +281,7 @@ def _template_fault(leaves: dict[Path, Any], template: dict[Path, Any], part: Re
         return None
     first = min(additional)
     if first in map(dotted, template):
-        return Fault("reply.wrong-shape", f"{first} has the right name of the wrong type: 1 is not '1'")
+        return Fault("reply.wrong-shape", f"{first} has a name of the wrong type: 1 is not '1'")
     return Fault("reply.additional", f"{first} is additional")
 
 
@@ -287,7 +289,7 @@ def _leaf_fault(leaf: Any, expected: Any) -> Fault | None:
     if type(expected) is int and type(leaf) is int:
         if expected <= leaf <= LARGEST_COUNT:
             return None
-        return Fault("reply.out-of-range", f"{shown(leaf)}, a count from {expected} on is expected")
+        return Fault("reply.out-of-range", f"{shown(leaf)}, expected a count of at least {expected}")
     if _leaf_kind(leaf) == _leaf_kind(expected) and (type(expected) is not int or isinstance(leaf, Tensor)):
         return None
     wanted = "count" if type(expected) is int else _leaf_kind(expected)
@@ -333,14 +335,14 @@ def _least_and_sum(leaf: Tensor | int) -> tuple[int, int]:
 def _largest_counts(template: Mapping[Path, Any]) -> dict[Path, int]:
     """Return the largest whole number that a reply's counters in a mean may hold, by the path of the counter.
 
-    The mean of counters is their maximum, and clients count on from it. Without a limit that follows from what they
-    received, one client could bring the counters of all others to LARGEST_COUNT.
+    The mean of counters is their maximum, from which clients continue to count. Without a limit relative to the values
+    that were sent, one client could set the counters of all others to LARGEST_COUNT.
 
     Args:
         template: the leaves of the part that was sent.
     """
     return {
-        path: min(LARGEST_COUNT, int(leaf.max()) + MOST_BATCHES)
+        path: min(LARGEST_COUNT, int(leaf.max()) + MAX_BATCHES_PER_CALL)
         for path, leaf in template.items()
         if isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_meta and leaf.numel()
     }
@@ -372,7 +374,7 @@ def _tensor_fault(leaf: Tensor, part: Reduction, largest: float, most: int) -> F
             return None
         farthest = max(-low, high)
         return Fault("reply.out-of-range", f"holds {farthest:.3g}, beyond {largest:g}", farthest)
-    # the mean of whole numbers is their maximum: they count batches
+    # whole numbers in a mean count batches, and their mean is their maximum
     least = 0 if part.kind == "mean" else -LARGEST_COUNT
     if least <= low and high <= most:
         return None

@@ -1,4 +1,4 @@
-"""A check before a run starts: clients' last uploads must be small enough to send."""
+"""A check before a run starts: the last uploads of clients must not exceed the size limit of a reply."""
 
 from raylt import tree
 from raylt.core.fleet.wire import room_for
@@ -13,10 +13,12 @@ def check_class_sums(task: Task, model: SplitModel, of_class: Tree) -> None:
     """Raise ConfigError if the class sums of one client would exceed the size limit of a reply.
 
     Args:
+        task: the data.
+        model: a new model of the run.
         of_class: the template of one class's sums.
 
     Raises:
-        ConfigError: they do not fit; names both sizes.
+        ConfigError: the sums exceed the limit; the message has both sizes.
     """
     classes = int((task.client_counts > 0).sum(axis=1).max())
     size = classes * tree.nbytes(of_class)
@@ -24,7 +26,7 @@ def check_class_sums(task: Task, model: SplitModel, of_class: Tree) -> None:
     if size > room:
         raise ConfigError(
             f"method: the sums of {classes} classes with {model.dim} features take {size / 2**20:,.0f} MiB at one "
-            f"client, and a reply of this model may take {room / 2**20:,.0f} MiB. Take a model with fewer features, or "
+            f"client, and a reply of this model may take {room / 2**20:,.0f} MiB. Use a model with fewer features, or "
             "clients with fewer classes.",
             code="reply.too-large",
             key="method",

@@ -18,7 +18,7 @@ from raylt.disk import file_errors
 from raylt.tree import Tree, leaves, map_tensors
 
 IN_MEMORY = 2 * 2**30  # bytes
-# bytes; the parts of a smaller reply stay in memory: each in the file takes a mapping, of which a process has 65,530
+# Smaller replies, in bytes, stay in memory: each reply in the file takes one of a process's 65,530 memory mappings.
 SMALLEST = 2**20
 ALIGNED = 64  # bytes; torch's vector instructions need this alignment
 
@@ -36,7 +36,7 @@ class ValueStore:
         All tensors of a reply are moved to the file together, since one remaining tensor would keep the memory of all.
 
         Args:
-            parts: on the CPU, by name.
+            parts: the reply's parts by name, on the CPU.
 
         Raises:
             DiskFull: the folder for temporary files has no room.
@@ -61,7 +61,7 @@ class ValueStore:
                 places[id(leaf)] = length
                 length += -(-leaf.nbytes // ALIGNED) * ALIGNED
         self._file.truncate(start + length)
-        # a change in place stays with its view, as in memory
+        # copy on write: a change in place is visible in its view only, as in memory
         mapped = mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
 
         def view(leaf: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 `plain` checks a reply and a private state in the client's process, `packed` turns their tensors into arrays, and
 `unpacked` checks the reply again in the server's process.
 
-A reply is a dict of tensors, numbers, texts and None, with texts or whole numbers for names. A private state is the
-same with texts for names. Anything else arrives as `Unusable` with a `Fault`. Both processes check: the client's
-process reports mistakes of a method, and the server's process reports malformed data from any sender. Nothing that a
-client sends can raise an error at the server.
+A reply is a dict of tensors, numbers, texts and None, whose keys are texts or whole numbers. A private state is the
+same with texts as keys. Anything else arrives as `Unusable` with a `Fault`. Both processes check: the client's process
+reports mistakes of a method, and the server's process reports malformed data from any sender. Nothing that a client
+sends can raise an error at the server.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from raylt.core.device import is_full
 from raylt.errors import CODES, RayltError, one_line
 from raylt.tree import Tree, map_tensors, to, to_arrays, view
 
-DEEPEST = 16  # dicts in dicts; a model's entries are one dict, with dotted names
-MOST_LEAVES = 200_000  # ImageNet-21k has 21,841 classes, and a class four statistics
-LONGEST_TEXT = 10_000
-LONGEST_NAME = 500
+MAX_DEPTH = 16  # nested dicts; a model's entries are one dict, with dotted names
+MAX_LEAVES = 200_000  # ImageNet-21k has 21,841 classes, and each class has four statistics
+MAX_TEXT = 10_000  # characters
+MAX_NAME = 500  # characters
 DTYPES = (
     torch.float16,
     torch.float32,
@@ -36,8 +36,8 @@ DTYPES = (
     torch.int64,
     torch.uint8,
     torch.bool,
-)  # numpy, which carries them, has these
-LEAST_ROOM = 256 * 2**20  # bytes that any reply or state may take, whatever the model
+)  # numpy, which transports tensors, has these types
+MIN_ROOM = 256 * 2**20  # minimum size limit of replies and states, in bytes
 Path = tuple[str | int, ...]
 
 
@@ -47,8 +47,8 @@ class Fault:
 
     Attributes:
         code: kind of the fault, a key of `raylt.errors.CODES`.
-        text: one line for people.
-        value: the value that is wrong, where there is one.
+        text: one line for users.
+        value: the wrong value, if there is one.
     """
 
     code: str
@@ -76,7 +76,7 @@ class Unusable:
     """A placeholder for a reply that cannot be used.
 
     Attributes:
-        nbytes: size of the reply, where its client's process measured it.
+        nbytes: size of the reply, if its client's process measured it.
     """
 
     fault: Fault
@@ -92,20 +92,20 @@ class _NotSendable(Exception):
 
 
 def room_for(model_bytes: int) -> int:
-    """Return the size limit of a reply or state in bytes: a few models, plus a fixed amount for figures."""
-    return LEAST_ROOM + 16 * model_bytes
+    """Return the size limit of a reply or state in bytes: a few models plus a fixed amount for other values."""
+    return MIN_ROOM + 16 * model_bytes
 
 
 def plain(reply: Any, private: Tree, room: int) -> tuple[Reply | Unusable, Tree]:
     """Return a reply and a private state on the CPU, in types that another process can read.
 
     Args:
-        reply: what the client function returned, of any type.
-        private: what the client must remember.
-        room: bytes that each may take.
+        reply: the return value of the client function, of any type.
+        private: the client's private state.
+        room: size limit of each in bytes.
 
     Returns:
-        The reply and the state. Where either cannot travel, `Unusable` says which, and the state is empty.
+        The reply and the state. If either cannot be sent, `Unusable` with the reason and an empty state.
     """
     if not isinstance(reply, Reply):
         text = f"the reply is {_type_name(reply)}; a client function returns client.reply(...)"
@@ -173,8 +173,8 @@ class _Walk:
     """Copies a tree and replaces each leaf, within limits of depth and size.
 
     Args:
-        leaf: returns the replacement of a leaf; raises `_NotSendable` for a leaf that may not be sent.
-        room: bytes that the tensors may take; None for a tree that has arrived already.
+        leaf: returns the replacement of a leaf; raises `_NotSendable` for a leaf that cannot be sent.
+        room: size limit of all tensors in bytes; None for a tree that has already arrived.
         texts_only: whether names must be texts and each dotted path unique, as in checkpoints.
     """
 
@@ -190,14 +190,14 @@ class _Walk:
         """Return a copy of a tree in which each leaf is converted.
 
         Raises:
-            _NotSendable: the tree holds something that may not travel.
+            _NotSendable: the tree contains a value that cannot be sent.
         """
         # a state_dict is an OrderedDict; the receiver gets plain dicts
         if not isinstance(tree, dict) or (self._room is None and type(tree) is not dict):
             name = _type_name(tree)
             raise _NotSendable(f"{dotted(path)} is {name}" if path else f"the parts are {name}")
-        if len(path) > DEEPEST:
-            raise _NotSendable(f"{dotted(path)} lies more than {DEEPEST} dicts deep", "reply.too-large")
+        if len(path) > MAX_DEPTH:
+            raise _NotSendable(f"{dotted(path)} is nested more than {MAX_DEPTH} dicts deep", "reply.too-large")
         copied = {}
         for key, value in tree.items():
             inner = (*path, self._name(key, path))
@@ -207,7 +207,7 @@ class _Walk:
     def _name(self, key: Any, path: Path) -> str | int:
         if type(key) is not str and (type(key) is not int or self._texts_only):
             raise _NotSendable(f"a name{_inside(path)} is {_type_name(key)}")
-        if key == "" or (len(key) > LONGEST_NAME if isinstance(key, str) else abs(key) >= 2**63):
+        if key == "" or (len(key) > MAX_NAME if isinstance(key, str) else abs(key) >= 2**63):
             raise _NotSendable(f"a name{_inside(path)} is empty or too long")
         return key
 
@@ -218,12 +218,12 @@ class _Walk:
             if name in self._paths:
                 raise _NotSendable(f"{dotted(path)} occurs twice")
             self._paths.add(name)
-        if self._leaves > MOST_LEAVES:
-            raise _NotSendable(f"there are more than {MOST_LEAVES:,} names", "reply.too-large")
+        if self._leaves > MAX_LEAVES:
+            raise _NotSendable(f"there are more than {MAX_LEAVES:,} names", "reply.too-large")
         if isinstance(value, Tensor) and self._room is not None:
             self._bytes += value.numel() * value.element_size()
             if self._bytes > self._room:
-                text = f"{dotted(path)} makes more than {self._room / 2**20:,.0f} MiB, which is the limit"
+                text = f"{dotted(path)} exceeds the size limit of {self._room / 2**20:,.0f} MiB"
                 raise _NotSendable(text, "reply.too-large")
         try:
             return self._leaf(value)
@@ -274,8 +274,8 @@ def _simple(value: Any) -> Any:
     if type(value) not in (str, int, float, bool, type(None)):
         raise _NotSendable(f"{_type_name(value)}; send tensors, numbers and texts")
     if type(value) is str:
-        if len(value) > LONGEST_TEXT:
-            raise _NotSendable(f"a text of {len(value)} letters; {LONGEST_TEXT} are the limit", "reply.too-large")
+        if len(value) > MAX_TEXT:
+            raise _NotSendable(f"a text of {len(value)} characters; the limit is {MAX_TEXT}", "reply.too-large")
         if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
             raise _NotSendable("a text that is not Unicode")
     return value

@@ -1,10 +1,11 @@
-"""`ForkedWorkers`: processes that are forked from this one, and that work on tasks side by side.
+"""`ForkedWorkers`: processes that are forked from this one and work on tasks in parallel.
 
-A forked process shares the memory of its origin until either writes to it. So it starts in milliseconds, with torch,
-data and plug-ins loaded, and takes little memory of its own.
+A forked process shares the memory of its parent until either writes to it. So it starts in milliseconds, with torch,
+data and plugins loaded, and needs little memory of its own.
 
-torch cannot compute gradients in a fork of a process that has computed some. So this process forks once, before the run
-computes anything: the nursery, which computes nothing and forks all workers, also those that replace a lost one.
+torch cannot compute gradients in a fork of a process that has computed gradients. So this process forks only one child,
+the nursery, before the run computes anything. The nursery computes nothing and forks all workers, including those that
+replace a lost one.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from typing import Any
 
 from raylt.errors import RayltError
 
-PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when its parent ends
+PR_SET_PDEATHSIG = 1  # option of Linux' prctl: the signal that a process gets when its parent ends
 FORK = "This process .* is multi-threaded, use of fork"
 
 Work = Callable[[bytes, Any], Any]
@@ -34,25 +35,25 @@ Work = Callable[[bytes, Any], Any]
 
 @dataclass(frozen=True)
 class Lost:
-    """The result of a task whose process ended before it had one."""
+    """The result of a task whose process ended before it finished."""
 
 
 @dataclass
 class _Worker:
     pid: int
     connection: Connection
-    knows: bytes | None = None  # what all tasks under way share, once it was sent
+    knows: bytes | None = None  # the shared data that the worker has received
 
 
 class ForkedWorkers:
     """A fixed number of forked processes.
 
-    A process that ends is replaced by a new fork. All processes end with this one, also if it is killed.
+    A process that ends is replaced by a new fork. All processes end with this one, even if it is killed.
 
     Args:
         work: `work(shared, task)` computes a task's result in a forked process. If it raises an exception, the process
             prints the traceback and ends.
-        number: of processes.
+        number: number of processes.
     """
 
     def __init__(self, work: Work, number: int):
@@ -63,7 +64,7 @@ class ForkedWorkers:
             target=_nurse, args=(work, nursery_end, own_end, os.getpid()), daemon=True
         )
         with warnings.catch_warnings():
-            # the threads of this process draw its progress and never hold what a client's call needs
+            # the other threads only draw the progress and never hold a lock that a client's call needs
             warnings.filterwarnings("ignore", FORK, DeprecationWarning)
             nursery.start()
         nursery_end.close()
@@ -78,18 +79,18 @@ class ForkedWorkers:
     def run(self, shared: bytes, tasks: deque[Any], until: float | None = None) -> Generator[tuple[Any, Any]]:
         """Yield each task with its result, or with `Lost`, in the order in which they end.
 
-        Tasks that are under way when the iterator is closed, or at the deadline, are broken off.
+        Tasks that are running at the deadline, or when the iterator is closed, are aborted.
 
         Args:
-            shared: what all tasks share; it is sent to a process once.
-            tasks: the tasks that are left, which are pickled. More may be added between two results.
-            until: the deadline as `time.monotonic()` gives it; by default there is none.
+            shared: data that all tasks share; it is sent to each process once.
+            tasks: the remaining tasks, which are pickled. More may be added between two results.
+            until: deadline on the clock of `time.monotonic()`; by default there is none.
         """
         try:
             while tasks or self._busy:
                 self._give(shared, tasks)
-                patience = None if until is None else max(0.0, until - time.monotonic())
-                ended = wait(list(self._busy), patience)
+                timeout_s = None if until is None else max(0.0, until - time.monotonic())
+                ended = wait(list(self._busy), timeout_s)
                 if not ended:
                     return
                 for connection in ended:
@@ -111,14 +112,14 @@ class ForkedWorkers:
         self._control.close()
 
     def _give(self, shared: bytes, tasks: deque[Any]) -> None:
-        """Hand tasks to processes that have none."""
+        """Send tasks to idle processes."""
         idle = deque(worker for worker in self._workers if worker.connection not in self._busy)
         while tasks and idle:
             worker = idle.popleft()
             sent = None if worker.knows is shared else shared
             try:
                 worker.connection.send_bytes(pickle.dumps((sent, tasks[0])))
-            except OSError:  # it ended while it was idle
+            except OSError:  # the process ended while it was idle
                 idle.append(self._replace_ended(worker))
                 continue
             worker.knows = shared
@@ -137,7 +138,7 @@ class ForkedWorkers:
         return self._replace_ended(worker)
 
     def _replace_ended(self, worker: _Worker) -> _Worker:
-        """Fork another worker for one that has ended. It is not killed: another process may have its pid now."""
+        """Fork a new worker in place of one that has ended, without a kill: another process may have its pid now."""
         worker.connection.close()
         self._workers.remove(worker)
         return self._fork()
@@ -166,10 +167,10 @@ def _nurse(work: Work, control: Connection, other_end: Connection, origin: int) 
     """Fork a worker for each message, and send its pid and the other end of its connection."""
     other_end.close()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the origin decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no worker that ends remains as a zombie
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers do not remain as zombies
     with contextlib.suppress(EOFError, OSError):
         while True:
             control.recv_bytes()
@@ -186,7 +187,7 @@ def _nurse(work: Work, control: Connection, other_end: Connection, origin: int) 
 
 
 def _serve(work: Work, connection: Connection) -> None:
-    """Answer tasks in a worker until the connection is closed; never return."""
+    """Answer tasks in a worker until the connection is closed, then end the process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     shared = b""

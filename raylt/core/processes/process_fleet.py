@@ -25,24 +25,24 @@ from raylt.machine import cores
 from raylt.tree import Tree, from_arrays, to_arrays
 
 LOST = "its process ended before it answered"
-SHARES = 4  # tasks of a process in a call with many clients, so that no process waits long for another
+TASKS_PER_PROCESS = 4  # in a call with many clients; more tasks balance the load of the processes
 
 
 @dataclass(frozen=True)
 class _Calls:
-    """Clients that a process calls one after another, each with its pickled private state."""
+    """A task: clients that a process calls one after another, each with its pickled private state."""
 
     round: int
     clients: tuple[tuple[int, bytes | None], ...]
 
 
-# of a client's call: the pickled reply and the pickled private state, or why there are none
+# The pickled reply and the pickled private state of a client's call, or the reason why there are none.
 CallResult = tuple[bytes, bytes] | Fault | Lost
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """The question whether gradients can be computed in a forked process."""
+    """A task that tests whether gradients can be computed in a forked process."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,17 @@ class _Item:
 
 
 class ProcessFleet(LocalFleet):
-    """All clients in forked processes of this machine, one for each CPU core, with the bits of `LocalFleet`.
+    """A fleet that runs clients in forked processes of this machine, one per CPU core, with the bits of `LocalFleet`.
 
     Data and model are shared with this process (forked_workers.py). A client whose process ends is asked again.
 
     Args:
-        host: has called no client yet; each process calls clients with its own copy.
+        config: the run's configuration.
+        task: the data.
+        host: a host that has called no client yet; each process calls clients with its own copy.
 
     Raises:
-        ConfigError: this process has computed gradients, so that its forks cannot.
+        ConfigError: this process has computed gradients, so its forks cannot.
         RayltError: a fork ended before its first call.
     """
 
@@ -81,7 +83,7 @@ class ProcessFleet(LocalFleet):
         if answer is not None:
             self.close()
             raise ConfigError(
-                "fleet: this process has computed gradients with torch, so that forks of it cannot (processes: "
+                "fleet: this process has computed gradients with torch, so its forks cannot (processes: "
                 f"{answer.text}). Start the run in a new process, or use fleet local or ray.",
                 code="config.conflict",
                 key="fleet",
@@ -142,7 +144,7 @@ class ProcessFleet(LocalFleet):
 
     def _task_size(self, fn: ClientFunction, asked: int) -> int:
         """Return the number of clients of a task."""
-        size = asked // (SHARES * len(self._workers))
+        size = asked // (TASKS_PER_PROCESS * len(self._workers))
         if self._host.stacks(fn):
             size = max(size, min(FEW, asked // len(self._workers)))
         return max(1, min(BLOCK, size))
@@ -159,7 +161,7 @@ class ProcessFleet(LocalFleet):
             case sent, state:
                 return Answer(id, unpacked(pickle.loads(sent)), state)
 
-    # what a forked process does
+    # functions that run in a forked process
 
     def _work(self, shared: bytes, task: _Calls | _Item | _Probe) -> object:
         """Call clients, or compute an item; an exception becomes a `Fault`."""
@@ -180,10 +182,10 @@ class ProcessFleet(LocalFleet):
             try:
                 outcome = stacked.get(call.id)
                 if outcome is None:
-                    fn, message = pickle.loads(shared)  # again, since a function may have changed its message
+                    fn, message = pickle.loads(shared)  # a new copy, since a function may have changed its message
                     outcome = self._host.run(fn, from_arrays(message), task.round, call.id, call.shard, call.private)
                 sent, state = packed(*outcome)
-                # at once, since a reply may share the memory of the model, in which the next client trains
+                # pickle now: a reply may share memory with the model, which the next client trains
                 outcomes.append((pickle.dumps(sent), pickle.dumps(state)))
             except (Exception, SystemExit) as error:
                 outcomes.append(Fault.of(error))

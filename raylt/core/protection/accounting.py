@@ -1,4 +1,4 @@
-"""Privacy accounting for Gaussian noise: the epsilon of given noise, and the least noise for given epsilon.
+"""Privacy accounting for Gaussian noise: the epsilon of given noise, and the smallest noise for a given epsilon.
 
 `calibrated_sigma` serves `privacy.epsilon` (one upload of sums over samples); `epsilon_of` serves
 `privacy.noise_multiplier` (rounds of clients' models).
@@ -41,7 +41,10 @@ def epsilon_of(noise_multiplier: float, rate: float, rounds: int, delta: float) 
     """Return the epsilon that a number of rounds spend, by Opacus's RDP accountant.
 
     Args:
-        rate: the chance of each client to take part in a round; 1 claims nothing for sampling.
+        noise_multiplier: standard deviation of the noise for sensitivity 1.
+        rate: probability that a client takes part in a round; 1 for no amplification by sampling.
+        rounds: number of rounds.
+        delta: the delta of the guarantee.
     """
     from opacus.accountants import RDPAccountant  # pyright: ignore[reportMissingImports]
 

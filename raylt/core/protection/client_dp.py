@@ -1,14 +1,14 @@
 """Client-level differential privacy of trained models: DP-FedAvg (McMahan et al., ICLR 2018, Alg. 1).
 
-Neighbours are two federations that differ in one client, which only one of them has. Every client's update, all entries
-of the model together, is cut to the length S, `privacy.update_clip`, and counts once whatever its samples. The server
-adds to the model the sum of the updates, divided by q K, the number of clients that a round asks on average. It also
-adds noise of deviation z S / (q K) to every entry; z is `privacy.noise_multiplier`. Opacus's accountant composes the
-rounds. It credits sampling only where clients are sampled as it assumes: by `federation.sampling=poisson`, drawn from
-the operating system's entropy like the noise.
+Two federations are neighbours if one of them has exactly one additional client. Every client's update, over all entries
+of the model together, is clipped to the length S, `privacy.update_clip`, and has the same weight whatever the number of
+samples. The server adds to the model the sum of the updates divided by q K, the mean number of clients that a round
+asks. It also adds noise of standard deviation z S / (q K) to every entry; z is `privacy.noise_multiplier`. Opacus's
+accountant composes the rounds. It credits sampling only if clients are sampled as it assumes: by
+`federation.sampling=poisson`, drawn from the operating system's entropy like the noise.
 
-The server is trusted to add the noise. Losses are not reported: they would tell of clients. Counters stay as they were,
-and running variances positive.
+The server is trusted to add the noise. Losses are not reported, since they would reveal something about clients.
+Counters do not change, and running variances stay positive.
 """
 
 import secrets
@@ -30,7 +30,7 @@ from raylt.errors import BudgetSpent, ConfigError
 from raylt.tree import Tree
 
 RELEASED = "model"  # the part that carries the update
-LEAST_VARIANCE = 1e-3
+MIN_VARIANCE = 1e-3  # lower bound of running variances with noise
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class ClientNoise:
     """The clipping of clients' updates and the noise on their mean, in one round.
 
     Attributes:
-        start: the model that clients were sent.
+        config: the run's configuration.
+        start: the model that was sent to clients.
+        round: number of the round.
     """
 
     config: Config
@@ -51,7 +53,7 @@ class ClientNoise:
 
         Raises:
             BudgetSpent: this round would exceed the budget.
-            ConfigError: the call uploads something else as well.
+            ConfigError: the call uploads other parts as well.
         """
         budget = config.privacy.update_epsilon
         if budget is None or not parts:
@@ -71,7 +73,7 @@ class ClientNoise:
         if spent > budget:
             raise BudgetSpent(
                 f"round {round}: epsilon would be {spent:.3g}, above privacy.update_epsilon = {budget:g}. Stop the run "
-                "at the round before.",
+                "after the previous round.",
                 code="privacy.budget-spent",
                 key="privacy.update_epsilon",
                 round=round,
@@ -82,19 +84,13 @@ class ClientNoise:
 
     @property
     def _expected_clients(self) -> float:
-        """Return the expected number of sampled clients, q K.
-
-        Clients without samples count, new clients do not.
-        """
+        """Return the expected number of sampled clients, q K, including clients without samples but not new clients."""
         clients = self.config.data.clients
-        assert clients is not None, "a run's configuration says how many there are"
+        assert clients is not None, "the configuration of a run has the number of clients"
         return self.config.federation.participation * (clients - self.config.data.new_clients)
 
     def clipped(self, reply: Reply) -> Reply:
-        """Return a reply with its update clipped to norm S, which is `privacy.update_clip`.
-
-        The reply has weight 1 and no loss.
-        """
+        """Return a reply with its update clipped to the norm S = `privacy.update_clip`, weight 1 and loss 0."""
         model = reply.tree[RELEASED]
         changes = {
             name: value.double() - self.start[name].double()
@@ -125,7 +121,7 @@ class ClientNoise:
                 continue
             step = (mean.double() - start.double()) * (len(got.weights) / self._expected_clients)
             value = start.double() + step + deviation * torch.from_numpy(rng.standard_normal(tuple(start.shape)))
-            model[name] = (value.clamp(min=LEAST_VARIANCE) if name.endswith("running_var") else value).to(start.dtype)
+            model[name] = (value.clamp(min=MIN_VARIANCE) if name.endswith("running_var") else value).to(start.dtype)
         return Replies({name: model if name == RELEASED else None for name in got}, got.weights)
 
     @property
@@ -140,7 +136,7 @@ class ClientNoise:
             "unit": "one client, added or removed",
             "covers": f"the models of {self.round} rounds",
             "against": "anyone who sees the models; the server is trusted",
-            "not_covered": "what is judged: accuracies on clients' own data are computed without noise",
+            "not_covered": "evaluations: accuracies on clients' own data are computed without noise",
         }
 
 
@@ -148,8 +144,8 @@ class ClientDP(Aggregator):
     """An aggregator that clips each client's update, passes it to another aggregator, and adds noise to the result.
 
     Args:
-        inner: aggregates the clipped replies.
-        noise: of this round.
+        inner: aggregator of the clipped replies.
+        noise: clipping and noise of this round.
     """
 
     def __init__(self, inner: Aggregator, noise: ClientNoise):

@@ -7,16 +7,17 @@ Round 2  Every member sends its vector plus the stream of its seed, plus or minu
          The two members of a pair draw their stream from the secret that their mask keys agree on. In the sum over all
          members these pairwise streams cancel.
 Round 3  The survivors send their shares of the seed of each member that sent a vector, and their shares of the mask key
-         of each member that did not; never both of one member. The server takes the remaining streams off the sum.
+         of each member that did not; never both of one member. The server subtracts the remaining streams from the
+         sum.
 
-The commitments are an addition to the protocol. With them the server notices a survivor that gives other shares than it
-was dealt, and does without it; and a member whose shares give another secret than it committed itself to. What a
-member's masked vector hides, no commitment shows.
+The commitments are an addition to the protocol. They reveal a survivor that sends other shares than it was dealt, whose
+answer the server then ignores, and a member whose shares give another secret than it committed itself to. They do not
+reveal anything about the vector that a member masked.
 
-Vectors are uint64, and so is their sum: modulo 2^64 nothing is rounded, and a masked vector is uniform whatever it
-hides. `Member` is a client's side and `Collector` the server's. Only their arguments and results pass between them.
+Vectors and their sums are uint64: nothing is rounded modulo 2^64, and a masked vector is uniformly distributed whatever
+it hides. `Member` is a client's side and `Collector` the server's. They exchange only arguments and results.
 
-Secrets are shared so that any `threshold` shares give the secret and fewer say nothing (Shamir, CACM 1979).
+Secrets are shared so that any `threshold` shares give the secret, and fewer reveal nothing (Shamir, CACM 1979).
 """
 
 import hashlib
@@ -34,12 +35,12 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from raylt.errors import RayltError, TooFewReplies
 
-PRIME = 2**256 + 297  # the first beyond every secret of 32 bytes
+PRIME = 2**256 + 297  # the smallest prime above every secret of 32 bytes
 SHARE_BYTES = 33
 KEY_BYTES = 32
 HASH_BYTES = 32
-Keys = tuple[bytes, bytes]  # public keys: for shares, for masks
-Unmasking = dict[int, tuple[str, int]]  # by member: "seed" or "key", and a share of it
+Keys = tuple[bytes, bytes]  # public keys for shares and for masks
+Unmasking = dict[int, tuple[str, int]]  # "seed" or "key" and a share of it, by member
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Commitment:
     The member's mask key needs no hash, since it has a public key.
 
     Attributes:
-        seed: of the seed.
-        shares: of each share, by its kind and its holder.
+        seed: hash of the seed.
+        shares: hash of each share, by kind and holder.
     """
 
     seed: bytes
@@ -59,7 +60,7 @@ class Commitment:
 
 @dataclass(frozen=True)
 class Introduction:
-    """Public keys and commitments by member: what the server knows after rounds 0 and 1."""
+    """Public keys and commitments by member, which the server has after rounds 0 and 1."""
 
     keys: Mapping[int, Keys]
     commitments: Mapping[int, Commitment]
@@ -69,7 +70,7 @@ class Member:
     """A client's side of one secure sum.
 
     Args:
-        id: the member's number, from 0; the number of its shares is one more.
+        id: the member's number, from 0; its shares have the number `id + 1`.
     """
 
     def __init__(self, id: int):
@@ -79,15 +80,15 @@ class Member:
         self._seed = secrets.token_bytes(KEY_BYTES)
         self.keys: Keys = share_public, mask_public  # round 0
         self._all: Mapping[int, Keys] = {}
-        self._shares: dict[int, tuple[int, int]] = {}  # dealt to this member: of the seed, of the mask key
-        self.commitment: Commitment | None = None  # with round 1
+        self._shares: dict[int, tuple[int, int]] = {}  # received shares of each member's seed and mask key
+        self.commitment: Commitment | None = None  # set in round 1
 
     def deal(self, all_keys: Mapping[int, Keys], threshold: int) -> dict[int, bytes]:
         """Return two encrypted shares for every other member (round 1).
 
         Args:
             all_keys: public keys by member.
-            threshold: shares that are needed to get a secret back.
+            threshold: number of shares that recover a secret.
         """
         self._all = all_keys
         numbers = [id + 1 for id in all_keys]
@@ -140,8 +141,8 @@ class Collector:
 
     Attributes:
         introduction: public keys and commitments of the members.
-        length: of the vectors.
-        wrong: why a survivor's answer was not used, by survivor.
+        length: length of the vectors.
+        wrong: reason why a survivor's answer was not used, by survivor.
     """
 
     introduction: Introduction
@@ -161,14 +162,14 @@ class Collector:
     def unmasked(self, answers: Mapping[int, Unmasking], threshold: int) -> np.ndarray:
         """Return the sum of all masked vectors without the masks, uint64 [n].
 
-        Answers with a share that differs from the dealer's commitment are left out; `wrong` names them.
+        Answers with a share that differs from the dealer's commitment are ignored; `wrong` names them.
 
         Args:
-            answers: of round 3, by survivor.
-            threshold: survivors that are needed.
+            answers: answers of round 3 by survivor.
+            threshold: number of required survivors.
 
         Raises:
-            TooFewReplies: the survivors that answered rightly are fewer than the threshold.
+            TooFewReplies: fewer survivors than the threshold gave a correct answer.
             RayltError: a member dealt shares of another secret than it committed itself to.
         """
         faults = {survivor: self._fault(survivor, answer) for survivor, answer in answers.items()}
@@ -178,7 +179,7 @@ class Collector:
             wrong = "".join(f" Client number {survivor} {fault}." for survivor, fault in list(self.wrong.items())[:1])
             raise TooFewReplies(
                 f"federation.secure: {len(right)} of {len(self._keys)} clients are left, and {threshold} are needed "
-                f"to take the masks off a secure sum.{wrong} Lower federation.over_select or ask fewer clients.",
+                f"to remove the masks from a secure sum.{wrong} Lower federation.over_select or ask fewer clients.",
                 code="reply.too-few",
                 key="federation.secure",
                 usable=len(right),
@@ -202,7 +203,7 @@ class Collector:
         return "seed" if id in self._sent else "key"
 
     def _fault(self, survivor: int, answer: Unmasking) -> str | None:
-        """Return why a survivor's shares differ from the shares that were dealt to it, or None."""
+        """Return how a survivor's shares differ from the shares that were dealt to it, or None."""
         for id in self._keys:
             kind, share = answer.get(id, ("", 0))
             if kind != self._kind(id):
@@ -217,7 +218,7 @@ class Collector:
         try:
             secret = join(shares)
         except ValueError:
-            secret = bytes(KEY_BYTES)  # no member commits itself to it
+            secret = bytes(KEY_BYTES)  # matches no commitment
         if kind == "seed":
             right = hash_of(int.from_bytes(secret, "big")) == self.introduction.commitments[id].seed
         else:
@@ -238,8 +239,8 @@ def introduce(members: Sequence[Member], threshold: int) -> Introduction:
     """Run rounds 0 and 1 among members, and return the introduction that the server receives.
 
     Args:
-        members: ordered by their numbers, from 0.
-        threshold: shares that are needed to get a secret back.
+        members: all members, ordered by their numbers from 0.
+        threshold: number of shares that recover a secret.
     """
     keys = {member.id: member.keys for member in members}
     dealt = {member.id: member.deal(keys, threshold) for member in members}
@@ -251,7 +252,7 @@ def introduce(members: Sequence[Member], threshold: int) -> Introduction:
 
 
 def hash_of(secret: int) -> bytes:
-    """Return the SHA-256 of a seed or share, which has too many possible values to be guessed."""
+    """Return the SHA-256 of a seed or share, which cannot be guessed from its hash."""
     return hashlib.sha256(secret.to_bytes(SHARE_BYTES, "big")).digest()
 
 
@@ -295,9 +296,9 @@ def split(secret: bytes, holders: Iterable[int], threshold: int) -> dict[int, in
     A share is the value, at the holder's number, of a random polynomial whose value at 0 is the secret.
 
     Args:
-        secret: of at most 32 bytes.
-        holders: numbers from 1 on.
-        threshold: shares that are needed; the polynomial's degree is one less.
+        secret: at most 32 bytes.
+        holders: numbers of the holders, from 1.
+        threshold: number of shares that recover the secret; the polynomial's degree is one less.
     """
     coefficients = [int.from_bytes(secret, "big"), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
     return {x: evaluate(coefficients, x, PRIME) for x in holders}
@@ -330,10 +331,10 @@ def join(shares: Mapping[int, int], length: int = 32) -> bytes:
     """Recover a secret of `length` bytes from shares, by Lagrange interpolation at 0.
 
     Raises:
-        ValueError: the shares are fewer than the threshold, or of several secrets. Not every such mistake is detected.
+        ValueError: there are too few shares, or they belong to several secrets. Not every such mistake is detected.
     """
     weights = _weights_at_zero(tuple(shares))
     value = sum(weight * share for weight, share in zip(weights, shares.values(), strict=True)) % PRIME
     if value >= 256**length:
-        raise ValueError(f"{len(shares)} shares give no secret of {length} bytes: too few, or of several secrets")
+        raise ValueError(f"{len(shares)} shares give no secret of {length} bytes: too few, or from several secrets")
     return value.to_bytes(length, "big")

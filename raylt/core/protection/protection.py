@@ -21,7 +21,8 @@ def check_delta(config: Config, sizes: Sequence[int]) -> None:
     delta protects nothing.
 
     Args:
-        sizes: samples of each client that trains.
+        config: the run's configuration.
+        sizes: number of samples of each client that trains.
 
     Raises:
         ConfigError: the delta is too large.
@@ -46,7 +47,8 @@ class Protection:
     """The protection settings of a run, and the privacy budget that is left.
 
     Args:
-        samples: of each client, by id.
+        config: the run's configuration.
+        samples: number of samples by client id.
     """
 
     def __init__(self, config: Config, samples: Mapping[int, int]):
@@ -69,12 +71,15 @@ class Protection:
         """Return an empty aggregator for the replies of a cohort.
 
         Args:
-            message: sent to the cohort.
+            round: number of the round.
+            message: the message to the cohort.
+            parts: the reductions by name.
+            cohort: the clients that are asked.
             weights: the weight of each client's reply, by id.
 
         Raises:
-            BudgetSpent: the parts have been uploaded with noise before.
-            ConfigError: the parts may not be uploaded in this way.
+            BudgetSpent: the parts have already been uploaded with noise.
+            ConfigError: the settings do not allow to upload these parts.
         """
         secure = self._config.federation.secure and not self._judging
         if not self._judging:
@@ -88,13 +93,13 @@ class Protection:
         self._spend(round, noise)
         share = 1 / fewest_survivors(len(cohort)) if secure else 1.0
         released = noise.released(parts)
-        # noisy counts are not numbers of samples, so robust rules have no means to compare
+        # robust rules compare means, which noisy counts do not give
         inner = self._without_noise(released, cohort, weights, True) if secure else Plain(released, cohort)
         return SampleDP(inner, noise, parts, share, statement(self._config, noise))
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Refuse noisy uploads inside the block, since a rehearsal would reveal a second sample of the noise."""
+        """Reject noisy uploads inside the block, since a rehearsal would reveal a second sample of the noise."""
         before = self._rehearsed
         self._rehearsed = True
         try:
@@ -125,7 +130,7 @@ class Protection:
     def _spend(self, round: int, noise: Noise) -> None:
         if self._rehearsed:
             raise ConfigError(
-                "privacy.epsilon: an evaluation before the run's end would spend the budget of its own finish "
+                "privacy.epsilon: an evaluation before the run's end would spend the budget of the run's last phase "
                 f"({self._config.privacy.epsilon:g}). Set privacy.epsilon=null for searches that need such "
                 "evaluations.",
                 code="privacy.rehearsal",

@@ -1,20 +1,20 @@
 """Sums over samples with Gaussian noise: (epsilon, delta) differential privacy for one upload of each client.
 
-Neighbours are two data sets that differ in one sample, which only one of them holds. A sample adds to the sums of its
-client, and there to the sums of its class. Each reduction declares the length of what a sample can add to each leaf
-(`Reduction.bounded`). Leaf by leaf these lengths L_i are scaled to 1 / sqrt(m), m leaves in all, so that a sample moves
-everything together by at most 1. Noise of deviation sigma on the scaled leaves is noise of sigma L_i sqrt(m) at leaf i.
-Epsilon and delta follow from sigma exactly (the analytic Gaussian mechanism; Balle and Wang, ICML 2018, Theorem 8).
-Samples of other clients and of other classes do not meet in a number before the noise is added, so the same epsilon
-holds for every sample of every client.
+Two data sets are neighbours if one of them has exactly one additional sample. A sample contributes to the sums of its
+client, and there to the sums of its class. Each reduction declares the maximum length L_i that a sample can add to each
+leaf i (`Reduction.bounded`). Each leaf is scaled so that this length becomes 1 / sqrt(m), with m leaves in all, and a
+sample changes all leaves together by at most 1. Noise of standard deviation sigma on the scaled leaves is noise of
+sigma L_i sqrt(m) at leaf i. Epsilon and delta follow from sigma exactly (the analytic Gaussian mechanism; Balle and
+Wang, ICML 2018, Theorem 8). Samples of other clients and other classes are not part of the same numbers before the
+noise is added, so the same epsilon holds for every sample of every client.
 
-Without `federation.secure` each client adds all of the noise, to every class, whether it has samples of it or not: its
-upload is private by itself. In a secure sum a client adds a share of the noise. The noise is complete as soon as the
-fewest clients are left with which the protocol can end.
+Without `federation.secure` each client adds the full noise to every class, whether it has samples of the class or not,
+so its upload alone is private. In a secure sum each client adds a share of the noise. The sum of the shares is the full
+noise even if only the minimum number of clients survives.
 
-Noise is drawn from the operating system's entropy, never from a seed of the run: anybody who could draw it again could
-take it off. It is drawn in floating point, whose gaps may reveal something (Mironov, CCS 2012); this is not defended
-against.
+Noise is drawn from the operating system's entropy, never from a seed of the run: anyone who can draw it again can
+subtract it. It is drawn in floating point, whose gaps may reveal information (Mironov, CCS 2012). There is no defence
+against this.
 """
 
 import math
@@ -41,8 +41,8 @@ class Noise:
     """The Gaussian noise on one upload of a client.
 
     Attributes:
-        deviations: of the noise by part and, where a part has several leaves, by their last name.
-        sigma: deviation of the mechanism, whose sensitivity is 1.
+        deviations: standard deviation of the noise by part and, for a part with several leaves, by their last name.
+        sigma: standard deviation of the mechanism for sensitivity 1.
     """
 
     deviations: Mapping[str, Mapping[str, float] | float]
@@ -50,10 +50,7 @@ class Noise:
 
     @classmethod
     def of(cls, parts: Mapping[str, Reduction], config: Config) -> "Noise | None":
-        """Return the noise that the settings in `privacy` require, or None if they require none.
-
-        It is also None if no part is a bounded sum.
-        """
+        """Return the noise that the settings in `privacy` require, or None without a budget or a bounded sum."""
         budget = config.privacy
         bounded = {name: part.per_sample for name, part in parts.items() if part.per_sample is not None}
         if budget.epsilon is None or not bounded:
@@ -73,6 +70,8 @@ class Noise:
         """Return a reply with noise in every possible entry of its parts, even in entries that the client left out.
 
         Args:
+            reply: the client's reply.
+            parts: the reductions by name.
             share: this client's share of the variance.
         """
         rng = np.random.default_rng(secrets.randbits(256))
@@ -91,9 +90,9 @@ class Noise:
         }
 
     def mended(self, name: str, value: Any, parts: Mapping[str, Reduction]) -> Any:
-        """Correct a noisy sum to a value that samples can have, by the function `mend` of the sum's reduction.
+        """Correct a noisy sum to a value that samples can have, with the function `mend` of the sum's reduction.
 
-        This is post-processing, which costs no privacy.
+        This is post-processing, which spends no budget.
         """
         mend = parts[name].mend
         return value if name not in self.deviations or mend is None else mend(value)
@@ -103,11 +102,11 @@ class SampleDP(Aggregator):
     """An aggregator that adds noise to a reply's sums over samples, and passes the reply to another aggregator.
 
     Args:
-        inner: aggregates the replies with noise.
-        noise: of this call.
+        inner: aggregator of the replies with noise.
+        noise: noise of this call.
         parts: the reductions that the call asked for.
         share: each client's share of the variance.
-        statement: the noise in a summary's words.
+        statement: description of the noise for the summary.
     """
 
     def __init__(self, inner: Aggregator, noise: Noise, parts: Mapping[str, Reduction], share: float, statement: Tree):
@@ -171,6 +170,6 @@ def statement(config: Config, noise: Noise) -> Tree:
         "covers": ", ".join(noise.deviations),
         "unit": "one sample, added or removed",
         "against": "anyone who sees the sum" if config.federation.secure else "anyone who sees an upload",
-        "not_covered": "the rounds before: the model that the sums were taken with was trained without noise; and "
-        "how many samples each client has, which goes with its upload",
+        "not_covered": "earlier rounds, since the model that computes the sums was trained without noise; and the "
+        "number of samples of each client, which is part of its upload",
     }

@@ -1,13 +1,13 @@
 """`Secure`: adds up masked replies, so that the server sees only their sums (`federation.secure`).
 
-The aggregator plays both sides of the protocol in the server's process: it computes what a client would send from the
-client's reply, and what the server would learn from that alone. Anybody who can look into this process sees the
-replies. The sums, to the bit, the consequences of lost clients, and the cost in bytes and seconds are real.
+The aggregator simulates both sides of the protocol in the server's process: it computes from a client's reply what the
+client would send, and from that alone what the server would learn. Anyone who can inspect this process sees the
+replies. The bits of the sums, the consequences of lost clients, and the cost in bytes and seconds are real.
 
-`FixedPoint` lays the summable parts of a reply out as one vector of whole numbers, and turns a sum of such vectors back
-into parts. A float is rounded to a multiple of a power of two. The power follows from the magnitude that a part may
-have and the number of clients, so that no sum over them leaves 62 bits. Sums of such numbers are exact: they do not
-depend on their order, and can be masked and unmasked modulo 2^64 without a trace.
+`FixedPoint` encodes the summable parts of a reply as one vector of whole numbers, and decodes a sum of such vectors. A
+float is rounded to a multiple of a power of two. The power depends on the maximum magnitude of the part and the number
+of clients, so that all sums fit into 62 bits. Sums of whole numbers are exact: they do not depend on their order, and
+masks modulo 2^64 can be removed without a trace.
 """
 
 import math
@@ -30,11 +30,11 @@ from raylt.core.protection.survivors import fewest_survivors
 from raylt.errors import ConfigError, Overflow
 from raylt.tree import LeafPath, Tree, from_leaf_paths, leaf_paths
 
-# Magnitudes for which digits are set aside where a part declares none, or larger ones: of parameters and gradients, and
-# of sums over a client's samples. Whole numbers may use everything within 62 bits.
-LARGEST = {"mean": 1e6, "total": 1e9}
+# Maximum encoded magnitude of parameters and gradients, and of sums over a client's samples. A part may only declare
+# smaller ones. Whole numbers in totals may use all 62 bits.
+MAX_MAGNITUDE = {"mean": 1e6, "total": 1e9}
 BITS = 62
-COUNTER = 2.0**36  # batches that a normalisation layer has seen, at most
+COUNTER = 2.0**36  # maximum number of batches that a normalisation layer has seen
 SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares and their authentication tag
 
 
@@ -42,12 +42,12 @@ class Secure(Aggregator):
     """An aggregator that computes means and sums from masked replies.
 
     Args:
-        parts: the reductions by name, `mean` or `total`; none where nothing is uploaded.
-        members: ids of the clients that are asked.
+        parts: the reductions by name, `mean` or `total`; empty if nothing is uploaded.
+        members: ids of the asked clients.
         weights: the weight of each client's reply, by id.
 
     Attributes:
-        overhead: bytes beyond the plain replies; `up` is negative where whole numbers took more.
+        overhead: additional bytes compared with plain replies; `up` is negative if whole numbers took more.
     """
 
     def __init__(self, parts: Mapping[str, Reduction], members: Iterable[int], weights: Mapping[int, float]):
@@ -55,7 +55,7 @@ class Secure(Aggregator):
         self._parts = parts
         self._ids = list(members)
         self._declared_weights = weights
-        self._numbers = {id: number for number, id in enumerate(self._ids)}  # of the protocol's members
+        self._numbers = {id: number for number, id in enumerate(self._ids)}  # member number by client id
         heaviest = max((weights[id] for id in self._ids), default=1.0) or 1.0
         self._fixed_point = FixedPoint(parts, len(self._ids), heaviest)
         self._threshold = fewest_survivors(len(self._ids))
@@ -96,12 +96,14 @@ class Secure(Aggregator):
 
 @dataclass(frozen=True)
 class VectorEntry:
-    """One tensor or number of a reply, which a slice of the encoded vector contains.
+    """One tensor or number of a reply, encoded in a slice of the vector.
 
     Attributes:
-        like: its template; a tensor or a number.
-        step: the value of 1 in the vector.
-        largest: magnitude up to which a value fits.
+        path: path of the leaf in the reply.
+        kind: kind of the reduction, "mean" or "total".
+        like: template of the entry, a tensor or a number.
+        step: the value that 1 in the vector stands for.
+        largest: maximum magnitude of a value.
     """
 
     path: LeafPath
@@ -118,15 +120,15 @@ class VectorEntry:
 class FixedPoint:
     """The fixed-point encoding of reply parts as one vector of integers.
 
-    The vector also holds, for each entry that a reply may leave out, the number of clients that have it.
+    The vector also contains, for each entry that a reply may omit, the number of clients that have it.
 
     Args:
-        parts: `mean` or `total`, each with a template.
-        clients: the largest number of vectors in a sum.
-        heaviest: the largest weight; in means a client counts as its share of it.
+        parts: reductions by name, `mean` or `total`, each with a template.
+        clients: maximum number of vectors in a sum.
+        heaviest: the largest weight; in means, clients' weights are relative to it.
 
     Raises:
-        ConfigError: a part has no template, or is not to be summed; names the part.
+        ConfigError: a part has no template or is not a sum; the message names the part.
     """
 
     def __init__(self, parts: Mapping[str, Reduction], clients: int, heaviest: float):
@@ -136,7 +138,7 @@ class FixedPoint:
         self._optional: list[LeafPath] = []
         for name, part in parts.items():
             _check_summable(name, part)
-            largest = min(LARGEST[part.kind], part.largest or math.inf)
+            largest = min(MAX_MAGNITUDE[part.kind], part.largest or math.inf)
             step = 2.0 ** -math.floor(BITS - math.log2(clients * largest))
             for path, like in leaf_paths(part.template, (name,)):
                 entry_step, entry_largest = _step_and_largest(like, part.kind, step, largest, clients)
@@ -152,7 +154,7 @@ class FixedPoint:
         """Return a reply's parts as a vector in two's complement, uint64 [n].
 
         Raises:
-            Overflow: a value does not fit; names its entry.
+            Overflow: a value does not fit; the message names its entry.
         """
         flat = dict(leaf_paths(tree, ()))
         vector = []
@@ -166,7 +168,7 @@ class FixedPoint:
             if not largest <= entry.largest:
                 path = ".".join(map(str, entry.path))
                 raise Overflow(
-                    f"{path}: a secure sum holds values of at most {entry.largest:.3g} ({largest:.3g}). Lower "
+                    f"{path}: a secure sum accepts values of at most {entry.largest:.3g} ({largest:.3g}). Lower "
                     "local.lr, or make features smaller.",
                     code="reply.overflow",
                     path=path,
@@ -183,10 +185,11 @@ class FixedPoint:
     def decode(self, total: np.ndarray, weight: float) -> Tree:
         """Decode a sum of vectors to the parts that an aggregation without masks would return.
 
-        Means have their own types, totals are float64 and int64. Counters in a mean are the clients' mean, rounded;
-        a plain aggregation takes their maximum.
+        Means have the types of their templates, totals are float64 and int64. Counters in a mean are the clients' mean,
+        rounded; a plain aggregation takes their maximum.
 
         Args:
+            total: the sum of the vectors, uint64 [n].
             weight: the sum of the weights.
         """
         numbers = torch.from_numpy(total.view(np.int64).copy())
@@ -225,7 +228,7 @@ def _check_summable(name: str, part: Reduction) -> None:
         )
     if part.template is None:
         raise ConfigError(
-            f"federation.secure: the layout of a part is not known beforehand (part {name}). Ask for it with like(...) "
+            f"federation.secure: the layout of a part is not known in advance (part {name}). Ask for it with like(...) "
             "or within(...), so that all clients' vectors have the same layout.",
             code="privacy.not-summable",
             key="federation.secure",

@@ -1,7 +1,7 @@
 """`Repeated`: a training step that is recorded once as a CUDA graph and then replayed.
 
-A small network's step takes as long as its several hundred kernel launches; a CUDA graph needs one launch. A step is
-recorded only where each part is known to launch the same kernels every time (`raylt.recordability` defines this): the
+The step of a small network takes as long as its several hundred kernel launches; a CUDA graph needs one launch. A step
+is recorded only if each part is known to launch the same kernels every time (`raylt.recordability` defines this): the
 objective and the augmentation declare it, the optimiser's steps are alike, and the model consists of `steady` layers.
 Any other step runs kernel by kernel, as on a CPU.
 
@@ -22,7 +22,7 @@ from raylt.models.trainable import FrozenEncoder, stay_in_evaluation
 from raylt.recordability import is_recordable
 
 WARM_UP = 3  # steps before the recording, in which libraries choose their kernels and allocate state
-# modules whose layers only launch kernels in their forward functions: inspected, and replayed in the tests
+# Modules whose layers only launch kernels in their forward functions. They were inspected, and tests replay them.
 _STEADY = (
     "raylt.methods.",
     "torch.nn.modules.",
@@ -32,7 +32,7 @@ _STEADY = (
     "torchvision.ops.misc",
 )
 
-_NOT_RECORDABLE = range(900, 910)  # cudaErrorStreamCapture..., of the CUDA runtime
+_NOT_RECORDABLE = range(900, 910)  # codes of the CUDA runtime: cudaErrorStreamCapture...
 
 Step = Callable[[Tensor], None]
 
@@ -50,7 +50,7 @@ class GraphRecorder(Protocol):
             generator: a generator that the function draws from, besides torch's own generator of the device.
 
         Returns:
-            A function that launches the same again.
+            A function that replays the launches.
         """
         ...
 
@@ -58,8 +58,8 @@ class GraphRecorder(Protocol):
 class CudaRecorder:
     """Records CUDA graphs on the device of this process.
 
-    All graphs share one memory pool, which the last graph keeps alive: with a pool each, memory would grow until the
-    device is full. They can share it because a step leaves no result in it.
+    All graphs share one memory pool, which the last graph keeps alive: with separate pools, memory would grow until the
+    device is full. They can share it because no step leaves a result in it.
     """
 
     def __init__(self) -> None:
@@ -84,23 +84,23 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         if generator is not None:
             graph.register_generator_state(generator)  # its draws continue from replay to replay
-        # without `torch.cuda.graph`: it waits for the device and empties the allocator's cache, in each client's call
+        # not `torch.cuda.graph`, which synchronises and empties the allocator's cache, in each client's call
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool)
             try:
                 fn()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # it says only that the recording broke off
+                with contextlib.suppress(RuntimeError):  # the error only says that the recording was aborted
                     graph.capture_end()
-                del self._pool  # torch cannot use the memory pool of a failed recording again
+                del self._pool  # torch cannot reuse the memory pool of a failed recording
                 raise
             graph.capture_end()
         self._last = graph
         return graph.replay
 
 
-_RECORDERS: dict[str, GraphRecorder] = {}  # of this process, by type of device
+_RECORDERS: dict[str, GraphRecorder] = {}  # recorders of this process by type of device
 
 
 def set_recorder(kind: str, recorder: GraphRecorder | None) -> None:
@@ -114,7 +114,7 @@ def set_recorder(kind: str, recorder: GraphRecorder | None) -> None:
 def steady(model: nn.Module) -> bool:
     """Return whether all layers of a model are known to launch the same kernels for batches of the same size.
 
-    Known layers are those of torch, of the modules that were inspected, and classes that are `recordable`.
+    Known layers are those of torch and of the inspected modules, and classes that are `recordable`.
     """
     bodies = [module.body for module in model.modules() if isinstance(module, FrozenEncoder)]
     return all(_steady(module) for part in [model, *bodies] for module in part.modules())
@@ -123,7 +123,8 @@ def steady(model: nn.Module) -> bool:
 def _steady(module: nn.Module) -> bool:
     before = [hook for hook in module._forward_pre_hooks.values() if hook is not stay_in_evaluation]
     hooks = module._forward_hooks or before or module._backward_hooks or "forward" in vars(module)
-    averages = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None  # it reads its counter
+    # without momentum, BatchNorm reads its counter on the host
+    averages = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None
     inspected = type(module).__module__.startswith(_STEADY) or "recordable" in vars(type(module))
     return inspected and not hooks and not averages
 
@@ -150,7 +151,7 @@ class Repeated:
         self._step = step
         self._generator = generator
         self._steps = 0
-        self._rows: Tensor | None = None  # the memory that the recording reads rows from
+        self._rows: Tensor | None = None  # memory from which the recording reads rows
         self._replay: Callable[[], Any] | None = None
         recorder = _RECORDERS.get(device.type)
         can_record = recorder is not None and all(map(is_recordable, parts)) and all(map(steady, models))
@@ -161,7 +162,7 @@ class Repeated:
             return self._step(rows)
         if self._rows is None:
             self._rows = rows.clone()
-        if len(rows) != len(self._rows):  # the rest of an epoch
+        if len(rows) != len(self._rows):  # the last, shorter batch of an epoch
             return self._step(rows)
         self._steps += 1
         if self._steps <= WARM_UP:

@@ -15,13 +15,14 @@ from raylt.models.split import clipped
 def features(client: Client, augment: Augmentation | None = None, pixels: int = 16) -> tuple[Tensor, Tensor]:
     """Compute the features of all samples of a client, in evaluation mode and sample order.
 
-    With `privacy.epsilon` no feature is longer than `privacy.clip`. A client that never trained and keeps its running
-    statistics takes these from its samples first: under the statistics of a new model, features do not separate
-    classes.
+    With `privacy.epsilon`, features are clipped to the length `privacy.clip`. A client that never trained and keeps its
+    running statistics computes them from its samples first: with the statistics of a new model, features do not
+    separate classes.
 
     Args:
-        augment: augmentation, drawn from the call's own generator; by default the images are not augmented.
-        pixels: number of features of each class in an image with a label map, at random positions that are drawn from
+        client: the client.
+        augment: augmentation, which draws from the call's own generator; by default the images are not augmented.
+        pixels: maximum number of features per class and image for label maps, at random positions that are drawn from
             the call's own generator.
 
     Returns:
@@ -31,7 +32,7 @@ def features(client: Client, augment: Augmentation | None = None, pixels: int = 
     encoder, size = client.model.encoder.eval(), client.config.evaluation.batch
 
     def encode(x: Tensor) -> Tensor:
-        with autocast(client):  # the encoder alone: crops and means have full precision
+        with autocast(client):  # only the encoder: crops and means have full precision
             return encoder(x).float()
 
     parts = [
@@ -48,12 +49,13 @@ def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
     """Return the teacher's features of a client's images, float16 [n, w], in sample order.
 
     The first call in a process encodes the images in batches, without augmentation, and keeps the features in the
-    client's cache. They are never in a checkpoint: every process computes the same values again. Where clients hold the
+    client's cache. They are never in a checkpoint: every process computes the same values again. If clients hold the
     features of a frozen encoder that is the teacher's image tower, these are the teacher's features.
 
     Args:
+        client: the client.
         teacher: the teacher's name.
-        projected: whether to return features of unit length in the joint space, or those before the projection.
+        projected: whether to return features of unit length in the joint space, or the features before the projection.
     """
     key = f"teacher {teacher}" if projected else f"teacher {teacher}, not projected"
     if key not in client.cache:

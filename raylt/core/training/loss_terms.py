@@ -1,7 +1,7 @@
 """`Terms`: a loss that is the sum of named terms, whose shares of the gradient are measured.
 
-A term whose gradient is tiny next to the others' has no effect, whatever its paper claims. A method that names its
-terms (`Method.terms`) reports their shares in the figures of every round.
+A term with a tiny gradient compared with the other terms has no effect, whatever its paper claims. A method that names
+its terms (`Method.terms`) reports their shares in the figures of every round.
 """
 
 import operator
@@ -24,16 +24,16 @@ Objective = Callable[[Batch], Tensor]
 class Terms:
     """An objective that is the sum of named loss terms.
 
-    `sgd` measures the terms on the last batch of a local training.
-
-    The measurement takes one more backward pass for each term on this one batch; it draws nothing and changes no bit of
-    the training. It uses the last batch, since on the first a proximal term is zero by definition.
+    `sgd` measures the terms on the last batch of a local training. The measurement takes one additional backward pass
+    per term on this batch; it draws no random numbers and does not change the training. It does not use the first
+    batch, since a proximal term is zero there by definition.
 
     Args:
-        terms: function of a batch to scalars by name, always the same names.
+        client: the client.
+        terms: function from a batch to scalars by name, always with the same names.
 
     Attributes:
-        norms: length of each term's gradient, by name; empty before the last batch.
+        norms: norm of each term's gradient by name; empty before the last batch.
         recordable: whether `terms` is recordable.
     """
 
@@ -75,14 +75,14 @@ def length(gradients: Sequence[Tensor]) -> float:
     return torch.stack([g.norm() for g in gradients]).norm().item() if gradients else 0.0
 
 
-# the shares on their way from a client to the figures of a round
+# functions that send the shares from clients to the figures of a round
 
 
 def reply_of(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return each loss term's share of the gradient as the reply part `shares`; {} if the loss has no named terms.
 
-    The share of a term is its gradient's length over the sum of all lengths. It is zero for a client that took no step,
-    and for a term that this round's objective leaves out.
+    The share of a term is the norm of its gradient divided by the sum of all norms. It is zero for a client that took
+    no step, and for a term that this round's objective omits.
     """
     norms = objective.norms if isinstance(objective, Terms) else {}
     total = sum(norms.values()) or 1.0

@@ -1,7 +1,7 @@
 """`SGD` and `Adam`: the optimisers of every client.
 
-They replace torch's, because the first `torch.optim` object of a process imports torch's compiler: 6 s and 20 % more
-memory in every client process.
+They replace torch's, because the first `torch.optim` object of a process imports torch's compiler, which takes 6 s and
+20 % more memory in every client process.
 """
 # pyright: reportPrivateImportUsage=false
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raylt.config import LocalConfig
 
-BETAS, EPSILON = (0.9, 0.999), 1e-8  # of torch.optim.Adam
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # defaults of torch.optim.Adam
 
 
 class Optimiser(Protocol):
@@ -74,7 +74,7 @@ class Adam:
         decoupled: whether the weight decay acts on the parameters instead of the gradient, as in AdamW.
     """
 
-    recordable = False  # its bias corrections are numbers of the host that change with each step
+    recordable = False  # the bias corrections are numbers on the host that change with each step
 
     def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 0.0, decoupled: bool = False):
         self.params = [p for p in params if p.requires_grad]
@@ -99,7 +99,7 @@ class Adam:
         torch._foreach_lerp_(first, grads, 1 - BETAS[0])
         torch._foreach_mul_(second, BETAS[1])
         torch._foreach_addcmul_(second, grads, grads, value=1 - BETAS[1])
-        # the correction counts each parameter's own steps: a classifier may have been frozen for a while
+        # the correction counts each parameter's own steps, since a classifier may be frozen for some of them
         roots = torch._foreach_sqrt(second)
         torch._foreach_div_(roots, [(1 - BETAS[1] ** self._steps[i]) ** 0.5 for i in used])
         torch._foreach_add_(roots, EPSILON)

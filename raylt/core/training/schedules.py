@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from raylt.config import LocalConfig
 
-Schedule = Callable[[LocalConfig, int, int], float]  # settings, round from 1, rounds -> learning rate
+Schedule = Callable[[LocalConfig, int, int], float]  # (settings, round from 1, number of rounds) -> learning rate
 
 
 def step(local: LocalConfig, round: int, rounds: int) -> float:
@@ -14,7 +14,7 @@ def step(local: LocalConfig, round: int, rounds: int) -> float:
 
 
 def cosine(local: LocalConfig, round: int, rounds: int) -> float:
-    """Return a rate that falls from `local.lr` along a cosine to 0, which it would reach after the last round."""
+    """Return a rate that falls from `local.lr` along a cosine and would reach 0 after the last round."""
     return local.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds))
 
 
@@ -25,8 +25,10 @@ def scheduled_rate(schedule: Schedule | None, local: LocalConfig, round: int, ro
     """Return the learning rate of a round, including the warm-up of `local.warm_up`.
 
     Args:
-        schedule: by default the one of raylt's own that `local.schedule` names.
-        round: from 1; 0 before the first counts as the first, and training after the last round as the last.
+        schedule: the schedule; by default the built-in one that `local.schedule` names.
+        local: the settings in `local`.
+        round: number of the round, from 1; 0 counts as the first round, and numbers after the last as the last round.
+        rounds: number of rounds.
     """
     round = max(min(round, rounds), 1)
     rate = (schedule or SCHEDULES[local.schedule])(local, round, rounds)

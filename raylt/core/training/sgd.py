@@ -24,14 +24,14 @@ def learning_rate(party: Client | Server) -> float:
     It follows from `local.schedule` and `local.warm_up`.
     """
     config = party.config
-    # with zero rounds, training after the rounds has the rate of the first round
+    # with zero rounds, training in the last phase has the rate of the first round
     return scheduled_rate(party.schedule, config.local, party.round, max(config.federation.rounds, 1))
 
 
 def autocast(client: Client) -> AbstractContextManager[object]:
     """Return a context in which torch computes with the precision of `local.precision`."""
     if client.config.local.precision != "bfloat16":
-        return nullcontext()  # autocast takes as long to enter where it is off
+        return nullcontext()  # a disabled autocast would take as long to enter
     return torch.autocast(client.device.type, torch.bfloat16)
 
 
@@ -46,16 +46,17 @@ def sgd(
 ) -> float:
     """Train a client's model on its own batches.
 
-    On a GPU the steps are recorded once and replayed where objective and batches are `recordable`, see `Repeated`.
+    On a GPU the steps are recorded once and replayed if objective and batches are `recordable`, see `Repeated`.
 
     Args:
-        objective: function of a batch to a scalar loss. If it has a function `unlike`, this is called before each step
-            with the step's number, from 1, and returns whether the step launches other kernels than the other steps.
+        client: the client.
+        objective: function from a batch to a scalar loss. If it has a function `unlike`, this is called before each
+            step with the step's number, from 1, and returns whether the step launches other kernels than other steps.
         params: the parameters to train; by default all parameters of the client's model.
-        epochs: passes over the samples, or a part of one; by default as `local.epochs` and `local.steps` say.
-        lr: by default `learning_rate(client)`.
-        rows: sample indices of each batch, in as many batches as `client.rows` gives; by default those.
-        make: function of sample indices to a batch; by default the client's augmented batch.
+        epochs: number of passes over the samples, possibly a fraction; by default `local.epochs` or `local.steps`.
+        lr: learning rate; by default `learning_rate(client)`.
+        rows: sample indices of each batch, for as many batches as `client.rows` yields; by default `client.rows`.
+        make: function from sample indices to a batch; by default the client's augmented batch.
 
     Returns:
         The mean loss per sample.
@@ -74,7 +75,7 @@ def sgd(
         with autocast(client):
             loss = objective(batch)
         optimiser.step(loss)
-        total.add_(loss.detach() * len(rows))  # not read here: each step would wait for the GPU
+        total.add_(loss.detach() * len(rows))  # reading it here would synchronise with the GPU in each step
 
     parts: list[object] = [objective, make, optimiser, *([] if client.augment is None else [client.augment])]
     repeated = Repeated(step, client.device, parts, [model], client.noise)
@@ -101,6 +102,7 @@ def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
     equals the exported model.
 
     Args:
+        client: the client.
         kept: names of the statistics that the client keeps; by default `local_buffers` of its model.
     """
     model, local = client.model, client.config.local
@@ -121,7 +123,7 @@ def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
                     with autocast(client):
                         model(batch.x)
                     left -= 1
-    finally:  # the next client has the same model, also after the device was full
+    finally:  # the next client uses the same model object, even after an out-of-memory error
         for layer, momentum in momenta.items():
             layer.momentum = momentum
 
@@ -132,8 +134,9 @@ def balanced(client: Client, epochs: float | None = None, size: int | None = Non
     Each class that the client owns is equally likely.
 
     Args:
-        epochs: by default as `local.epochs` and `local.steps` say.
-        size: samples in a batch; by default `local.batch`.
+        client: the client.
+        epochs: number of epochs; by default `local.epochs` or `local.steps`.
+        size: number of samples in a batch; by default `local.batch`.
     """
     size = size or client.config.local.batch
     y = client.samples.y

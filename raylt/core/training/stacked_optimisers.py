@@ -1,7 +1,7 @@
-"""The optimisers of `optimisers.py` for several clients of a stack at a time.
+"""The optimisers of `optimisers.py` for several clients of a stack at once.
 
-Each client has its own state, in the slot of its model: velocities, or moments and counts of steps. Clients take
-different numbers of steps, so Adam's corrections differ from client to client.
+Each client has its own state, in the slot of its model: velocities, or moments and step counts. Clients take different
+numbers of steps, so Adam's corrections differ between clients.
 """
 # pyright: reportPrivateImportUsage=false
 
@@ -20,7 +20,7 @@ class StackedOptimiser(Protocol):
     """Moves the parameters of several clients of a stack, each along its own gradient."""
 
     def new_state(self, network: StackedModel) -> list[Tensor]:
-        """Return the state before the first step of all slots of a network; each tensor is [slots, ...]."""
+        """Return the initial state of all slots of a network; each tensor is [slots, ...]."""
         ...
 
     def move(
@@ -29,8 +29,11 @@ class StackedOptimiser(Protocol):
         """Take one step with the slots from `start` to before `stop`.
 
         Args:
-            gradients: of `network.parameters(start, stop)`; parameters without a gradient stay unchanged.
-            state: of all slots of the network.
+            network: the clients' models.
+            gradients: gradients of `network.parameters(start, stop)`; parameters without a gradient do not change.
+            state: state of all slots of the network.
+            start: number of the first slot.
+            stop: number after the last slot.
         """
         ...
 
@@ -43,7 +46,7 @@ def make_stacked_optimiser(local: LocalConfig, lr: float) -> StackedOptimiser:
 
 
 class StackedSGD:
-    """`SGD` of several clients. Its state is a velocity of each trained parameter, if there is momentum."""
+    """`SGD` for several clients. Its state is the velocity of each trained parameter, if there is momentum."""
 
     def __init__(self, lr: float, momentum: float, weight_decay: float):
         self._rule = SGD([], lr, momentum, weight_decay)
@@ -64,12 +67,11 @@ class StackedSGD:
 
 
 class StackedAdam:
-    """`Adam` of several clients, with the weight decay of Adam or of AdamW.
+    """`Adam` for several clients, with the weight decay of Adam or of AdamW.
 
-    The state consists of the first moments, the second moments, and the powers of the betas, float64 [slots, P, 2] of
-    P trained parameters, which count the steps. A fused operation such as `lerp_` may round the last few numbers of a
-    row in another way than the others. Here each operation rounds once, so a client's bits do not depend on the number
-    of clients.
+    The state consists of the first moments, the second moments, and the powers of the betas for P trained parameters,
+    float64 [slots, P, 2], which count the steps. A fused operation such as `lerp_` may round the last numbers of a row
+    differently. Here each operation rounds once, so a client's bits do not depend on the number of clients.
     """
 
     def __init__(self, lr: float, weight_decay: float, decoupled: bool):
@@ -112,7 +114,7 @@ class StackedAdam:
 
 
 def _by_parameter(values: Tensor, used: list[int], params: list[Tensor]) -> list[Tensor]:
-    """Return the columns `used` of `values` [n, P] in float32, each [n, 1, ...] to multiply its parameter by."""
+    """Return the columns `used` of `values` [n, P] in float32, each shaped [n, 1, ...] to fit its parameter."""
     columns = values.float().unbind(1)
     return [columns[number].view(-1, *[1] * (param.ndim - 1)) for number, param in zip(used, params, strict=True)]
 

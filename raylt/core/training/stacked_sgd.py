@@ -1,14 +1,15 @@
 """Local training of several small clients at once (`local.stacked`), as one `StackedModel`.
 
-Each client keeps what decides its result: its order of batches, its augmentation's draws, its objective and its
-BatchNorm statistics. `ClientStack.train` computes what `Method.train` computes at each client, up to rounding.
+Each client keeps everything that determines its result: the order of its batches, the draws of its augmentation, its
+objective and its BatchNorm statistics. `ClientStack.train` computes what `Method.train` computes at each client, up to
+rounding.
 
-Batches of different lengths cannot be computed together, and the last batch of a pass may be shorter. So each client
-keeps its own place in its training, and a step is taken by clients whose next batches are equally long: as many as
-possible, until all are done. Clients in neighbouring slots are computed where they are, others in copies. A client
-without a companion is computed in a stack of two, with itself.
+Batches of different lengths cannot be computed together, and the last batch of a pass may be shorter. So clients may be
+at different steps of their training. Each step is taken by as many clients as possible whose next batches are equally
+long, until all are done. Clients in neighbouring slots are computed in place, others in copies. A client without a
+companion is computed in a stack of two, with itself.
 
-torch.func.vmap would train several clients without a line for each layer. It leaves the channels-last layout, and is
+torch.func.vmap could train several clients without code for each layer. But it leaves the channels-last layout, and is
 half as fast as a stack.
 """
 # pyright: reportPrivateImportUsage=false
@@ -42,14 +43,14 @@ from raylt.models.stacked import (
 from raylt.models.trainable import FrozenEncoder
 from raylt.tree import nbytes
 
-FEW = 8  # clients of a task; up to this many, larger tasks pay even if each process gets fewer of them
-SAMPLES = 128  # of the largest client that trains in a stack
-MOST_WORK = 40e6  # multiplications of a client's forward step, beyond which a stack is not faster than single clients
-MOST_WEIGHTS = 100_000  # trained numbers of a client, beyond which memory bounds a step, and not the number of calls
-MOST_CLIENTS = 32  # that are computed together
-MOST_SLOTS = 64  # clients that wait for each other
-CACHE = 8 * 2**20  # bytes that the outputs of a stack's layers may take, so that they stay in the processor's cache
-WEIGHTS = 256 * 2**20  # bytes that the weights of a stack may take
+FEW = 8  # clients per task up to which larger tasks pay, even if each process gets fewer tasks
+SAMPLES = 128  # maximum number of samples of a client that trains in a stack
+MAX_WORK = 40e6  # multiplications of a client's forward pass beyond which a stack is not faster than single clients
+MAX_WEIGHTS = 100_000  # trained numbers of a client beyond which memory bounds a step, not the number of calls
+MAX_CLIENTS = 32  # clients that are computed together
+MAX_SLOTS = 64  # clients in a stack, which wait for each other
+CACHE = 8 * 2**20  # size limit for the outputs of a stack's layers in bytes, which must fit into the processor cache
+WEIGHTS = 256 * 2**20  # size limit for the weights of a stack in bytes
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Workload:
     """The work and the memory of a step of one client.
 
     Attributes:
-        multiplications: of convolutions and linear layers in the forward pass.
-        outputs: bytes of the outputs of all layers.
+        multiplications: number of multiplications of convolutions and linear layers in the forward pass.
+        outputs: size of the outputs of all layers in bytes.
     """
 
     multiplications: float
@@ -95,12 +96,18 @@ def why_alone(
     device: torch.device,
     any_processor: bool = False,
 ) -> str | None:
-    """Return the reason why each client of a run trains alone, in words; None if small clients train in stacks.
+    """Return the reason why each client of a run trains alone, as a text; None if small clients train in stacks.
 
-    The reason depends on nothing but the run and the kind of processor, so that all processes agree.
+    The reason depends only on the run and the kind of processor, so that all processes agree.
 
     Args:
-        any_processor: whether clients train in stacks where their bits then depend on each other.
+        config: the run's configuration.
+        method: the method.
+        model: a new model of the run.
+        spec: what a method may know of the task.
+        augment: augmentation of training images, or None.
+        device: the clients' device.
+        any_processor: whether to use stacks even on processors where the bits of one client depend on the others.
     """
     local, federation = config.local, config.federation
     if local.stacked == "off":
@@ -110,7 +117,7 @@ def why_alone(
     if federation.over_select or federation.deadline_s is not None:
         return "a round does not wait for every client"
     if not is_own(augment):
-        return f"augment = {config.augment} is not raylt's own"
+        return f"augment = {config.augment} is not built into raylt"
     if device.type != "cpu":
         return f"the clients' device is {device.type}"
     if not (any_processor or has_avx512()):
@@ -118,23 +125,23 @@ def why_alone(
     if (layer := unstackable_layer(model)) is not None:
         return f"the model has a layer that cannot be stacked, {layer}"
     work = Workload.of(model, spec, local.batch).multiplications
-    if work > MOST_WORK:
-        return f"a step takes {work / 1e6:.0f} million multiplications, and stacks pay up to {MOST_WORK / 1e6:.0f}"
+    if work > MAX_WORK:
+        return f"a step takes {work / 1e6:.0f} million multiplications, and stacks pay up to {MAX_WORK / 1e6:.0f}"
     # an optimiser with two moments reads and writes twice as much as SGD
     weights = sum(value.numel() for value in model.parameters() if value.requires_grad)
-    most = MOST_WEIGHTS if local.optimiser == "sgd" else MOST_WEIGHTS // 2
-    if weights > most:
-        return f"the model has {weights:,} weights that learn, and stacks pay up to {most:,} with {local.optimiser}"
+    limit = MAX_WEIGHTS if local.optimiser == "sgd" else MAX_WEIGHTS // 2
+    if weights > limit:
+        return f"the model has {weights:,} trained weights, and stacks pay up to {limit:,} with {local.optimiser}"
     if not computes_as_alone(model, spec.shape):
-        return "a stack computes something else than the model, which has a layer at an unusual place"
+        return "a stack computes other outputs than the model, which has a layer in an unusual position"
     return None
 
 
 def has_avx512() -> bool:
     """Return whether the processor has AVX-512.
 
-    Without it, torch's convolutions in groups choose other kernels by the number of groups, so that a client's last
-    bits depend on the other clients of its stack.
+    Without it, torch's grouped convolutions choose kernels by the number of groups, so a client's last bits would
+    depend on the other clients of its stack.
     """
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
@@ -142,7 +149,7 @@ def has_avx512() -> bool:
 def is_stackable(method: Method) -> bool:
     """Return whether a method declares that its clients can train in stacks.
 
-    The declaration holds for the class that makes it, and for subclasses that change neither `train` nor `objective`.
+    The declaration holds for the class that makes it, and for subclasses that override neither `train` nor `objective`.
     """
     kinds = type(method).__mro__
     declared = next(number for number, kind in enumerate(kinds) if "stackable" in vars(kind))
@@ -155,16 +162,18 @@ class ClientStack:
 
     Args:
         model: a model without an `unstackable_layer`.
+        spec: what a method may know of the task.
+        batch: number of samples in a batch.
 
     Attributes:
-        slots: the largest number of clients.
-        together: the largest number of clients that take a step together.
+        slots: maximum number of clients.
+        together: maximum number of clients that take a step together.
     """
 
     def __init__(self, model: SplitModel, spec: TaskSpec, batch: int):
         outputs, weights = Workload.of(model, spec, batch).outputs, nbytes(dict(model.state_dict()))
-        self.slots = max(2, min(int(WEIGHTS / weights), MOST_SLOTS))
-        self.together = max(2, min(int(CACHE / outputs), self.slots, MOST_CLIENTS))
+        self.slots = max(2, min(int(WEIGHTS / weights), MAX_SLOTS))
+        self.together = max(2, min(int(CACHE / outputs), self.slots, MAX_CLIENTS))
         self._model = model
         self._stack = StackedModel(model, self.slots)
         self._copies = StackedModel(model, self.together)
@@ -181,8 +190,9 @@ class ClientStack:
 
         Args:
             method: a stackable method.
-            clients: at most `slots`, those with most samples first.
+            clients: at most `slots` clients, in descending order of their numbers of samples.
             private: each client's private entries.
+            message: the message of the round.
 
         Returns:
             Each client's reply and its private entries after the call. They share the stack's memory.
@@ -216,10 +226,10 @@ class ClientStack:
 class SlotModel:
     """The model of one client in a stack, as the client's objective sees it.
 
-    It hands out the client's part of what the stack computed on the batch under way, and computes nothing itself.
+    It returns the client's part of the stack's results on the current batch, and computes nothing itself.
 
     Attributes:
-        classes, dim: as of the model.
+        classes, dim: the same as the model's.
         leaves: the client's trained parameters, if its objective asked for them.
     """
 
@@ -233,18 +243,18 @@ class SlotModel:
         self._logits: Tensor | None = None
 
     def show(self, x: Tensor, z: Tensor, logits: Tensor) -> None:
-        """Set the batch under way, with its features and logits."""
+        """Set the current batch, with its features and logits."""
         self._x, self._z, self._logits = x, z, logits
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._own(x is self._x, self._logits, "the model to its batch")
 
     def encoder(self, x: Tensor) -> Tensor:
-        """Return the features of the batch under way."""
+        """Return the features of the current batch."""
         return self._own(x is self._x, self._z, "the encoder to its batch")
 
     def classifier(self, z: Tensor) -> Tensor:
-        """Return the logits of the batch under way."""
+        """Return the logits of the current batch."""
         return self._own(z is self._z, self._logits, "the classifier to the features of its batch")
 
     @staticmethod
@@ -282,11 +292,11 @@ class _Training:
         local = clients[0].config.local
         self._optimiser = make_stacked_optimiser(local, learning_rate(clients[0]))
         self._state, self._copied_state = self._optimiser.new_state(stack), self._optimiser.new_state(copies)
-        self._totals = torch.zeros(len(clients), device=clients[0].device)  # of each client, the sum of its losses
+        self._totals = torch.zeros(len(clients), device=clients[0].device)  # sum of losses by client
         self._seen = [0] * len(clients)
 
     def mean_loss(self, slot: int) -> float:
-        """Return a client's mean loss of a sample."""
+        """Return a client's mean loss per sample."""
         return self._totals[slot].item() / max(self._seen[slot], 1)
 
     def run(self) -> None:
@@ -307,10 +317,10 @@ class _Training:
     def _companions(self, lengths: dict[int, int]) -> list[int]:
         """Return the slots, ascending, of the clients that take the next step.
 
-        They are some of the largest group with equally long batches, if possible neighbours.
+        They belong to the largest group with equally long batches, and are neighbours if possible.
 
         Args:
-            lengths: of each client's next batch, by slot.
+            lengths: length of each client's next batch, by slot.
         """
         together = self._copies.slots
         groups: dict[int, list[int]] = {}
@@ -322,9 +332,10 @@ class _Training:
         return neighbours if len(neighbours) > 1 else group[:together]
 
     def _step(self, slots: list[int], rows: Mapping[int, Tensor], last: Sequence[int]) -> None:
-        """Take a step of some clients, whose batches are equally long.
+        """Take a step with some clients, whose batches are equally long.
 
         Args:
+            slots: slots of these clients, ascending.
             rows: each client's sample indices, by slot.
             last: slots of the clients that take their last step.
         """
@@ -372,9 +383,9 @@ class _Training:
             values.index_copy_(0, chosen, copied[: len(slots)])
 
     def _inputs(self, images: list[Tensor]) -> list[Tensor]:
-        """Return what the stack computes on: images, or the features of a frozen encoder.
+        """Return the inputs of the stack: images, or the features of a frozen encoder.
 
-        The encoder returns features that were computed before as they are.
+        The encoder returns precomputed features unchanged.
         """
         encoder = self._model.encoder
         return [encoder(x) for x in images] if isinstance(encoder, FrozenEncoder) else images
@@ -392,15 +403,17 @@ class _Training:
         """Return the gradients of a loss by the clients' parameters; None for a parameter that is not in the loss.
 
         Args:
-            params: of the clients, or of a single client twice.
-            views: of the clients.
+            loss: the sum of the clients' losses.
+            params: parameters of the clients, or of a single client twice.
+            views: models of the clients.
+            retain: whether to retain the graph.
         """
         leaves = [leaf for view in views for leaf in view.leaves]
         all_gradients = torch.autograd.grad(loss, [*params, *leaves], retain_graph=retain, allow_unused=True)
         gradients: list[Tensor | None] = []
         for number, name in enumerate(self._stack.trained):
             gradient = all_gradients[number]
-            if gradient is not None and len(views) == 1:  # without that of the client's second copy
+            if gradient is not None and len(views) == 1:  # drop the gradient of the client's second copy
                 gradient = gradient[: len(gradient) // 2]
             of_leaves = all_gradients[len(params) + number :: len(params)]
             if any(part is not None for part in of_leaves):
@@ -415,7 +428,10 @@ class _Training:
         """Set the norms of the terms' gradients for the clients in the slots `last`.
 
         Args:
-            terms: of the clients in `slots`.
+            terms: loss terms of each client in `slots`.
+            params: parameters of the clients.
+            slots: slots of the clients that took the step.
+            last: slots of the clients that take their last step.
         """
         clients = len(terms)
         for name in terms[0]:
@@ -424,6 +440,6 @@ class _Training:
             if loss.requires_grad:
                 gradients = self._gradients(loss, params, [self._views[slot] for slot in slots], retain=True)
             parts = [gradient.reshape(clients, -1) for gradient in gradients if gradient is not None]
-            # client by client: norms of all rows at once round in another way for the last ones
+            # compute norms client by client: norms of all rows at once round the last rows differently
             for slot in last:
                 self.objectives[slot].norms[name] = length([part[slots.index(slot)] for part in parts])

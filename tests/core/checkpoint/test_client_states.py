@@ -71,7 +71,7 @@ def test_one_client_at_a_time_makes_no_file_for_each(tmp_path):
         before = SimpleNamespace(parts={name: {"tree": part} for name, part in _trees(before, step, fleet).items()})
         fleet.changed.clear()
         most = max(most, len(names))
-    assert most <= 200 // client_states.FEW + 1
+    assert most <= 200 // client_states.SMALL_PACK_CLIENTS + 1
 
 
 def _trees(before, step, fleet):
@@ -86,8 +86,8 @@ def _trees(before, step, fleet):
 
 
 def test_a_full_pack_is_cut_and_large_states_stay_where_they_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(client_states, "PACK", 8000)
-    monkeypatch.setattr(client_states, "LITTLE", 4000)
+    monkeypatch.setattr(client_states, "PACK_BYTES", 8000)
+    monkeypatch.setattr(client_states, "SMALL_PACK_BYTES", 4000)
     fleet = Kept(
         held={id: {"model": {"w": torch.full((1000,), float(id))}, "state": {}} for id in range(6)},
         changed=set(range(6)),

@@ -156,15 +156,15 @@ def test_a_client_cannot_say_what_it_is_not_judged_on(made):
     honest = counts.cells_of(on_all, on_own)
     condition = schema.own_condition
     assert condition(1, honest) is None
-    assert condition(2, honest) == "has not as many counts of each class as the client's own test images"
+    assert condition(2, honest) == "does not have the number of samples of each class in the client's own test images"
     doubled = counts.cells_of(on_all * 2, on_own)
-    assert condition(1, doubled) == "has not as many counts of each class as the test set"
+    assert condition(1, doubled) == "does not have the number of samples of each class in the test set"
     moved = counts.cells_of(on_all.roll(1, 1), on_own)
     assert condition(1, moved) == "has more counts on the client's own test images than on all"
-    assert condition(1, honest.flip(0)) == "has no ascending cells of the matrix"
-    assert condition(1, honest + torch.tensor([4, 0, 0])) == "has no ascending cells of the matrix"
+    assert condition(1, honest.flip(0)) == "has cells that are not ascending or outside the matrix"
+    assert condition(1, honest + torch.tensor([4, 0, 0])) == "has cells that are not ascending or outside the matrix"
     twice = torch.cat([honest[:1] - torch.tensor([0, 1, 0]), torch.tensor([[0, 1, 0]]), honest[1:]])
-    assert condition(1, twice) == "has no ascending cells of the matrix"
+    assert condition(1, twice) == "has cells that are not ascending or outside the matrix"
     negative = torch.cat([honest, torch.tensor([[15, -1, -1]])])
     assert condition(1, negative[negative[:, 0].argsort()].unique(dim=0)[1:]) is not None
 

@@ -68,7 +68,7 @@ def test_what_is_sent_takes_no_larger_tensor_along():
 
 
 def test_a_reply_has_room_for_sixteen_models(tiny_task, monkeypatch):
-    monkeypatch.setattr(wire, "LEAST_ROOM", 0)
+    monkeypatch.setattr(wire, "MIN_ROOM", 0)
     host = host_of(tiny_task)
 
     def copies(client, message):

@@ -285,9 +285,9 @@ def tell_statistics(client: Client, message: Message) -> Reply:
     [
         ("half", "classes.2.n is missing"),
         ("empty", "classes.2.n is missing"),
-        ("none", "classes.1.n is 0, a count from 1 on is expected"),
-        ("negative", "classes.1.n is -1, a count from 1 on is expected"),
-        ("text", "classes.1.n has the right name of the wrong type: 1 is not '1'"),
+        ("none", "classes.1.n is 0, expected a count of at least 1"),
+        ("negative", "classes.1.n is -1, expected a count of at least 1"),
+        ("text", "classes.1.n has a name of the wrong type: 1 is not '1'"),
         ("float", "classes.1.n is number, expected count"),
         ("large", "classes.1.z holds 1e+19, beyond 2.4e+09"),
         ("condition", "classes holds a seven"),
@@ -613,7 +613,7 @@ def test_sample_takes_every_client_equally_often(tiny_task):
 def test_a_cohort_names_each_client_once_and_needs_no_more_answers_than_clients():
     with pytest.raises(ValueError, match="client 3 is named twice"):
         Cohort([3, 1, 3])
-    with pytest.raises(ValueError, match="needed: 3 answers of 2 clients"):
+    with pytest.raises(ValueError, match="needed: 2 clients cannot give 3 answers"):
         Cohort([1, 2], 3)
     assert Cohort([2, 1], 1).ids == (1, 2)
 

@@ -103,7 +103,7 @@ def test_a_part_with_fewer_rows_has_the_columns_and_the_type_of_its_template():
 
 
 def test_a_part_without_a_template_has_a_limit_of_its_own(monkeypatch):
-    monkeypatch.setattr(schema, "MOST_BYTES", 40)
+    monkeypatch.setattr(schema, "MAX_BYTES_WITHOUT_TEMPLATE", 40)
     assert fault(each, {"a": torch.zeros(5), "b": torch.zeros(5)}) is None
     assert fault(each, {"a": torch.zeros(5), "b": torch.zeros(6)}).code == "reply.too-large"
     assert fault(each.like(torch.zeros(11)), torch.zeros(11)) is None

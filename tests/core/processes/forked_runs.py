@@ -73,7 +73,7 @@ def test_forked_processes_give_the_bits_of_one_process(run, tiny_task, tmp_path,
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedper", "mupfl"])
 def test_clients_of_one_task_send_replies_of_their_own(run, tiny_task, tmp_path, monkeypatch, name):
     """Several clients of a task train in one model, one after the other."""
-    monkeypatch.setattr(process_fleet, "SHARES", 1)
+    monkeypatch.setattr(process_fleet, "TASKS_PER_PROCESS", 1)
     method = METHODS[name](**QUICK.get(name, {}))
     alone = finish(make_experiment(configure(), tiny_task, tmp_path, method))
     beside = run(forked(), method)
@@ -163,7 +163,7 @@ def test_a_client_that_fails_again_and_again_is_left_out_and_named(run, method, 
 
 
 def test_clients_that_share_a_task_with_a_client_that_ends_its_process_lose_nothing(run, monkeypatch):
-    monkeypatch.setattr(process_fleet, "SHARES", 1)  # tasks of two clients
+    monkeypatch.setattr(process_fleet, "TASKS_PER_PROCESS", 1)  # tasks of two clients
     trace = run(forked(federation={"quorum": 0.5, "retries": 0}), Doomed())
     assert [(report.lost, report.retried) for report in trace.reports] == [([2], []), ([], [])]
 

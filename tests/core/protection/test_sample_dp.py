@@ -305,4 +305,4 @@ def test_summary_has_epsilon_and_delta_and_what_they_do_not_cover(tmp_path):
         "delta": 1e-5,
         "covers": "classes",
     }
-    assert summary["privacy"]["not_covered"].startswith("the rounds before")
+    assert summary["privacy"]["not_covered"].startswith("earlier rounds")

@@ -18,7 +18,7 @@ from raylt.core.fleet.reductions import each
 from raylt.core.method import Method
 from raylt.core.training import stacked_sgd
 from raylt.core.training.sgd import sgd
-from raylt.core.training.stacked_sgd import MOST_CLIENTS, SAMPLES, ClientStack, Workload, is_stackable
+from raylt.core.training.stacked_sgd import MAX_CLIENTS, SAMPLES, ClientStack, Workload, is_stackable
 from raylt.data.augment import draw_view
 from raylt.data.task import Shard, TaskSpec
 from raylt.errors import TooFewReplies
@@ -239,9 +239,9 @@ def test_a_stack_leaves_nothing_behind(optimiser):
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
 def test_more_clients_than_slots_train_in_several_stacks(monkeypatch, optimiser):
     whole = train_stack(make_host(optimiser=optimiser), range(11))
-    monkeypatch.setattr("raylt.core.training.stacked_sgd.MOST_CLIENTS", 3)
+    monkeypatch.setattr("raylt.core.training.stacked_sgd.MAX_CLIENTS", 3)
     assert fingerprint(train_stack(make_host(optimiser=optimiser), range(11))) == fingerprint(whole)
-    monkeypatch.setattr("raylt.core.training.stacked_sgd.MOST_SLOTS", 4)
+    monkeypatch.setattr("raylt.core.training.stacked_sgd.MAX_SLOTS", 4)
     assert fingerprint(train_stack(make_host(optimiser=optimiser), range(11))) == fingerprint(whole)
 
 
@@ -253,7 +253,7 @@ def test_the_size_of_a_stack_follows_from_the_outputs_of_a_step_and_from_the_wei
     # of one image: three maps of 6 x 7 x 7, one of 6 x 3 x 3, three of 16 x 3 x 3, five vectors of 16, the logits
     assert work.outputs == 5 * 4 * (3 * 6 * 49 + 6 * 9 + 3 * 16 * 9 + 5 * 16 + 3)
     assert [ClientStack(model, SPEC, batch).together for batch in (5, 500, 50_000)] == [
-        MOST_CLIENTS,
+        MAX_CLIENTS,
         int(8 * 2**20 / (100 * work.outputs)),
         2,
     ]
@@ -291,14 +291,14 @@ class Wide:
         ({"federation": {"over_select": 0.5}}, "a round does not wait for every client"),
         ({"trainable": "last:1"}, "the model has a layer that cannot be stacked, Sequential"),
         ({"model": Wide(96)}, None),
-        ({"model": Wide(1024)}, "the model has 132,420 weights that learn, and stacks pay up to 100,000 with sgd"),
+        ({"model": Wide(1024)}, "the model has 132,420 trained weights, and stacks pay up to 100,000 with sgd"),
         (
             {"model": Wide(512), "local": {"optimiser": "adam"}},
-            "the model has 66,372 weights that learn, and stacks pay up to 50,000 with adam",
+            "the model has 66,372 trained weights, and stacks pay up to 50,000 with adam",
         ),
         (
             {"model": Wide(16, nn.GroupNorm(4, 64))},
-            "a stack computes something else than the model, which has a layer at an unusual place",
+            "a stack computes other outputs than the model, which has a layer in an unusual position",
         ),
         ({"model": "resnet8"}, "a step takes 97 million multiplications, and stacks pay up to 40"),
     ],
@@ -321,7 +321,7 @@ def test_a_run_knows_why_its_clients_train_alone(tiny_task, settings, reason):
 def test_an_augmentation_of_ones_own_may_draw_from_torchs_generator_so_its_clients_train_alone(tiny_task):
     setup = replace(make_setup(configure(local={"stacked": "auto"})), augment=lambda x, y, generator: (x, y))
     host = ClientHost(setup, tiny_task.spec, tiny_task.test, CPU)
-    assert host.why_alone == "augment = none is not raylt's own"
+    assert host.why_alone == "augment = none is not built into raylt"
 
 
 def test_clients_train_alone_where_their_bits_would_depend_on_the_others(monkeypatch):
