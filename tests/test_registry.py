@@ -270,12 +270,12 @@ def test_models_of_other_libraries(name, shape, dim):
         ("torchvision:resnet19", "torchvision has no classifier 'resnet19'"),
         ("timm:resnet19x", "timm has no model 'resnet19x'"),
         ("timm:resnet18.nosuch", r"resnet18\.nosuch .*Invalid pretrained tag .*list_pretrained\('resnet18\*'\)"),
-        ("keras:x", "Give one of .*torchvision:NAME, timm:NAME or clip:NAME"),
+        ("keras:x", "Give a built-in one .*torchvision:NAME, timm:NAME or clip:NAME"),
         (
             "torchvision:vit_b_16",
-            r"does not take images of 32x32 .*224 but got 32\!\). Set input=224, or take another model",
+            r"does not accept images of 32x32 .*224 but got 32\!\). Set input=224, or use another model",
         ),
-        ("timm:vit_tiny_patch16_224", r"does not take images of 32x32 .* Set input=224, or take another model"),
+        ("timm:vit_tiny_patch16_224", r"does not accept images of 32x32 .* Set input=224, or use another model"),
     ],
 )
 def test_models_of_other_libraries_that_cannot_be_had_are_named(name, said):

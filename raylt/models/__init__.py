@@ -1,7 +1,4 @@
-"""The table of models by name. Each entry builds a `SplitModel` with random weights.
-
-A model takes any number of input channels.
-"""
+"""The table of models by name. Each entry builds a `SplitModel` with random weights for any number of channels."""
 
 from collections.abc import Callable
 
@@ -31,10 +28,10 @@ MODELS: dict[str, ModelFactory] = {
     "small": small,
     "lraspp": lraspp,
 }
-SEGMENTERS = frozenset({"lraspp"})  # models that give logits for each pixel instead of each image
-LIBRARIES = frozenset({"torchvision", "timm", "clip"})  # what may stand before the colon of a library's model
+SEGMENTERS = frozenset({"lraspp"})  # models with logits for each pixel instead of each image
+LIBRARIES = frozenset({"torchvision", "timm", "clip"})  # allowed names before the colon of a library's model
 
-# the smallest side of an image at which every stride still halves something
+# Minimum side of an image at which every stride still halves something.
 _SMALLEST = {
     "resnet8": 4,
     "resnet8_proj": 4,
@@ -51,7 +48,14 @@ _SMALLEST = {
 
 
 def build_model(name: str, classes: int, shape: tuple[int, int, int], weights: str | None = None) -> SplitModel:
-    """Build the model that `name` names: a key of `MODELS`, `torchvision:`, `timm:` or `clip:NAME`."""
+    """Build the model that `name` names: a key of `MODELS`, `torchvision:NAME`, `timm:NAME` or `clip:NAME`.
+
+    Args:
+        name: the model's name in a configuration.
+        classes: the number of classes, C.
+        shape: height, width and channels of an image.
+        weights: "imagenet", a file, or None for random weights.
+    """
     return build(classes, shape, name=name, factory=MODELS.get(name), weights=weights, side=None)
 
 
@@ -70,13 +74,13 @@ def build(
         classes: the number of classes, C.
         shape: height, width and channels of an image.
         name: the model's name in a configuration.
-        factory: function that builds the model; None for a model of torchvision or timm, which is built by its name.
+        factory: function that builds the model; None for a model of a library, which is built by its name.
         weights: "imagenet" or a file, see `LRASPPEncoder.load_imagenet` and `library_model`.
-        side: the side to which a model of torchvision or timm resizes images; None leaves them as they are.
+        side: the side to which a model of torchvision or timm resizes images; None: no resizing.
 
     Raises:
-        ConfigError: the images are too small for this model, the factory gives no `SplitModel`, or the weights are not
-            available.
+        ConfigError: the images are too small for this model, the factory does not return a `SplitModel`, or the weights
+            are not available.
     """
     if factory is None and name.startswith(PREFIX):
         return image_text_model(name, classes, shape, weights, side)
@@ -84,8 +88,8 @@ def build(
         return library_model(name, classes, shape, weights, side)
     if side is not None:
         raise ConfigError(
-            f"input: model = {name} takes images as they are ({side}). Leave input out, or set "
-            "model=torchvision:NAME or timm:NAME.",
+            f"input: model = {name} does not resize images ({side}). Leave input out, or set model=torchvision:NAME or "
+            "timm:NAME.",
             code="config.conflict",
             key="input",
             value=side,
@@ -96,7 +100,7 @@ def build(
         model = factory(classes, shape)
     if not isinstance(model, SplitModel):
         raise ConfigError(
-            f"model: {name} gave a {type(model).__name__}. Return a raylt.SplitModel(encoder, dim, classes).",
+            f"model: {name} returned a {type(model).__name__}. Return a raylt.SplitModel(encoder, dim, classes).",
             code="model.wrong-type",
             key="model",
             value=name,
@@ -119,10 +123,10 @@ def build(
 def _materialise(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None:
     try:
         materialise(model, shape)
-    except Exception as error:  # of the user's code
+    except Exception as error:  # from the user's code
         raise ConfigError(
-            f"model: the lazy layers of {name} get no shape from a pass over images ({user_fault(error)}). Correct its "
-            "layers.",
+            f"model: a pass over images does not initialise the lazy layers of {name} ({user_fault(error)}). Correct "
+            "its layers.",
             code="model.failed",
             key="model",
             value=name,
@@ -137,7 +141,7 @@ def _check_side(name: str, side: int, shape: tuple[int, int, int]) -> None:
     fitting = [model for model in same_problem if side >= _SMALLEST[model]]
     raise ConfigError(
         f"model: {name} needs images of at least {needed}x{needed} ({shape[0]}x{shape[1]}). "
-        f"Give larger images (of image files: raise data.size), or take a model for this size: "
+        f"Give larger images (for image files, raise data.size), or use a model for this size: "
         f"{', '.join(fitting) or 'none'}.",
         code="model.images-too-small",
         key="model",

@@ -1,12 +1,12 @@
 """Image-text teachers by name: an open_clip model with two towers, or a file of precomputed features.
 
-    MODEL/TAG           open_clip's names, as ViT-B-32/openai; the weights are fetched into the user's cache
+    MODEL/TAG           open_clip's names, such as ViT-B-32/openai; the weights are fetched into the user's cache
     MODEL/TAG:FILE      the weights of that tag, in a file
     local-dir:FOLDER    the user's own model: open_clip_config.json and the weights, as open_clip saves them
     npz:FILE            features that were computed elsewhere, see `FeatureFile`
 
-Preprocessing and activation always follow from the weights. open_clip itself only warns when OpenAI's weights meet
-another GELU. open_clip takes seconds to import, so only the functions that need it import it.
+The weights always determine preprocessing and activation. open_clip itself only warns if OpenAI's weights are loaded
+with another GELU. open_clip takes seconds to import, so only the functions that need it import it.
 """
 
 import copy
@@ -45,15 +45,15 @@ from raylt.store import Folder
 from raylt.typed_json import closed
 
 BATCH = 64  # fixed, because it affects the last bits of a feature
-ENDINGS = (".safetensors", ".bin", ".pth")  # of weights that open_clip looks for in a folder
+ENDINGS = (".safetensors", ".bin", ".pth")  # suffixes of weight files that open_clip finds in a folder
 
 
 @closed
 class TowerDescription(TypedDict):
-    """An image tower without its weights: what it is built from and how it prepares images.
+    """An image tower without its weights: its architecture and preprocessing.
 
     `dim` is d. `vision` and `preprocessing` are open_clip's `vision_cfg` and `preprocess_cfg`. `length` is the length
-    of its features in a model of raylt.
+    of the tower's features in a raylt model.
     """
 
     dim: int
@@ -69,10 +69,11 @@ def open_teacher(name: str, otherwise: str = "") -> Teacher:
     Paths in its name become absolute, so that processes with another working directory can open it too.
 
     Args:
-        otherwise: what else may be given, at the end of an error's sentence.
+        name: the teacher's name.
+        otherwise: other allowed values, at the end of an error's sentence.
 
     Raises:
-        ConfigError: the name has none of the forms in this module's docstring.
+        ConfigError: the name has not one of the forms in this module's docstring.
     """
     kind, _, address = name.partition(":")
     if kind == "npz" and address:
@@ -80,7 +81,7 @@ def open_teacher(name: str, otherwise: str = "") -> Teacher:
     teacher = open_clip_named(name)
     if teacher is None:
         raise ConfigError(
-            f"method.teacher: a teacher cannot be named like this ({name!r}). Give MODEL/TAG as in ViT-B-32/openai, "
+            f"method.teacher: not the name of a teacher ({name!r}). Give MODEL/TAG such as ViT-B-32/openai, "
             f"MODEL/TAG:FILE, local-dir:FOLDER or npz:FILE{otherwise}.",
             code="config.unknown-name",
             key="method.teacher",
@@ -90,10 +91,11 @@ def open_teacher(name: str, otherwise: str = "") -> Teacher:
 
 
 def open_clip_named(name: str, setting: str = "method.teacher") -> "OpenClip | None":
-    """Return the open_clip model with this name, without reading any file; None if no model can be named like this.
+    """Return the open_clip model with this name, without reading any file; None if it is not the name of a model.
 
     Args:
-        setting: the setting with the name, for errors.
+        name: the model's name.
+        setting: the setting with the name, for error messages.
     """
     kind, _, address = name.partition(":")
     if kind == "local-dir" and address:
@@ -112,7 +114,7 @@ class OpenClip(Teacher):
         model: architecture, or local-dir:FOLDER.
         tag: tag of the weights; None for a folder.
         file: file of the weights; None to fetch them.
-        setting: the setting that names the model, for errors.
+        setting: the setting that names the model, for error messages.
     """
 
     def __init__(self, model: str, tag: str | None, file: Path | None, setting: str = "method.teacher"):
@@ -131,7 +133,7 @@ class OpenClip(Teacher):
         if trained == "projection" and ("timm_model_name" in vision or not isinstance(vision.get("layers", 12), int)):
             raise self._error(
                 "the image tower has no projection matrix that could be trained",
-                "Give a vision transformer of open_clip's own, as ViT-B-32/openai, or method.teacher_trains=encoder.",
+                "Give open_clip's own vision transformer, such as ViT-B-32/openai, or method.teacher_trains=encoder.",
                 code="model.teacher-mismatch",
             )
         describe(task.class_names, "phrase", self.setting)
@@ -151,7 +153,7 @@ class OpenClip(Teacher):
         except Exception as error:  # towers, tokenizers and the hub of Hugging Face raise many types
             raise self._error(
                 f"the text tower cannot read the class names ({shorten(error)})",
-                "Take another model.",
+                "Use another model.",
                 code="model.teacher-mismatch",
             ) from None
         return features
@@ -170,10 +172,10 @@ class OpenClip(Teacher):
         return _tower(self.name, device).projection
 
     def preprocessed(self, images: Tensor) -> Tensor:
-        """Return images as the image tower takes them, float32 [B, 3, S, S], on their device.
+        """Return preprocessed images for the image tower, float32 [B, 3, S, S], on their device.
 
         Args:
-            images: uint8 [B, H, W, channels].
+            images: the images, uint8 [B, H, W, channels].
         """
         preprocess = _tower(self.name, images.device).preprocess
         return torch.stack([preprocess(image) for image in images.cpu().numpy()]).to(images.device)
@@ -227,7 +229,7 @@ class OpenClip(Teacher):
         return Path(self.model.removeprefix("local-dir:"))
 
     def _weight_files(self) -> list[Path]:
-        """Return the paths of the files of which open_clip reads one; see `_weights`."""
+        """Return the paths of the weight files, one of which open_clip reads; see `_weights`."""
         if self.tag is not None:
             return [self._weights()]
         with file_errors(self._folder):
@@ -248,7 +250,7 @@ class OpenClip(Teacher):
         if not self.file.is_file():
             raise self._error(
                 f"no file {self.file}",
-                f"Give the weights of {self.model}/{self.tag}, or leave the file out to have them fetched.",
+                f"Give the weights of {self.model}/{self.tag}, or leave the file out to fetch them.",
                 code="model.teacher-unavailable",
             )
         return self.file
@@ -267,7 +269,7 @@ class OpenClip(Teacher):
                     store.check_archive(store.plain(each))
                 if self.tag is None:
                     check_number_of_parameters(self._config(), max(each.stat().st_size for each in files))
-                # open_clip draws initial weights before it loads the file; the draws must not affect the caller's
+                # open_clip draws initial weights before it loads the file, which must not affect the caller's draws
                 with seeded(0, "teacher"):
                     model = open_clip.create_model(
                         self.model,
@@ -293,7 +295,7 @@ class OpenClip(Teacher):
         """Return the description of the image tower, from which `new_tower` builds it.
 
         Args:
-            network: from `load`.
+            network: the result of `load`.
         """
         config = self._config()
         source = {} if self.tag is None else self._source()
@@ -347,7 +349,7 @@ def new_tower(description: TowerDescription) -> nn.Module:
     """Build an image tower of open_clip with random weights.
 
     Raises:
-        ValueError: no tower has this description.
+        ValueError: the description is not valid.
     """
     import timm
     from open_clip import CLIP
@@ -355,9 +357,15 @@ def new_tower(description: TowerDescription) -> nn.Module:
     check_numbers("vision", description["vision"])
     check_preprocessing(description["preprocessing"])
     library_name = description["vision"].get("timm_model_name")
-    if library_name is not None and not timm.is_model(library_name):  # timm would look for some names on the network
+    if library_name is not None and not timm.is_model(library_name):  # timm would fetch some names from the network
         raise ValueError(f"timm has no model {library_name!r}")
-    text: Any = {"context_length": 2, "vocab_size": 2, "width": 2, "heads": 1, "layers": 1}  # open_clip builds both
+    text: Any = {
+        "context_length": 2,
+        "vocab_size": 2,
+        "width": 2,
+        "heads": 1,
+        "layers": 1,
+    }  # open_clip builds both towers
     vision: Any = description["vision"] | {"timm_model_pretrained": False}
     try:
         return CLIP(description["dim"], vision, text, quick_gelu=description["quick_gelu"]).visual
@@ -369,9 +377,9 @@ class _Tower(NamedTuple):
     """An image tower that all clients of a process share.
 
     Attributes:
-        encode: images [B, 3, S, S] to features before the projection, [B, w].
-        projection: float32 [w, d]; None where `encode` applies it.
-        preprocess: one image, uint8 [H, W, channels], to float32 [3, S, S].
+        encode: function from images [B, 3, S, S] to features before the projection, [B, w].
+        projection: matrix of the projection, float32 [w, d]; None if `encode` applies it.
+        preprocess: function from one image, uint8 [H, W, channels], to float32 [3, S, S].
         visual: the module behind `encode`, without its projection.
     """
 

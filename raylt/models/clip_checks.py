@@ -1,8 +1,8 @@
-"""Checks of an image-text model that is in a file: its description, and the features that its towers compute.
+"""Checks of an image-text model in a file: its description, and the features that its towers compute.
 
 open_clip builds whatever a description says, and passes some of its entries on to other libraries. So raylt checks the
-description before open_clip reads it. A loaded image tower must give one image finite features, since no client could
-train on others.
+description before open_clip reads it. A loaded image tower must compute finite features of an image, since no client
+could train on other features.
 """
 
 import copy
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from raylt.typed_json import unique_keys
 
-MOST_LAYERS = 1000  # of a tower; open_clip's own models have up to 56
-LARGEST = 2**20  # of a number in a description; open_clip's own vocabularies have up to 901,629 words
-LONGEST_SIDE = 4096  # pixels of an image that a tower takes
-DEEPEST = 8  # dicts and lists in each other
-# Settings of tokenizers in open_clip's own descriptions. It passes others to libraries, of which some would run code
-# that lies beside the weights (trust_remote_code) or wait for a file (bpe_path).
+MAX_LAYERS = 1000  # layers of a tower; open_clip's own models have up to 56
+MAX_NUMBER = 2**20  # maximum of other numbers in a description; open_clip's vocabularies have up to 901,629 words
+MAX_SIDE = 4096  # side of a tower's input images in pixels
+MAX_DEPTH = 8  # nested dicts and lists
+# Settings of tokenizers in open_clip's own descriptions. open_clip passes other settings to libraries; some of these
+# would run code that is stored with the weights (trust_remote_code) or wait for a file (bpe_path).
 TOKENIZER_SETTINGS = frozenset({"clean", "strip_sep_token"})
 
 
@@ -50,27 +50,33 @@ def checked_description(content: bytes) -> dict[str, Any]:
     return described
 
 
-def check_numbers(path: str, value: Any, depth: int = DEEPEST) -> None:
-    """Raise ValueError if a number is not finite or too large, or if the values are nested too deeply."""
+def check_numbers(path: str, value: Any, depth: int = MAX_DEPTH) -> None:
+    """Raise ValueError if a number is not finite or too large, or if the values are nested too deeply.
+
+    Args:
+        path: dotted path of the value, for error messages.
+        value: a value of a description.
+        depth: maximum number of nested dicts and lists.
+    """
     if isinstance(value, dict | list):
         if not depth:
             raise ValueError("it is nested too deeply")
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             check_numbers(f"{path}.{name}", inner, depth - 1)
     elif isinstance(value, int | float):
-        most = MOST_LAYERS if ".layers" in path else LARGEST
-        if not abs(value) <= most:  # nan
-            raise ValueError(f"{path[-60:]} is not a number up to {most:,}")
+        limit = MAX_LAYERS if ".layers" in path else MAX_NUMBER
+        if not abs(value) <= limit:  # also true for NaN
+            raise ValueError(f"{path[-60:]} is not a number up to {limit:,}")
 
 
 def check_number_of_parameters(described: dict[str, Any], size: int) -> None:
     """Raise ValueError if a described model has more parameters than its file of weights has bytes.
 
-    The model is built without memory for its parameters, as `open_clip.create_model` builds it.
+    The model is built like in `open_clip.create_model`, but without memory for its parameters.
 
     Args:
-        described: from `checked_description`.
-        size: of the file, in bytes.
+        described: the result of `checked_description`.
+        size: size of the file in bytes.
     """
     from open_clip import CLIP, CoCa, CustomTextCLIP
 
@@ -90,11 +96,11 @@ def check_image_tower(tower: Any, dim: int) -> None:
     """Check the preprocessing of a loaded image tower, and the features of one black image.
 
     Args:
-        tower: of open_clip.
-        dim: numbers in a feature, d, as described.
+        tower: the image tower of an open_clip model.
+        dim: length of a feature, d, according to the description.
 
     Raises:
-        ValueError: raylt has no such preprocessing, or the features are not d finite numbers.
+        ValueError: raylt does not support the preprocessing, or the features are not d finite numbers.
     """
     settings = tower.preprocess_cfg
     check_preprocessing(settings)
@@ -107,7 +113,7 @@ def check_image_tower(tower: Any, dim: int) -> None:
 
 
 def check_preprocessing(settings: dict[str, Any]) -> None:
-    """Raise ValueError if raylt does not prepare images in this way.
+    """Raise ValueError if raylt does not support this preprocessing.
 
     Args:
         settings: open_clip's `preprocess_cfg`.
@@ -123,9 +129,9 @@ def check_preprocessing(settings: dict[str, Any]) -> None:
     if (
         not isinstance(sides, list | tuple)
         or len(sides) != 2
-        or not all(type(side) is int and 1 <= side <= LONGEST_SIDE for side in sides)
+        or not all(type(side) is int and 1 <= side <= MAX_SIDE for side in sides)
     ):
-        raise ValueError(f"preprocess_cfg.size is not a number of pixels up to {LONGEST_SIDE}, nor two of them")
+        raise ValueError(f"preprocess_cfg.size is neither a number of pixels up to {MAX_SIDE} nor a pair of these")
     for name, least in (("mean", -math.inf), ("std", 0.0)):
         if not _is_list(settings.get(name), 3) or not all(
             type(value) in (int, float) and math.isfinite(value) and value > least for value in settings[name]
@@ -134,7 +140,13 @@ def check_preprocessing(settings: dict[str, Any]) -> None:
 
 
 def check_features(what: str, features: Tensor, shape: tuple[int, int]) -> None:
-    """Raise ValueError if features have another shape, or are not finite."""
+    """Raise ValueError if features have another shape, or are not finite.
+
+    Args:
+        what: the origin of the features, for error messages.
+        features: the features.
+        shape: the expected shape, [n, d].
+    """
     if features.shape != shape:
         raise ValueError(f"the features of {what} are {list(features.shape)}, expected {list(shape)}")
     if not torch.isfinite(features).all():

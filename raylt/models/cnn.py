@@ -1,6 +1,6 @@
 """Small convolutional networks: MuPFL's network for Fashion-MNIST, and one for tests and the 8x8 digits.
 
-As in the residual networks, `stage1` and `stage2` end with an activation and `pool` makes the features.
+As in the residual networks, `stage1` and `stage2` end with an activation, and `pool` computes the features.
 """
 
 from collections import OrderedDict
@@ -13,9 +13,7 @@ from raylt.models.split import SplitModel
 def cnn(classes: int, shape: tuple[int, int, int]) -> SplitModel:
     """Build a CNN of two 5x5 convolutions and a linear layer.
 
-    d = 1024 for 28x28 images, 62,346 parameters with C = 10.
-
-    MuPFL does not state the widths: 32 and 64 are ours.
+    d = 1024 for 28x28 images, 62,346 parameters with C = 10. MuPFL does not state the widths; 32 and 64 are ours.
     """
     return SplitModel(*_convolutions(shape), classes)
 

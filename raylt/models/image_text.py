@@ -1,6 +1,6 @@
 """Image-text models as networks: the image tower is the encoder, and texts of the class names can be the classifier.
 
-    clip:MODEL/TAG          open_clip's names, as clip:ViT-B-32/openai; the weights are fetched into the user's cache
+    clip:MODEL/TAG          open_clip's names, such as clip:ViT-B-32/openai; weights are fetched into the user's cache
     clip:MODEL/TAG:FILE     the weights of that tag, in a file
     clip:local-dir:FOLDER   the user's own model: open_clip_config.json and the weights, as open_clip saves them
 
@@ -31,12 +31,12 @@ PREFIX = "clip:"
 class ImageTower(nn.Module):
     """The image tower of an image-text model, for images of any size.
 
-    It maps pixels in [0, 1] [B, channels, H, W] to features [B, d] of one length. It resizes and normalises the pixels
-    as in the model's training. Grey images count as three equal colours.
+    It maps pixels in [0, 1], [B, channels, H, W], to features [B, d] that all have the same length. It resizes and
+    normalises the pixels as in the model's training. Grey images are repeated in three channels.
 
     Args:
-        body: the tower of open_clip.
-        description: of the tower.
+        body: the image tower of an open_clip model.
+        description: description of the tower.
     """
 
     mean: Tensor
@@ -62,7 +62,7 @@ class ImageTower(nn.Module):
 
     def _resized(self, x: Tensor) -> Tensor:
         height, width = self.height, self.width
-        if self.crops:  # the shorter side fits, and the middle of the longer one is taken
+        if self.crops:  # fit the shorter side and crop the middle of the longer one
             ratio = max(height / x.shape[2], width / x.shape[3])
             height, width = round(x.shape[2] * ratio), round(x.shape[3] * ratio)
         if x.shape[2:] != (height, width):
@@ -80,15 +80,15 @@ def image_text_model(
         name: one of the forms in this module's docstring.
         classes: the number of classes, C.
         shape: height, width and channels of an image.
-        weights, side: the settings `weights` and `input`, which must be None: the name and the tower decide both.
+        weights, side: the settings `weights` and `input`, which must be None: the name and the tower determine both.
 
     Raises:
-        ConfigError: there is no such model, its weights are not available, or it does not take these images.
+        ConfigError: the model is unknown, its weights are not available, or it does not accept these images.
     """
     for key, value in (("weights", weights), ("input", side)):
         if value is not None:
             raise ConfigError(
-                f"{key}: model = {name} names its weights, and its tower decides the size of images ({value}). Leave "
+                f"{key}: model = {name} names its weights, and its tower sets the size of images ({value}). Leave "
                 f"{key} out; give a file of weights as model=clip:MODEL/TAG:FILE.",
                 code="config.conflict",
                 key=key,
@@ -97,7 +97,7 @@ def image_text_model(
             )
     if shape[2] not in (1, 3):
         raise ConfigError(
-            f"model: {name} takes grey or colour images, and these have {shape[2]} channels. Take another model.",
+            f"model: {name} accepts grey or colour images, and these have {shape[2]} channels. Use another model.",
             code="model.wrong-input",
             key="model",
             value=name,
@@ -108,7 +108,7 @@ def image_text_model(
     if description["preprocessing"]["resize_mode"] == "longest" and shape[0] != shape[1]:
         raise ConfigError(
             f"model: {name} pads images to a square, which raylt does not, and these are {shape[0]}x{shape[1]}. Give "
-            "square images (of image files: set data.size), or take another model.",
+            "square images (for image files, set data.size), or use another model.",
             code="model.wrong-input",
             key="model",
             value=name,
@@ -124,17 +124,18 @@ def described_model(classes: int, shape: tuple[int, int, int], *, description: T
 
     Args:
         classes: the number of classes, C.
-        shape: height, width and channels of an image; the tower takes images of any size.
+        shape: height, width and channels of an image; the tower accepts images of any size.
+        description: description of the tower.
 
     Raises:
-        ValueError: no tower has this description.
+        ValueError: the description is not valid.
     """
     encoder = ImageTower(new_tower(description), description)
     return SplitModel(encoder.train(), description["dim"], classes)
 
 
 def tower_of(model: nn.Module) -> ImageTower | None:
-    """Return the image tower in a model, also a frozen one."""
+    """Return the image tower in a model, frozen or not, or None if there is none."""
     for module in model.modules():
         inner = module.body if isinstance(module, Frozen) else module
         if isinstance(inner, ImageTower):
@@ -146,8 +147,9 @@ def start_from_texts(model: SplitModel, name: str, class_names: Sequence[str]) -
     """Set a new model's classifier to the texts "a photo of a {class}". It then classifies as the image-text model.
 
     Args:
-        model: changed in place.
-        name: of the model, as in `image_text_model`.
+        model: the model, which is changed in place.
+        name: name of the model, as in `image_text_model`.
+        class_names: the class names.
 
     Raises:
         ConfigError: the model has no text tower, or the class names are not readable.
@@ -170,14 +172,16 @@ def open_prompts(name: str, class_names: Sequence[str], context: int) -> Prompts
     """Return the text tower of an image-text model for prompts of learned vectors and a class name.
 
     Args:
-        name: of the model, as in `open_tower`.
+        name: name of the model, as in `open_tower`.
+        class_names: the class names.
         context: number of vectors, M.
 
     Raises:
-        ConfigError: the tower reads texts in another way or takes fewer vectors, or the class names are not readable.
+        ConfigError: the tower does not read texts from left to right or accepts fewer vectors, or the class names are
+            not readable.
     """
     tower = open_tower(name)
-    _texts(tower.name, tuple(class_names))  # its errors name the setting
+    _texts(tower.name, tuple(class_names))  # raises errors that name the setting
     labels = describe(class_names, "label", "model")
     return open_clip_prompts(_loaded(tower.name), tower.tokenizer(), labels, context, name)
 
@@ -186,12 +190,12 @@ def open_tower(name: str) -> OpenClip:
     """Return the open_clip model that `clip:NAME` names, without reading any file.
 
     Raises:
-        ConfigError: no model can be named like this.
+        ConfigError: it is not the name of a model.
     """
     tower = open_clip_named(name.removeprefix(PREFIX), "model")
     if tower is None:
         raise ConfigError(
-            f"model: an image-text model cannot be named like this ({name!r}). Give clip:MODEL/TAG as in "
+            f"model: not the name of an image-text model ({name!r}). Give clip:MODEL/TAG such as "
             "clip:ViT-B-32/openai, clip:MODEL/TAG:FILE or clip:local-dir:FOLDER.",
             code="config.unknown-name",
             key="model",
@@ -202,7 +206,7 @@ def open_tower(name: str) -> OpenClip:
 
 @lru_cache(maxsize=1)
 def _loaded(name: str) -> Any:
-    """Return the model of open_clip with this name. A process builds many models from one file."""
+    """Return the open_clip model with this name, cached, since a process builds many models from one file."""
     return open_tower(name).load()
 
 

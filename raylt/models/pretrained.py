@@ -40,7 +40,7 @@ def fetch(weights: Any) -> dict[str, Tensor]:
 def hub_errors_only() -> Iterator[None]:
     """Silence the warnings of Hugging Face's hub inside the block.
 
-    Without a network it warns of each of many attempts; the error at the end says the same once.
+    Without a network it warns of each of many attempts; the final error reports the same once.
     """
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
@@ -55,10 +55,11 @@ def read(path: Path, model: str) -> dict[str, Tensor]:
     """Read a state dict from a torch or safetensors file.
 
     Args:
-        model: name of the model in errors.
+        path: path of the file.
+        model: name of the model in error messages.
 
     Raises:
-        ConfigError: there is no such file, or it holds no weights.
+        ConfigError: the file does not exist, or has no weights.
     """
     if not exists(path):
         raise ConfigError(
@@ -91,7 +92,7 @@ def read(path: Path, model: str) -> dict[str, Tensor]:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a file of weights cannot be read, in one line without a full stop."""
+    """Return the reason why a file of weights cannot be read, in one line without a full stop."""
     text = " ".join(str(error).split())
     if named := re.search(r"Unsupported global: GLOBAL (\S+)", text):
         return f"it holds {named[1]}, and only tensors are loaded"
@@ -107,19 +108,19 @@ def _load(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     store.check_archive(file)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on formats of damaged files
+        warnings.simplefilter("ignore")  # torch warns about the formats of damaged files
         state = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise ValueError("it holds no state dict")
+        raise ValueError("it is not a state dict")
     return state
 
 
 def _check_bare(state: dict[str, Any], path: Path) -> None:
-    """Raise an error for a checkpoint of a training, which has the state dict as one of its parts."""
+    """Raise an error for a training checkpoint, which has the state dict as one of its parts."""
     for name, part in state.items():
         if isinstance(part, dict) and part and all(isinstance(value, Tensor) for value in part.values()):
             raise ConfigError(
-                f"weights: {path} is a checkpoint that has a state dict as a part ({name}). Save the part alone, "
+                f"weights: {path} is a checkpoint that has a state dict as a part ({name}). Save only that part, "
                 f'with torch.save(torch.load({path.name!r})["{name}"], "weights.pt").',
                 code="model.weights-mismatch",
                 key="weights",
@@ -131,10 +132,14 @@ def _check_bare(state: dict[str, Any], path: Path) -> None:
 def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[str], weights: str, model: str) -> None:
     """Load a state dict into a model, except the classifiers' entries, which were trained on other classes.
 
-    A file of an old version of torch has no counts of batches (`num_batches_tracked`); they stay as they are.
+    Files of old versions of torch have no batch counts (`num_batches_tracked`); the model's counts then do not change.
 
     Args:
-        classifiers: paths of the layers in `body` that stay as they are.
+        body: the model, which is changed in place.
+        state: the state dict.
+        classifiers: paths of the layers in `body` that are not changed.
+        weights: name of the weights in error messages.
+        model: name of the model in error messages.
 
     Raises:
         ConfigError: names or shapes do not match the model.
@@ -165,7 +170,7 @@ def _check_entries(expected: dict[str, Tensor], given: dict[str, Any], weights: 
         strange = [each for each in given if each not in expected]
         prefix = min(strange, default="").partition(".")[0] + "."
         if name not in given and f"{prefix}{name}" in given and all(each.startswith(prefix) for each in strange):
-            fault += f"; all its names begin with {prefix}, which has to be removed"
+            fault += f"; all names in it begin with {prefix}, which must be removed"
         raise ConfigError(
             f"weights: {weights} does not fit {model}: {fault}. Give a state dict of {model}.",
             code="model.weights-mismatch",
@@ -189,8 +194,8 @@ def mismatch(weights: str, model: str, error: Exception) -> ConfigError:
 def for_channels(weight: Tensor, channels: int) -> Tensor:
     """Convert the weights [O, 3, k, k] of a first convolution to another number of input channels.
 
-    A grey image counts as the same image in all three channels. With more channels each takes the weights of the three
-    colours in turn, scaled so that activations keep their size. timm does the same.
+    A grey image is treated as the same image in all three channels. More channels use the weights of the three colours
+    in turn, scaled so that activations keep their size. timm does the same.
     """
     if channels == 1:
         return weight.sum(1, keepdim=True)

@@ -2,7 +2,7 @@
 
 Source: CoOp (Zhou et al., IJCV 2022), Eq. 2.
 
-The attribute `prompts` of an image-text model makes such a tower for given classes; other models have none.
+The attribute `prompts` of an image-text model makes such a tower for given classes; for other models it is None.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raylt.errors import ConfigError
 from raylt.models.trainable import Frozen
 
-#: First words of a prompt that is not learned.
+#: The words before the class name in a prompt that is not learned.
 WORDS = "a photo of a"
 
 
@@ -25,8 +25,8 @@ class Prompts(Frozen):
     """The text tower of an image-text model for prompts of M context vectors and a class name. It is never trained.
 
     Args:
-        body: everything that the texts depend on, besides the context.
-        words: the vectors of the tokens of "a photo of a", [n, w]; w is the width of a token's vector.
+        body: module that computes the texts from the context.
+        words: vectors of the tokens of "a photo of a", [n, w]; w is the width of a token's vector.
     """
 
     def __init__(self, body: nn.Module, words: Tensor):
@@ -35,26 +35,26 @@ class Prompts(Frozen):
 
     @abstractmethod
     def forward(self, context: Tensor) -> Tensor:
-        """Return the texts of all classes, float32 [C, d], as long as a feature.
+        """Return the texts of all classes, float32 [C, d], with the length of a feature.
 
         The inner product of a feature and a text is the logit.
 
         Args:
-            context: [M, w], for all classes; or [C, M, w], for each class its own.
+            context: context vectors [M, w] for all classes, or [C, M, w] with separate ones for each class.
         """
 
 
 class OpenClipPrompts(Prompts):
     """The text tower of an open_clip model.
 
-    The tower reads no token behind the end of a text, so it gets none.
+    The tower reads no tokens after the end of a text, so these are left out.
 
     Args:
-        network: the part of the model that has the text tower's layers, on the CPU; not changed.
-        tokens: of the class names, int64 [C, L], each from the start token to the end token and then filled up.
+        network: the part of the model that has the text tower's layers, on the CPU; it is not changed.
+        tokens: tokens of the class names, int64 [C, L], each from the start token to the end token with padding.
         words: tokens of "a photo of a", int64 [L], with a start and an end token.
         context: number of context vectors, M.
-        length: of a text.
+        length: length of a text.
     """
 
     def __init__(self, network: Any, tokens: Tensor, words: Tensor, context: int, length: float):
@@ -69,10 +69,10 @@ class OpenClipPrompts(Prompts):
 
 
 class _Tower(nn.Module):
-    """Layers of open_clip's text tower behind the embedding of tokens.
+    """Layers of open_clip's text tower after the embedding of tokens.
 
     Args:
-        network: as in `OpenClipPrompts`.
+        network: the part of the model that has the text tower's layers.
         embedded: token vectors of the class names, [C, n, w].
         ends: position of the end token in a prompt, int64 [C].
     """
@@ -97,7 +97,7 @@ class _Tower(nn.Module):
 
 
 def _ends(network: Any, tokens: Tensor) -> Tensor:
-    """Return the position of the end token in each text, int64 [C], where open_clip reads the text."""
+    """Return the position of the end token in each text, int64 [C], at which open_clip reads off the embedding."""
     if _pooling(network) == "argmax":
         return tokens.argmax(1)
     end = getattr(network, "text_eos_id", None)
@@ -115,20 +115,20 @@ def open_clip_prompts(
 
     Args:
         model: the whole model, on the CPU.
-        tokenize: its tokenizer.
-        labels: of the classes.
+        tokenize: the model's tokenizer.
+        labels: labels of the classes.
         context: number of context vectors, M.
-        name: of the model, for errors.
+        name: name of the model, for error messages.
 
     Raises:
-        ConfigError: the tower does not read texts from left to right, or M vectors and the labels are too long for it.
+        ConfigError: the tower does not read texts from left to right, or M vectors and the labels exceed its length.
     """
     network = getattr(model, "text", model)
     ordinary = getattr(network, "attn_mask", None) is not None and getattr(network, "cls_emb", None) is None
     if not ordinary or _pooling(network) not in ("argmax", "eos"):
         raise ConfigError(
-            f"model: prompts can be learned for a text tower that reads from left to right up to an end token, and "
-            f"this one does not ({name}). Take another model, such as clip:ViT-B-32/openai.",
+            f"model: learned prompts need a text tower that reads from left to right up to an end token, and this one "
+            f"does not ({name}). Use another model, such as clip:ViT-B-32/openai.",
             code="config.conflict",
             key="model",
             value=name,

@@ -15,10 +15,7 @@ from raylt.recordability import recordable
 
 @recordable
 class BasicBlock(nn.Module):
-    """Residual block of two 3x3 convolutions and a shortcut.
-
-    The shortcut is a 1x1 convolution where the shape changes.
-    """
+    """Residual block of two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes."""
 
     ends_in_relu: ClassVar[bool] = True
 
@@ -62,8 +59,8 @@ def resnet18(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 def resnet32(classes: int, shape: tuple[int, int, int]) -> SplitModel:
     """Build the ResNet-32 of CIFAR benchmarks: three stages of five blocks, widths 16, 32 and 64, d = 64.
 
-    Shortcuts are 1x1 convolutions where the shape changes, as in the other networks of this module. He et al. pad them
-    for CIFAR, which saves 2,752 of the 466,906 parameters (10 classes).
+    Shortcuts are 1x1 convolutions if the shape changes, as in the other networks of this module. For CIFAR, He et al.
+    pad instead, which saves 2,752 of the 466,906 parameters (10 classes).
     """
     return SplitModel(_encoder(shape[2], (16, 32, 64), blocks=(5, 5, 5)), 64, classes)
 
@@ -78,7 +75,7 @@ def resnet34(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 
 def resnet50(classes: int, shape: tuple[int, int, int]) -> SplitModel:
     """Build torchvision's ResNet-50 (7x7 stem) with random weights, d = 2048."""
-    from torchvision.models import resnet  # slow to import, and no other model needs it
+    from torchvision.models import resnet  # imported here because it is slow, and no other model needs it
 
     net = resnet.resnet50(weights=None)
     if shape[2] != 3:

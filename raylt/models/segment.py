@@ -1,12 +1,12 @@
 """MobileNetV3-small with an LR-ASPP head (Howard et al., ICCV 2019), MuPFL's network for street scenes.
 
 torchvision's head ends in two 1x1 convolutions whose outputs are added: one of the low-level features at stride 8
-[24, H/8, W/8], one of the pooled and gated high-level features resized to it [128, H/8, W/8]. Their sum is one 1x1
-convolution of both stacked, so the encoder ends with the stack, d = 152, and the classifier is that convolution (with
-one bias instead of two).
+[24, H/8, W/8], and one of the pooled and gated high-level features resized to them [128, H/8, W/8]. The sum equals one
+1x1 convolution of the stacked features. So the encoder ends with the stack, d = 152, and the classifier is that
+convolution (with one bias instead of two).
 
-Departure: BatchNorm has torch's usual momentum 0.1. torchvision's 0.01 follows the statistics over some hundred steps,
-more than a client takes before its model is averaged.
+Departure: BatchNorm has torch's default momentum 0.1. With torchvision's 0.01, the statistics average over some hundred
+steps, more than a client takes before its model is averaged.
 """
 
 from pathlib import Path
@@ -26,12 +26,12 @@ LOW, WIDE, HIGH = 24, 576, 128
 class LRASPPEncoder(nn.Module):
     """Encoder of LR-ASPP, which maps images [B, channels, H, W] to features [B, 152, H/8, W/8].
 
-    `stage1` ends at stride 8. `stage2` ends at stride 16 with 576 channels; without dilation it would end at 32.
+    `stage1` ends at stride 8. `stage2` ends at stride 16 with 576 channels; without dilation it would end at stride 32.
     """
 
     def __init__(self, channels: int):
         super().__init__()
-        from torchvision.models import mobilenet_v3_small  # slow to import, and no other model needs it
+        from torchvision.models import mobilenet_v3_small  # imported here because it is slow
         from torchvision.models.segmentation.lraspp import LRASPPHead
 
         blocks = list(mobilenet_v3_small(weights=None, dilated=True).features)
@@ -61,7 +61,7 @@ class LRASPPEncoder(nn.Module):
             weights: a file, or "imagenet" to fetch torchvision's weights.
 
         Raises:
-            ConfigError: the file is missing or holds other weights, or torchvision's cannot be fetched.
+            ConfigError: the file is missing or has other weights, or torchvision's weights cannot be fetched.
         """
         from torchvision.models import MobileNet_V3_Small_Weights
 

@@ -14,7 +14,7 @@ from raylt.recordability import recordable
 #: Parameters and buffers of a model by name.
 StateDict = dict[str, Tensor]
 
-#: Makes an image-text model's text tower (`raylt.models.prompts.Prompts`) for class names and M context vectors.
+#: A function from class names and M to an image-text model's text tower (`raylt.models.prompts.Prompts`).
 PromptMaker = Callable[[Sequence[str], int], nn.Module]
 
 
@@ -23,9 +23,9 @@ class SplitModel(nn.Module):
     """A model that computes `classifier(encoder(x))`. A method may add further heads as attributes.
 
     Args:
-        encoder: images [B, channels, H, W] -> features z [B, d].
+        encoder: module from images [B, channels, H, W] to features z [B, d].
         dim: the width of a feature, d.
-        classes: C; the classifier starts as `nn.Linear(d, C)` and may be replaced.
+        classes: number of classes, C. The classifier starts as `nn.Linear(d, C)` and may be replaced.
     """
 
     head: ClassVar[type[nn.Linear]] = nn.Linear
@@ -38,8 +38,8 @@ class SplitModel(nn.Module):
         self.dim = dim
         self.classes = classes
         self.method_heads: frozenset[str] = frozenset()  # attributes that a method added to the model
-        self.local_buffers: frozenset[str] = frozenset()  # entries that never leave a client, whatever the method
-        self.prompts: PromptMaker | None = None  # of an image-text model
+        self.local_buffers: frozenset[str] = frozenset()  # entries that never leave a client with any method
+        self.prompts: PromptMaker | None = None  # None except for image-text models
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.encoder(x))
@@ -48,7 +48,7 @@ class SplitModel(nn.Module):
         """Return the parameters and buffers that may leave a client, by name. They share the model's memory.
 
         Args:
-            prefix: start of their names: "encoder." for the encoder alone.
+            prefix: prefix of the names, such as "encoder." for the encoder alone.
         """
         entries = part(self.state_dict(), prefix)
         return {name: value for name, value in entries.items() if name not in self.local_buffers}
@@ -71,8 +71,8 @@ class PixelLinear(nn.Linear):
 class PixelModel(SplitModel):
     """Segmentation model: features are maps [B, d, h, w], and logits are resized to the images, [B, C, H, W].
 
-    The classifier acts on one pixel's features at a time. As in any SplitModel it may therefore be trained on features
-    [n, d], here of single pixels, or be replaced by a classifier that was trained on them.
+    The classifier acts on each pixel's features separately. As in any SplitModel it can be trained on features [n, d],
+    here of single pixels, or be replaced by a classifier that was trained on these.
     """
 
     head: ClassVar[type[nn.Linear]] = PixelLinear
@@ -103,9 +103,10 @@ def with_classifier(
     """Return a model with the same encoder, another linear classifier and no further heads.
 
     Args:
-        weight: [C, d]; used without a copy.
-        bias: [C], used without a copy; None for a classifier without bias.
-        longest: the length that features are cut to before the classifier; None leaves them as they are.
+        model: the model.
+        weight: weights [C, d], used without a copy.
+        bias: bias [C], used without a copy; None for a classifier without bias.
+        longest: the length to which features are clipped before the classifier; None: no clipping.
     """
     classifier = linear(weight, bias, model.head if longest is None else CutLinear)
     if longest is not None:
@@ -118,7 +119,13 @@ def with_classifier(
 
 
 def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
-    """Return a linear layer that uses the given tensors as parameters, without a copy."""
+    """Return a linear layer that uses the given tensors as parameters, without a copy.
+
+    Args:
+        weight: weights [C, d].
+        bias: bias [C], or None.
+        kind: class of the layer.
+    """
     layer = kind(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight)
     layer.register_parameter("bias", None if bias is None else nn.Parameter(bias))
@@ -147,14 +154,15 @@ def running_statistics(model: nn.Module) -> frozenset[str]:
 
 
 def has_no_negative_features(encoder: nn.Module) -> bool:
-    """Return whether the encoder cannot output negative features, because it ends in a ReLU for example.
+    """Return whether the encoder is known to have no negative features, for example because it ends in a ReLU.
 
-    Layers behind it that pool, flatten or drop keep the sign. Other structures may have such features too.
+    Layers after the ReLU that pool, flatten or drop keep the sign. Other encoders may have no negative features either.
     """
     return _sign(encoder) is True
 
 
-# Types must be equal, because a subclass may compute something else. Blocks have the attribute `ends_in_relu`.
+# Types are compared for equality, because a subclass may compute something else. Blocks have the attribute
+# `ends_in_relu`.
 _NONNEGATIVE = nn.ReLU, nn.ReLU6, nn.Sigmoid, nn.Hardsigmoid
 _KEEP_SIGNS = (
     nn.Flatten,
@@ -180,7 +188,8 @@ def _sign(module: nn.Module) -> bool | None:
 def set_training(model: nn.Module) -> None:
     """Set a model to training mode.
 
-    Most calls find it there. Asking all layers is faster than setting them, and small clients train for milliseconds.
+    Usually it is in training mode already. Checking all layers is faster than setting them, which matters because small
+    clients train for milliseconds.
     """
     if not all(module.training for module in model.modules()):
         model.train()
@@ -191,10 +200,10 @@ def load_entries(model: nn.Module, params: StateDict) -> None:
     """Copy values into the model's entries of the same names. Other entries stay unchanged.
 
     Raises:
-        KeyError: the model has no such entry.
+        KeyError: the model has no entry of a name.
         ValueError: an entry has another shape.
     """
-    if not params:  # most clients keep no entries, and state_dict would be slow for many clients
+    if not params:  # most clients keep no entries, and state_dict is slow with many clients
         return
     entries = model.state_dict()
     for name, value in params.items():
@@ -211,10 +220,11 @@ def with_entries(model: "SplitModel", params: StateDict) -> "SplitModel":
 
 
 def pass_zeros(model: SplitModel, shape: tuple[int, int, int]) -> None:
-    """Pass an image of zeros through a model, so that hooks see its layers; nothing of the model changes.
+    """Pass an image of zeros through a model, so that hooks see its layers. The model does not change.
 
     Args:
-        shape: height, width and channels.
+        model: the model.
+        shape: height, width and channels of the image.
     """
     height, width, channels = shape
     was_training = model.training

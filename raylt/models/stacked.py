@@ -2,13 +2,13 @@
 
 A batch of K clients is [B, K * C, H, W], channels-last. A convolution has one group for each client, BatchNorm has
 statistics of K * C channels, and a linear layer is a batched product. On a CPU a small step spends most of its time on
-the calls of its operations, and here one call serves all clients. The clients' numbers never mix.
+calling operations, and here one call serves all clients. The clients' numbers never mix.
 
-On processors with AVX-512, a client's bits depend neither on the other clients of its stack nor on their number, from
-two clients on. Elsewhere the kernels of convolutions depend on the number of groups, so runs stack no clients. Torch
-has other kernels for a single group, so a single client must be computed in a stack of two. Some kernels also compute
-the last few numbers of a row in another way than the others, or depend on where a row lies in memory. So the widths of
-BatchNorm and linear layers must be multiples of `WIDTH`, and another kernel takes the mean of a map.
+On processors with AVX-512, a client's bits depend neither on the other clients of its stack nor on their number, if
+there are at least two. On other processors the kernels of convolutions depend on the number of groups, so runs do not
+stack clients. torch uses other kernels for a single group, so a single client must be computed in a stack of two. Some
+kernels also compute the last numbers of a row differently, or depend on the position of a row in memory. So the widths
+of BatchNorm and linear layers must be multiples of `WIDTH`, and another kernel computes the mean of a map.
 """
 
 import copy
@@ -24,14 +24,14 @@ from raylt.models.split import SplitModel, StateDict, trained_names, with_encode
 from raylt.models.trainable import FrozenEncoder
 
 WIDTH = 16  # numbers in a vector register
-TRIAL = 3  # images on which a stack and a model are compared
-# types must be equal, because a subclass may compute something else
+TRIAL = 3  # number of images on which a stack and a model are compared
+# Types are compared for equality, because a subclass may compute something else.
 _CONTAINERS = (SplitModel, nn.Sequential, BasicBlock)
 _CHANNEL_BY_CHANNEL = (nn.ReLU, nn.ReLU6, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Identity)
 
 
 class _Convolution(nn.Module):
-    """Convolutions of several clients, as one convolution in groups."""
+    """Convolutions of several clients, as one grouped convolution."""
 
     def __init__(self, layer: nn.Conv2d):
         super().__init__()
@@ -106,7 +106,7 @@ class _Flatten(nn.Module):
         self._span = span
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.ndim == 3:  # features already
+        if x.ndim == 3:  # already features
             return x
         return x.reshape(len(x), self._span.clients, -1).transpose(0, 1)
 
@@ -124,7 +124,7 @@ class _Linear(nn.Module):
 
 
 class _Span:
-    """The number of clients that a stacked network computes at the moment."""
+    """The number of clients that a stacked network currently computes."""
 
     clients = 0
 
@@ -156,7 +156,8 @@ class StackedModel:
         """Return one client's entries, which share the stack's memory.
 
         Args:
-            names: of the entries; by default all.
+            slot: number of the client's slot.
+            names: names of the entries; by default all.
         """
         return {name: self.entries[name][slot] for name in (self.entries if names is None else names)}
 
@@ -180,10 +181,12 @@ class StackedModel:
         return [views[name] for name in self.trained]
 
     def __call__(self, start: int, stop: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the networks of the slots from `start` to before `stop`, n in number.
+        """Compute the networks of the n slots from `start` to before `stop`.
 
         Args:
-            x: [B, n * C, H, W], channels-last; features of a frozen encoder [n, B, d].
+            start: number of the first slot.
+            stop: number after the last slot.
+            x: images [B, n * C, H, W], channels-last, or features of a frozen encoder [n, B, d].
 
         Returns:
             Features [n, B, d] and logits [n, B, classes].
@@ -208,9 +211,9 @@ class StackedModel:
 
 
 def without_frozen_encoder(model: SplitModel) -> SplitModel:
-    """Return a model whose encoder returns the features that it is given, if its encoder is frozen.
+    """Return a copy of a model with the identity as encoder if its encoder is frozen, otherwise the model itself.
 
-    A stack gets features of a frozen encoder, as a rule those that were computed before any client trained.
+    The inputs of a stack are then features, usually those that were computed before any client trained.
     """
     return with_encoder(model, nn.Identity()) if isinstance(model.encoder, FrozenEncoder) else model
 
@@ -220,7 +223,7 @@ def unstackable_layer(model: nn.Module) -> str | None:
     if not isinstance(model, SplitModel) or _is_tied(model) or not trained_names(model):
         return type(model).__name__
     model = without_frozen_encoder(model)
-    # entries that are hidden from the state belong to layers that are frozen
+    # entries that are hidden from the state belong to frozen layers
     if {name for name, _ in model.named_parameters()} - model.state_dict().keys():
         return type(model.encoder).__name__
     for layer in model.modules():
@@ -228,18 +231,18 @@ def unstackable_layer(model: nn.Module) -> str | None:
             return type(layer).__name__
         width = getattr(layer, "num_features", getattr(layer, "in_features", WIDTH))
         if width % WIDTH:
-            return f"{type(layer).__name__} of {width} inputs, which is no multiple of {WIDTH}"
+            return f"{type(layer).__name__} of {width} inputs, which is not a multiple of {WIDTH}"
     return None
 
 
 def computes_as_alone(model: SplitModel, shape: tuple[int, int, int]) -> bool:
-    """Return whether a stack of two clients gives the logits that the model gives each client.
+    """Return whether a stack of two clients computes the same logits as the model computes for each client.
 
-    A layer that `unstackable_layer` accepts may stand where it gets other inputs than in a stack, as GroupNorm after a
-    linear layer, or a linear layer before the flattening.
+    Layers that `unstackable_layer` accepts may be in positions where a stack computes something else, such as GroupNorm
+    after a linear layer, or a linear layer before the flattening.
 
     Args:
-        model: without an `unstackable_layer`.
+        model: a model without an `unstackable_layer`.
         shape: height, width and channels of an image.
     """
     generator = torch.Generator().manual_seed(0)
@@ -261,7 +264,7 @@ def computes_as_alone(model: SplitModel, shape: tuple[int, int, int]) -> bool:
 
 
 def _is_tied(model: nn.Module) -> bool:
-    """Return whether two entries of a model are one parameter."""
+    """Return whether two entries of a model are the same parameter."""
     return len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
 
 
@@ -282,7 +285,7 @@ def _is_stackable(layer: nn.Module) -> bool:
 
 
 def _replaced(module: Any, span: _Span) -> Any:
-    """Replace the layers of a network by those that compute several clients."""
+    """Replace the layers of a network by layers that compute several clients."""
     for name, child in module.named_children():
         match child:
             case nn.Conv2d():
@@ -303,12 +306,12 @@ def _replaced(module: Any, span: _Span) -> Any:
 
 
 def as_rows(values: Tensor) -> Tensor:
-    """Return the values of several slots as a matrix [slots, n] in the order of memory, which it shares."""
+    """Return the values of several slots as a matrix [slots, n] in memory order. It shares the memory."""
     return values.as_strided((len(values), values.stride(0)), (values.stride(0), 1))
 
 
 def _copies(value: Tensor, slots: int) -> Tensor:
-    """Return copies of a tensor, [slots, ...], each in the memory layout of the tensor."""
+    """Return copies of a tensor, [slots, ...], each with the memory layout of the tensor."""
     strides = value.numel(), *value.stride()
     copies = torch.empty_strided((slots, *value.shape), strides, dtype=value.dtype, device=value.device)
     return copies.copy_(value.detach())

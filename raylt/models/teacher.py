@@ -19,9 +19,9 @@ from raylt.data.task import Task
 from raylt.errors import ConfigError, DataError, on_one_line
 
 Wording = Literal["phrase", "label"]
-TrainedPart = Literal["projection", "encoder"]  # of an image tower: its last linear layer, or all of it
+TrainedPart = Literal["projection", "encoder"]  # the last linear layer of an image tower, or the whole tower
 TEXTS: dict[Wording, str] = {"phrase": "text", "label": "text_label"}
-# kinds of type and number of dimensions by array
+# Allowed kinds of dtype and number of dimensions, by array.
 _LAYOUT = {
     "image": ("f", 2),
     "y": ("iu", 1),
@@ -30,9 +30,9 @@ _LAYOUT = {
     "class_names": ("U", 1),
     "about": ("U", 0),
 }
-LONGEST_TEXT = 4096  # bytes of a class name or of `about`, at four bytes per character
-ALWAYS = 2**28  # bytes that arrays may claim in any file
-DENSITY = 64  # most bytes that arrays may claim per byte of the file; features hardly compress
+MAX_TEXT_BYTES = 4096  # size limit of a class name or of `about`, at four bytes per character
+ALWAYS_ALLOWED_BYTES = 2**28  # size of arrays that any file may declare
+MAX_DENSITY = 64  # maximum bytes of larger arrays per byte of the file; features hardly compress
 WNID = re.compile(r"n\d{8}")
 
 
@@ -40,7 +40,7 @@ class Teacher(ABC):
     """Base class of teachers: a frozen image-text model.
 
     Args:
-        name: its name in a configuration.
+        name: the teacher's name in a configuration.
     """
 
     def __init__(self, name: str):
@@ -63,9 +63,10 @@ class Teacher(ABC):
         student: int | None = None,
         trained: TrainedPart = "projection",
     ) -> None:
-        """Download missing files and raise an error for every problem that would otherwise stop a run later.
+        """Download missing files, and raise an error for every problem that would otherwise stop a run later.
 
         Args:
+            task: the data.
             wordings: wordings of the texts that the run needs.
             student: length of the student's features, if the run compares them with the teacher's and trains the
                 teacher; otherwise None.
@@ -78,8 +79,8 @@ class Teacher(ABC):
         if student not in (None, self.dim):
             raise ConfigError(
                 f"model: its features have d = {student}, the features of method.teacher = {self.name} have "
-                f"{self.dim}. Set method.finetune=false, or a model with as many: resnet8_proj, cnn_proj and "
-                "resnet50_proj have as many as CLIP's ViT-B-32.",
+                f"{self.dim}. Set method.finetune=false, or a model with the same d: resnet8_proj, cnn_proj and "
+                "resnet50_proj have the d of CLIP's ViT-B-32.",
                 code="model.teacher-mismatch",
                 key="model",
                 value=student,
@@ -88,10 +89,12 @@ class Teacher(ABC):
 
     @abstractmethod
     def _check(self, task: Task, wordings: Set[Wording], trained: TrainedPart | None) -> None:
-        """Run the checks that are specific to this kind of teacher. Part of `check`.
+        """Run the checks that are specific to this kind of teacher, as part of `check`.
 
         Args:
-            trained: the part of the image tower that the run trains; None for nothing.
+            task: the data.
+            wordings: wordings of the texts that the run needs.
+            trained: the part of the image tower that the run trains, or None.
         """
 
     @abstractmethod
@@ -102,7 +105,7 @@ class Teacher(ABC):
     def images(self, samples: Samples) -> Tensor:
         """Return the features [n, w] of all samples without augmentation, float32 on the samples' device.
 
-        `projection` maps them to the joint space. They are not normalised.
+        `projection` maps the features to the joint space. They are not normalised.
         """
 
     @abstractmethod
@@ -113,11 +116,11 @@ class Teacher(ABC):
 class FeatureFile(Teacher):
     """A teacher whose features were precomputed and stored in an npz file.
 
-    image [N, d]        of every training sample of the source, in its order; float16 or float32
-    y [N]               labels of the samples, which show that the file belongs to the source
-    text [C, d]         of the phrases "a photo of a {label}"
-    class_names [C]     in the order of the labels
-    text_label [C, d]   optional: of the labels alone
+    image [N, d]        features of all training samples of the source, in order; float16 or float32
+    y [N]               labels of the samples, to check that the file belongs to the source
+    text [C, d]         features of the phrases "a photo of a {label}"
+    class_names [C]     class names in the order of the labels
+    text_label [C, d]   optional: features of the labels alone
     about               optional: the origin of the features
     """
 
@@ -138,7 +141,7 @@ class FeatureFile(Teacher):
         if trained == "encoder":
             raise self._mismatch(
                 "a file of features has no image encoder that could be trained",
-                "Give a model of open_clip, as ViT-B-32/openai, or set method.teacher_trains=projection.",
+                "Give a model of open_clip, such as ViT-B-32/openai, or set method.teacher_trains=projection.",
             )
         texts = [TEXTS[wording] for wording in sorted(wordings)]
         arrays = self._read("image", "y", "class_names", *texts)
@@ -150,7 +153,7 @@ class FeatureFile(Teacher):
         labels = arrays["y"]
         if labels.dtype.kind not in "iu" or hash_labels(labels) != task.split.labels_sha256:
             raise self._mismatch(
-                f"y are not the labels of {task.name}'s training samples in their order",
+                f"y are not the labels of {task.name}'s training samples in order",
                 f"Compute the features of {task.name}.",
             )
         dim = arrays["image"].shape[-1] if arrays["image"].ndim else 0
@@ -174,17 +177,14 @@ class FeatureFile(Teacher):
         return torch.from_numpy(self._read("image")["image"][samples.ids]).float().to(samples.x.device)
 
     def projection(self, device: torch.device) -> Tensor | None:
-        """Return the identity matrix as the initial projection.
-
-        The features are already in the joint space.
-        """
+        """Return the identity matrix as the initial projection, since the features are already in the joint space."""
         return torch.eye(self.dim, device=device)
 
     def _read(self, *keys: str, optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
         try:
             entries = read_npz(self.path, (*keys, *optional), self._check_headers)
-            if lacking := [key for key in keys if key not in entries]:
-                raise DataError(f"it has no {', '.join(lacking)}", code="data.malformed")
+            if absent := [key for key in keys if key not in entries]:
+                raise DataError(f"it has no {', '.join(absent)}", code="data.malformed")
             return entries
         except DataError as error:
             missing = error.code == "data.not-found"
@@ -199,25 +199,27 @@ class FeatureFile(Teacher):
         """Raise an error if an array has a wrong shape or type, before it is read into memory.
 
         Raises:
-            ValueError: an array has another shape than a teacher's, or claims more than features can be compressed.
+            ValueError: an array has another shape than a teacher's, or declares an implausibly large size.
         """
         for key, (shape, dtype) in headers.items():
             kinds, dimensions = _LAYOUT[key]
-            if dtype.kind not in kinds or len(shape) != dimensions or dtype.itemsize > LONGEST_TEXT:
+            if dtype.kind not in kinds or len(shape) != dimensions or dtype.itemsize > MAX_TEXT_BYTES:
                 raise ValueError(f"{key} is {dtype} {list(shape)}")
-        claimed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in headers.values())
-        most = max(ALWAYS, DENSITY * self.path.stat().st_size)
-        if claimed > most:
-            raise ValueError(f"its arrays claim {claimed:,} bytes, at most {most:,} can be right")
+        declared = sum(math.prod(shape) * dtype.itemsize for shape, dtype in headers.values())
+        limit = max(ALWAYS_ALLOWED_BYTES, MAX_DENSITY * self.path.stat().st_size)
+        if declared > limit:
+            raise ValueError(f"its arrays declare {declared:,} bytes, more than the {limit:,} that are plausible")
 
 
 def describe(names: Sequence[str], wording: Wording, setting: str = "method.teacher") -> list[str]:
     """Return a text for each class name: "a photo of a {label}", or the label alone.
 
-    Underscores become spaces, and ImageNet's 1000 ids the usual names.
+    Underscores become spaces, and ImageNet's 1000 ids become the usual names.
 
     Args:
-        setting: the setting that asks for the texts, for errors.
+        names: the class names.
+        wording: "phrase" or "label".
+        setting: the setting that requires the texts, for error messages.
 
     Raises:
         ConfigError: the names are WordNet ids, but not all 1000 of ImageNet.
@@ -249,6 +251,10 @@ def teacher_error(name: str, problem: str, remedy: str, *, code: str, setting: s
     """Return the error for an image-text model that cannot be used.
 
     Args:
-        setting: the setting that names it.
+        name: the model's name.
+        problem: the problem, without a full stop.
+        remedy: the remedy, as a sentence.
+        code: code of the error.
+        setting: the setting that names the model.
     """
     return ConfigError(f"{setting}: {problem} ({name}). {remedy}", code=code, key=setting, value=name)

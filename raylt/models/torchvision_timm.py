@@ -15,13 +15,13 @@ from raylt.models import pretrained
 from raylt.models.split import SplitModel
 from raylt.recordability import recordable
 
-# statistics of the images that torchvision's models were trained on
+# Statistics of the images on which torchvision's models were trained.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-# models of torchvision that were trained on images with mean and deviation 1/2: googlenet and inception_v3 rescale
-# images to them where `transform_input` is set
+# torchvision's models that were trained on images with mean and deviation 1/2. With `transform_input`, googlenet and
+# inception_v3 rescale images to these statistics.
 HALVES = ("efficientnet_v2_l", "googlenet", "inception_v3")
-# arguments of timm's `create_model` that other settings decide, or with which it builds no classifier
+# Arguments of timm's `create_model` that other settings determine, or with which timm does not build a classifier.
 DECIDED = (
     "pretrained",
     "num_classes",
@@ -35,7 +35,7 @@ DECIDED = (
     "exportable",
     "no_jit",
 )
-# classifiers inside googlenet and inception_v3, which are left out
+# Auxiliary classifiers of googlenet and inception_v3, which are left out.
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 
 
@@ -56,8 +56,9 @@ class PreparedFeatures(Features):
     """Encoder that resizes and normalises pixels in [0, 1] as in the model's training, for images of any size.
 
     Args:
-        side: height and width that the model gets, in pixels.
-        mean, std: of the pixels, one for each channel.
+        body: the model without its last layer.
+        side: height and width of the model's input in pixels.
+        mean, std: mean and standard deviation of the pixels, one value per channel.
     """
 
     mean: Tensor
@@ -82,17 +83,17 @@ def library_model(
     """Build a torchvision or timm model with random weights, or with the weights that `weights` names.
 
     Args:
-        name: `torchvision:NAME` or `timm:NAME`; arguments of timm's `create_model` may follow, as in
+        name: `torchvision:NAME` or `timm:NAME`; arguments of timm's `create_model` may follow, for example
             `timm:vit_tiny_patch16_224,img_size=32,patch_size=4`.
         classes: the number of classes, C.
         shape: height, width and channels of an image.
-        weights: "imagenet" for the library's own weights, or a file with a state dict of that model. Its classifier is
-            for other classes and is not used.
-        side: the side to which the model resizes images before it normalises them as in its training; None leaves both
-            to the data.
+        weights: "imagenet" for the library's own weights, or a file with a state dict of that model. Its classifier,
+            which is for other classes, is not used.
+        side: the side to which the model resizes images before it normalises them as in its training; None: the model
+            does neither.
 
     Raises:
-        ConfigError: there is no such library or model, the model does not take these images, or the weights are not
+        ConfigError: the library or model is unknown, the model does not accept these images, or the weights are not
             available.
     """
     library, _, architecture = name.partition(":")
@@ -103,7 +104,7 @@ def library_model(
             encoder, dim = _timm(name, architecture, shape, weights)
         case _:
             raise ConfigError(
-                f"model: no such model ({name}). Give one of raylt's own (small, resnet8, ...), torchvision:NAME, "
+                f"model: unknown model ({name}). Give a built-in one (small, resnet8, ...), torchvision:NAME, "
                 "timm:NAME or clip:NAME.",
                 code="config.unknown-name",
                 key="model",
@@ -118,20 +119,20 @@ def library_model(
     except Exception as error:  # libraries raise many types for sizes and arguments that do not fit
         got = f"{shape[0]}x{shape[1]}" if side is None else f"{side}x{side}"
         takes = _side_of(encoder.body)
-        remedy = "Take" if takes is None else f"Set input={takes}, or take"
+        remedy = "Use" if takes is None else f"Set input={takes}, or use"
         arguments = " other arguments," if "," in architecture else ""
         raise ConfigError(
-            f"model: {name} does not take images of {got} ({_shortened(error)}). "
-            f"{remedy} another model,{arguments} or other images (of image files: set data.size)"
-            f"{'; timm: models take arguments, as in timm:NAME,img_size=32' if library == 'timm' else ''}.",
+            f"model: {name} does not accept images of {got} ({_shortened(error)}). "
+            f"{remedy} another model,{arguments} or other images (for image files, set data.size)"
+            f"{'; timm: models accept arguments, such as timm:NAME,img_size=32' if library == 'timm' else ''}.",
             code="model.wrong-input",
             key="model",
             value=name,
         ) from None
     if features.shape != (1, dim):
         raise ConfigError(
-            f"model: the features of {name} have the shape {list(features.shape)[1:]}, [{dim}] is expected. "
-            "Take a model that classifies images.",
+            f"model: the features of {name} have the shape {list(features.shape)[1:]}, expected [{dim}]. "
+            "Use a model that classifies images.",
             code="model.wrong-type",
             key="model",
             value=name,
@@ -140,14 +141,14 @@ def library_model(
 
 
 def _training_of(body: nn.Module) -> dict[str, Any]:
-    """Return what timm knows of the images that a model was trained on; nothing for other models."""
+    """Return timm's description of the images on which a model was trained; {} for other models."""
     return getattr(body, "pretrained_cfg", None) or {}
 
 
 def _side_of(body: nn.Module) -> int | None:
-    """Return the side of the images that a model was made for, if it says so."""
+    """Return the side of the images for which a model was made, or None if the model does not declare it."""
     training = _training_of(body)
-    own: int | None = getattr(body, "image_size", None)  # of torchvision's ViTs
+    own: int | None = getattr(body, "image_size", None)  # attribute of torchvision's ViTs
     return training["input_size"][-1] if "input_size" in training else own
 
 
@@ -156,10 +157,13 @@ def _prepared(
 ) -> PreparedFeatures:
     """Return an encoder that resizes and normalises images.
 
-    Grey images use the mean of the colours' statistics.
+    For grey images, the statistics of the colours are averaged.
 
     Args:
-        statistics: mean and deviation of the colours; None: those that timm has for the model, or else ImageNet's.
+        encoder: the encoder.
+        side: side of the resized images in pixels.
+        channels: number of channels of the images.
+        statistics: mean and deviation of each colour; None: timm's statistics of the model, or else ImageNet's.
     """
     training = _training_of(encoder.body)
     mean = list(statistics or training.get("mean", IMAGENET_MEAN))
@@ -182,7 +186,7 @@ def _torchvision(
         raise ConfigError(
             f"model: torchvision has no classifier {architecture!r} ({name}). "
             f"{did_you_mean(architecture, architectures, 'torchvision:')}"
-            "torchvision.models.list_models(module=torchvision.models) lists those that it has.",
+            "torchvision.models.list_models(module=torchvision.models) lists all.",
             code="config.unknown-name",
             key="model",
             value=name,
@@ -192,7 +196,7 @@ def _torchvision(
     layers = [(path, layer) for path, layer in body.named_modules() if isinstance(layer, nn.Linear)]
     if not layers:
         raise ConfigError(
-            f"model: {name} does not end in a linear layer. Take a model that classifies images.",
+            f"model: {name} does not end in a linear layer. Use a model that classifies images.",
             code="model.wrong-type",
             key="model",
             value=name,
@@ -219,7 +223,7 @@ def _torchvision_state(architecture: str, weights: str) -> dict[str, Tensor]:
 
 
 def _present_name(entry: str) -> str:
-    """Return today's name of an entry. torchvision's files for DenseNets have the names of an old version."""
+    """Return the current name of an entry. torchvision's files for DenseNets have the names of an old version."""
     return re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", entry)
 
 
@@ -229,7 +233,9 @@ def _for_channels(state: dict[str, Tensor], layers: Iterable[str], channels: int
     Weights for three channels are converted; others stay, so that a file for these channels is loaded as it is.
 
     Args:
-        layers: Names of the first convolutions.
+        state: the state dict.
+        layers: names of the first convolutions.
+        channels: number of input channels.
     """
     for layer in layers:
         weight = state.get(f"{layer}.weight")
@@ -271,7 +277,7 @@ def _timm(name: str, architecture: str, shape: tuple[int, int, int], weights: st
         architectures = timm.list_models()
         raise ConfigError(
             f"model: timm has no model {architecture!r} ({name}). "
-            f"{did_you_mean(architecture, architectures, 'timm:')}timm.list_models() lists those that it has.",
+            f"{did_you_mean(architecture, architectures, 'timm:')}timm.list_models() lists all.",
             code="config.unknown-name",
             key="model",
             value=name,
@@ -280,7 +286,7 @@ def _timm(name: str, architecture: str, shape: tuple[int, int, int], weights: st
         body = _timm_untrained(name, architecture, shape[2], options)
     else:
         body = _timm_pretrained(name, architecture, shape[2], weights, options)
-    # some models have a layer between their last feature map and their classifier, which num_features does not count
+    # num_features ignores the layer that some models have between their last feature map and their classifier
     return Features(body), int(getattr(body, "head_hidden_size", None) or body.num_features)  # pyright: ignore
 
 
@@ -288,7 +294,7 @@ def _options(name: str, pairs: list[str]) -> dict[str, Any]:
     """Parse the arguments of timm's `create_model` from a model's name.
 
     Raises:
-        ConfigError: one is not KEY=VALUE, or is decided by the data.
+        ConfigError: an argument is not KEY=VALUE, or other settings determine it.
     """
     options = {}
     for pair in pairs:
@@ -299,9 +305,9 @@ def _options(name: str, pairs: list[str]) -> dict[str, Any]:
             equals = ""
         if not equals or not key.isidentifier() or key in DECIDED:
             raise ConfigError(
-                f"model: cannot be an argument of a timm model ({pair!r} in {name}). Write "
-                "timm:NAME,KEY=VALUE, as in img_size=32; channels, classes and weights follow from the settings, and "
-                "the model must stay a classifier.",
+                f"model: not an allowed argument of a timm model ({pair!r} in {name}). Write timm:NAME,KEY=VALUE, "
+                "such as img_size=32; other settings determine channels, classes and weights, and the model must stay "
+                "a classifier.",
                 code="config.malformed",
                 key="model",
                 value=name,
@@ -319,8 +325,8 @@ def _timm_untrained(name: str, architecture: str, channels: int, options: dict[s
         if options:
             given = ", ".join(f"{key}={value}" for key, value in options.items())
             raise ConfigError(
-                f"model: timm's {architecture} does not take these arguments ({given}: {_shortened(error)}). Leave "
-                "them out, or take another model.",
+                f"model: timm's {architecture} does not accept these arguments ({given}: {_shortened(error)}). Leave "
+                "them out, or use another model.",
                 code="config.conflict",
                 key="model",
                 value=name,
@@ -331,7 +337,7 @@ def _timm_untrained(name: str, architecture: str, channels: int, options: dict[s
         pattern = architecture.partition(".")[0] + "*"
         raise ConfigError(
             f"model: timm cannot build {name} ({_shortened(error)}). timm.list_pretrained({pattern!r}) lists the "
-            "names that it has.",
+            "available names.",
             code="config.unknown-name",
             key="model",
             value=name,
@@ -346,7 +352,7 @@ def _timm_pretrained(name: str, architecture: str, channels: int, weights: str, 
         try:
             with pretrained.hub_errors_only():
                 return timm.create_model(architecture, pretrained=True, num_classes=0, in_chans=channels, **options)
-        except Exception as error:  # no network, or no weights of that name; timm has no error of its own
+        except Exception as error:  # no network, or no weights of this name; timm has no error class for them
             raise ConfigError(
                 f"weights: timm cannot fetch the weights of {name} ({_shortened(error)}). Give a state dict of "
                 f"timm's {architecture} in a file.",
@@ -369,6 +375,6 @@ def _names(layers: str | Sequence[str] | None) -> list[str]:
 
 
 def _shortened(error: Exception) -> str:
-    """Return an error in one line without a full stop. A KeyError has no text but the key."""
+    """Return an error in one line without a full stop. The text of a KeyError is only the key."""
     text = " ".join(str(error).split())[:200].rstrip(".")
     return f"{type(error).__name__} {text}" if isinstance(error, KeyError) else text

@@ -6,9 +6,9 @@
     last:N         the classifier and the last N blocks of the encoder
     lora:R         the classifier and, next to each linear layer and 1x1 convolution, two matrices of rank R
 
-What is frozen is hidden from `state_dict`: it does not travel, is not aggregated, gets no noise and is in no
-checkpoint. Every process builds it again from the same weights. `whole_model` returns a plain model with all entries.
-Every frozen layer stays in evaluation mode, such as BatchNorm, dropout and spectral normalisation.
+Frozen entries are hidden from `state_dict`: they are not sent, not aggregated, get no noise and are in no checkpoint.
+Every process builds them from the same weights. `whole_model` returns a plain model with all entries. Every frozen
+layer stays in evaluation mode, such as BatchNorm, dropout and spectral normalisation.
 """
 
 import copy
@@ -46,11 +46,11 @@ def limit(model: SplitModel, trainable: str) -> SplitModel:
     """Freeze the parts of a new model that `trainable` excludes from training.
 
     Args:
-        model: changed in place.
-        trainable: as `Config.trainable`.
+        model: the model, which is changed in place.
+        trainable: the setting `Config.trainable`.
 
     Raises:
-        ConfigError: the encoder has no such part.
+        ConfigError: the encoder does not have the part that `trainable` names.
     """
     kind, _, number = trainable.partition(":")
     if kind == "all":
@@ -93,8 +93,8 @@ def limit(model: SplitModel, trainable: str) -> SplitModel:
 def blocks_of(encoder: nn.Module) -> list[list[nn.Module]]:
     """Return the blocks of an encoder from input to output, each as a list of modules.
 
-    Sequences are taken apart. A normalisation layer outside of a block belongs to the block before it. Parameters that
-    an encoder holds itself (class tokens, positions) belong to no block.
+    Sequences are flattened. A normalisation layer outside of a block belongs to the previous block. Parameters of the
+    encoder itself (class tokens, positions) belong to no block.
     """
     modules = list(_parts_of(encoder))
     blocks: list[list[nn.Module]] = []
@@ -119,11 +119,11 @@ def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _blocks_of_stage(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a stage, with what stands between them; an empty list for a module that is no stage.
+    """Return the blocks of a stage and the modules between them; an empty list for a module that is not a stage.
 
-    A stage of timm, torchvision or open_clip has its blocks in a container with one of the names `BLOCKS`, or as
-    children with one name and a number, each of several layers. A module with nothing but a list is a stage, too. A
-    module whose container holds single layers is itself a block, and numbered branches are the parallel parts of one.
+    In timm, torchvision and open_clip, the blocks of a stage are in a container with one of the names `BLOCKS`, or are
+    children with the same name and a number. Each block has several layers. A module with only a list is also a stage.
+    A module whose container has single layers is itself a block, and numbered branches are parallel parts of a block.
     """
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
     stacks = {
@@ -143,7 +143,7 @@ def _blocks_of_stage(module: nn.Module) -> list[nn.Module]:
 
 
 def _has_layers(module: nn.Module) -> bool:
-    """Return whether a module has several layers apart from normalisation. A convolution with its own is one layer."""
+    """Return whether a module has several layers. Normalisation layers do not count."""
     layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
     return sum(not _normalises(layer) for layer in layers) > 1
 
@@ -157,7 +157,7 @@ def _normalises(layer: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether all parameters of a module are those of normalisation layers."""
+    """Return whether all parameters of a module belong to normalisation layers."""
     norms = {id(value) for layer in module.modules() if _normalises(layer) for value in layer.parameters()}
     return bool(norms) and all(id(value) in norms for value in module.parameters())
 
@@ -211,7 +211,7 @@ class Hidden:
     """Hook that removes frozen entries from a module's state dict.
 
     Attributes:
-        names: of the frozen entries, below the module that has the hook.
+        names: names of the frozen entries, relative to the module with the hook.
     """
 
     def __init__(self, names: frozenset[str]):
@@ -223,10 +223,10 @@ class Hidden:
 
 
 class Frozen(nn.Module):
-    """A module that is never trained, stays in evaluation mode and is no part of a model's state.
+    """A module that is never trained, stays in evaluation mode and is not part of a model's state.
 
-    The body may have hundreds of layers that nothing changes, while a client with a few images trains for milliseconds.
-    So `modules`, `parameters` and `state_dict` of a model leave the body out, and copies of a model share it.
+    The body may have hundreds of layers that never change, while a client with a few images trains for milliseconds. So
+    `modules`, `parameters` and `state_dict` of a model omit the body, and copies of a model share it.
     """
 
     def __init__(self, body: nn.Module):
@@ -256,7 +256,7 @@ class Frozen(nn.Module):
 class FrozenEncoder(Frozen):
     """An encoder that is never trained.
 
-    It maps images [B, channels, H, W] to features [B, d], and returns features [B, d] that were computed before.
+    It maps images [B, channels, H, W] to features [B, d], and returns precomputed features [B, d] unchanged.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -267,24 +267,26 @@ class FrozenEncoder(Frozen):
 
 
 def layer_remedy(encoder: nn.Module, layers: Sequence[str], give: str = "Give one of") -> str:
-    """Return an error's sentence on what to do about a layer that an encoder does not have.
+    """Return the remedy, as a sentence, for a setting that names a layer which the encoder does not have.
 
     Args:
-        layers: names that could be given.
+        encoder: the encoder.
+        layers: names of the available layers.
+        give: first words of the sentence before the names.
     """
-    if isinstance(encoder, FrozenEncoder) and hasattr(encoder.body, "stage1"):  # as in each of raylt's own models
+    if isinstance(encoder, FrozenEncoder) and hasattr(encoder.body, "stage1"):  # as in all built-in models
         return "A frozen encoder runs as a whole: set trainable to norm, last:N or lora:R."
-    of_a_library = isinstance(encoder, FrozenEncoder)  # it would still lack the layer if it learned
+    of_a_library = isinstance(encoder, FrozenEncoder)  # without freezing, it would not have the layer either
     if of_a_library or not layers:
-        return "Take a model of raylt's own, as small or resnet8."
+        return "Use a built-in model, such as small or resnet8."
     return f"{give}: {', '.join(layers)}."
 
 
 class LowRank(nn.Module):
     """Layer whose weight W has a low-rank update (LoRA; Hu et al., ICLR 2022): W + up @ down, initially up = 0.
 
-    Their scale alpha / r is 1. The entries of `weight` and `bias` keep the names that they have without the matrices.
-    The attribute `weight` is the sum, because some attention modules multiply by it and never call the layer.
+    The scale alpha / r is 1. The entries `weight` and `bias` keep the names of the original layer. The attribute
+    `weight` is the sum, because some attention modules multiply by it and never call the layer.
     """
 
     weight: Tensor
@@ -404,8 +406,8 @@ def trains_on_features(trainable: str, kind: str) -> bool:
     """Return whether clients train on features: the encoder is frozen and gives one feature vector per image.
 
     Args:
-        trainable: `Config.trainable`.
-        kind: of the task, "classification" or "segmentation".
+        trainable: the setting `Config.trainable`.
+        kind: kind of the task, "classification" or "segmentation".
     """
     return trainable == "classifier" and kind == "classification"
 
@@ -413,7 +415,7 @@ def trains_on_features(trainable: str, kind: str) -> bool:
 def whole_model(model: SplitModel) -> SplitModel:
     """Return a plain model with the same logits in evaluation mode, with adapters merged and hooks removed.
 
-    A model without frozen entries is returned as it is.
+    A model without frozen entries is returned unchanged.
     """
     if not any(_hides(module) for module in model.modules()):
         return model

@@ -17,12 +17,13 @@ def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None
     The trial changes the model's gradients and running statistics.
 
     Args:
-        name: of the model, for messages.
+        name: name of the model, for messages.
+        model: the model.
         shape: height, width and channels of an image.
 
     Raises:
         ConfigError: a weight is not float32, entries share memory, a pass fails, or features or logits have another
-            shape than the model announces.
+            shape than the model declares.
     """
     _check_types(name, model)
     _check_memory(name, model)
@@ -38,7 +39,7 @@ def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None
             _check_logits(name, model, model.eval()(x), x)
     except ConfigError:
         raise
-    except Exception as error:  # of the user's code
+    except Exception as error:  # from the user's code
         height, width, channels = shape
         raise ConfigError(
             f"model: {name} cannot be trained on {IMAGES} images [{IMAGES}, {channels}, {height}, {width}] "
@@ -50,9 +51,9 @@ def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None
 
 
 def materialise(model: SplitModel, shape: tuple[int, int, int]) -> None:
-    """Give lazy layers their shapes and weights by a forward pass of blank images.
+    """Initialise the shapes and weights of lazy layers by a forward pass of blank images.
 
-    Weights come from torch's global generator, as those of other layers do.
+    Weights come from torch's global generator, like those of other layers.
     """
     entries = chain(model.parameters(), model.buffers())
     if not any(nn.parameter.is_lazy(entry) for entry in entries):
@@ -78,10 +79,7 @@ def _check_types(name: str, model: SplitModel) -> None:
 
 
 def _check_memory(name: str, model: SplitModel) -> None:
-    """Raise an error if parameters or buffers of a model share memory.
-
-    Clients and files handle each of them separately.
-    """
+    """Raise an error if parameters or buffers of a model share memory, since each is sent and saved separately."""
     owners: dict[int, str] = {}
     for entry, value in model.state_dict().items():
         memory = value.untyped_storage()
@@ -90,8 +88,8 @@ def _check_memory(name: str, model: SplitModel) -> None:
             continue
         problem = f"{other} and {entry} of {name} share" if other != entry else f"elements of {entry} of {name} share"
         raise ConfigError(
-            f"model: {problem} memory, and raylt exchanges and saves each entry for itself. Give each layer a weight "
-            "of its own, or call one layer twice.",
+            f"model: {problem} memory, and raylt exchanges and saves each entry separately. Give each layer its own "
+            "weight, or call one layer twice.",
             code="model.shared-memory",
             key="model",
             value=name,
@@ -115,7 +113,7 @@ def _check_logits(name: str, model: SplitModel, logits: object, x: Tensor) -> No
         raise _wrong_output(name, "classifier", logits, str(expected), "Return one logit for each class")
     if not logits.isfinite().all():
         raise ConfigError(
-            f"model: {name} gives logits that are not finite for pixels in [0, 1). Correct its layers or its initial "
+            f"model: {name} returns logits that are not finite for pixels in [0, 1). Correct its layers or its initial "
             "weights.",
             code="model.wrong-output",
             key="model",
@@ -127,7 +125,7 @@ def _check_logits(name: str, model: SplitModel, logits: object, x: Tensor) -> No
 def _wrong_output(name: str, part: str, output: object, expected: str, remedy: str) -> ConfigError:
     shown = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
     return ConfigError(
-        f"model: the {part} of {name} gives {shown} for {IMAGES} images, {expected} is expected. {remedy}.",
+        f"model: the {part} of {name} returns {shown} for {IMAGES} images, expected {expected}. {remedy}.",
         code="model.wrong-output",
         key="model",
         value=name,

@@ -132,7 +132,7 @@ def test_weights_of_another_model_are_refused_by_their_first_entry(tmp_path, fau
     [
         (b"hello world", "neither torch.save nor safetensors wrote it"),
         (b"", "neither torch.save nor safetensors wrote it"),
-        ([1, 2], "it holds no state dict"),
+        ([1, 2], "it is not a state dict"),
         ({"layer": Path("x")}, r"it holds pathlib\.\w+, and only tensors are loaded"),
     ],
     ids=["text", "empty", "list", "object"],
@@ -159,7 +159,7 @@ def test_weights_inside_a_checkpoint_or_under_a_prefix_are_refused_with_the_reme
     torch.save({f"module.{entry}": value for entry, value in state.items()}, file)
     with refused("model.weights-mismatch", key="weights", value=str(file)) as caught:
         build_model(name, 4, (32, 32, 3), str(file))
-    assert "all its names begin with module., which has to be removed" in str(caught.value)
+    assert "all names in it begin with module., which must be removed" in str(caught.value)
 
 
 QUICK = ("resumed_after_every_step", "keeps_private_entries", "predicts_what_was_judged")

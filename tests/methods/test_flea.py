@@ -226,7 +226,7 @@ def test_layer_that_is_not_there_is_refused(tiny_task, layer):
 def test_models_without_named_stages_are_answered_with_others(tiny_task):
     with refused("model.lacks-layer", ConfigError, key="method.layer") as caught:
         FLea().prepare(tiny_task, configure(), SplitModel(nn.Linear(1, 2), 2, 4))
-    assert "Take a model of raylt's own" in str(caught.value)
+    assert "Use a built-in model" in str(caught.value)
 
 
 def test_layer_says_which_activations_travel(tiny_task, tmp_path):

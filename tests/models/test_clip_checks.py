@@ -15,7 +15,7 @@ from tiny import CPU, configure, make_setup
 from raylt.errors import ConfigError
 from raylt.models import build_model
 from raylt.models.clip import open_teacher
-from raylt.models.clip_checks import LARGEST, MOST_LAYERS, check_image_tower, checked_description
+from raylt.models.clip_checks import MAX_LAYERS, MAX_NUMBER, check_image_tower, checked_description
 
 CONFIG = {"model_cfg": CLIP, "preprocess_cfg": PREPROCESS}
 
@@ -88,7 +88,7 @@ def test_a_file_that_is_no_description_is_refused(folder, content):
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [("model_cfg.text_cfg.vocab_size", LARGEST), ("model_cfg.text_cfg.layers", MOST_LAYERS)],
+    [("model_cfg.text_cfg.vocab_size", MAX_NUMBER), ("model_cfg.text_cfg.layers", MAX_LAYERS)],
 )
 def test_the_largest_numbers_and_the_settings_of_open_clips_own_models_are_kept(place, value):
     described = checked_description(json.dumps(changed(place, value)).encode())
@@ -99,7 +99,7 @@ def test_the_largest_numbers_and_the_settings_of_open_clips_own_models_are_kept(
 
 @pytest.mark.slow
 def test_a_model_larger_than_its_weights_is_refused_before_it_takes_memory(folder):
-    (folder / "open_clip_config.json").write_text(json.dumps(changed("model_cfg.text_cfg.layers", MOST_LAYERS)))
+    (folder / "open_clip_config.json").write_text(json.dumps(changed("model_cfg.text_cfg.layers", MAX_LAYERS)))
     assert "parameters, more than the" in assert_refused(folder)
 
 

@@ -184,8 +184,8 @@ def hooked():
     [
         (with_layer(nn.ReLU()), None),
         (with_layer(nn.GroupNorm(2, 4)), None),
-        (with_layer(nn.BatchNorm2d(4)), "BatchNorm2d of 4 inputs, which is no multiple of 16"),
-        (SplitModel(nn.Flatten(), 9, 3), "Linear of 9 inputs, which is no multiple of 16"),
+        (with_layer(nn.BatchNorm2d(4)), "BatchNorm2d of 4 inputs, which is not a multiple of 16"),
+        (SplitModel(nn.Flatten(), 9, 3), "Linear of 9 inputs, which is not a multiple of 16"),
         (with_layer(nn.Dropout(0.5)), "Dropout"),
         (with_layer(nn.Sigmoid()), "Sigmoid"),
         (with_layer(nn.Softmax2d()), "Softmax2d"),

@@ -353,7 +353,7 @@ def test_a_method_that_acts_inside_the_encoder_asks_for_one_that_is_not_frozen(t
 
 def test_a_frozen_encoder_of_a_library_has_no_layers_to_choose_from():
     body = nn.Sequential(OrderedDict(conv_stem=nn.Conv2d(3, 4, 1), blocks=nn.Flatten()))
-    assert layer_remedy(FrozenEncoder(body), ["conv_stem"]) == "Take a model of raylt's own, as small or resnet8."
+    assert layer_remedy(FrozenEncoder(body), ["conv_stem"]) == "Use a built-in model, such as small or resnet8."
     assert layer_remedy(body, ["conv_stem"]) == "Give one of: conv_stem."
 
 
