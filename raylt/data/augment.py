@@ -1,9 +1,9 @@
 """Random augmentations of whole image batches, drawn separately for each sample, on the device of the images.
 
-Images are [B, H, W, channels] with values 0..255: uint8 in memory, float32 where an augmentation interpolates. Labels
-[B] stay as they are. Label maps uint8 [B, H, W] move with their images, by nearest neighbour, and are VOID outside of
-the image. Each crop has two parts: one draws, the other applies. torchvision's policies `trivial_augment` and
-`auto_augment` (transforms.v2) are applied to each image separately.
+Images are [B, H, W, channels] with values 0..255: uint8 in memory, float32 after an augmentation that interpolates.
+Labels [B] do not change. Label maps uint8 [B, H, W] are moved with their images, by nearest neighbour, and are VOID
+outside of the image. Each crop has two functions: one draws the crops, the other applies them. torchvision's policies
+`trivial_augment` and `auto_augment` (transforms.v2) are applied to each image separately.
 
 Departure: CReFF's code makes one decision per batch.
 """
@@ -32,8 +32,8 @@ def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Compute `(x / 255 - mean) / std` per channel.
 
     Args:
-        x: [B, H, W, channels] in 0..255, uint8 or float32.
-        mean, std: float32 [channels], of values in 0..1.
+        x: images [B, H, W, channels] in 0..255, uint8 or float32.
+        mean, std: mean and standard deviation of pixel values in 0..1, float32 [channels].
 
     Returns:
         float32 [B, channels, H, W] that lies in memory as [B, H, W, channels], which is torch.channels_last.
@@ -45,12 +45,12 @@ def normalise_rows(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Normalise images by `x * scale + shift`, with precomputed constants for each image row.
 
     Args:
-        x: [B, H, W, channels] in 0..255, uint8 or float32.
-        scale: factors of a row, from `row_constants`, float32 [W * channels].
-        shift: as `scale`.
+        x: images [B, H, W, channels] in 0..255, uint8 or float32.
+        scale: factors for a row, from `row_constants`, float32 [W * channels].
+        shift: summands for a row, in the same form.
     """
     values = x.to(torch.float32, memory_format=torch.contiguous_format)
-    # whole image rows times repeated constants, because an inner dimension of 3 is not vectorised
+    # multiply whole image rows by repeated constants, because an inner dimension of 3 is not vectorised
     return torch.addcmul(shift, values.flatten(2), scale).view(x.shape).permute(0, 3, 1, 2)
 
 
@@ -58,9 +58,14 @@ def normalise_rows(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def row_constants(
     mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the scale and shift for `normalise_rows`. Callers must not modify them.
+    """Return the scale and shift for `normalise_rows`, float32 [W * channels] each. Callers must not modify them.
 
-    They are kept, because computing them takes a tenth of a small step's time.
+    They are cached, because computing them takes a tenth of the time of a small step.
+
+    Args:
+        mean, std: mean and standard deviation of pixel values in 0..1, one value per channel.
+        width: width of the images, W.
+        device: device of the images.
     """
     return _row_constants(torch.tensor(mean, device=device), torch.tensor(std, device=device), width)
 
@@ -79,7 +84,7 @@ def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
     Args:
         x: uint8 [B, H, W, channels].
         y: int64 [B], or uint8 [B, H, W].
-        generator: on the device of `x`.
+        generator: random generator on the device of `x`.
 
     Returns:
         uint8 [B, H, W, channels], and the labels in the form they came in.
@@ -89,16 +94,20 @@ def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 
 
 def draw_crops(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw the top left corners of random crops, int64 [B, 2] in 0..8, and the images to mirror, bool [B].
-
-    Corners lie in the padded image.
-    """
+    """Draw the top left corners of random crops in padded images, int64 [B, 2] in 0..8, and mirror flags, bool [B]."""
     offsets = torch.randint(0, 2 * PADDING + 1, (batch, 2), generator=generator, device=generator.device)
     return offsets, _draw_flips(batch, generator)
 
 
 def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor, fill: int = 0) -> Tensor:
-    """Pad `x` with `fill`, crop it at `offsets`, and mirror the images that `flips` selects."""
+    """Pad images with `fill`, crop them to their original size, and mirror some of them.
+
+    Args:
+        x: images or maps [B, H, W, channels].
+        offsets: top left corners of the crops in the padded images, int64 [B, 2].
+        flips: the images to mirror, bool [B].
+        fill: value of the padding.
+    """
     batch, height, width, channels = x.shape
     padded = F.pad(x, (0, 0, PADDING, PADDING, PADDING, PADDING), value=fill)
     tall, wide = padded.shape[1:3]
@@ -118,8 +127,8 @@ def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator, least: f
     Args:
         x: uint8 [B, H, W, channels].
         y: int64 [B], or uint8 [B, H, W].
-        generator: on the device of `x`.
-        least: the smallest share of the area.
+        generator: random generator on the device of `x`.
+        least: smallest fraction of the area that a crop has.
 
     Returns:
         float32 [B, H, W, channels] in 0..255, and the labels in the form they came in.
@@ -134,13 +143,13 @@ def scale_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[T
 
     This is the usual augmentation of street scenes.
 
-    A scaled image that is smaller lies at a random position. Its border pixels are repeated up to the edge, where the
-    map is VOID.
+    An image that is scaled down gets a random position. Its border pixels are repeated up to the edge, and the map is
+    VOID there.
 
     Args:
         x: uint8 [B, H, W, channels].
         y: int64 [B], or uint8 [B, H, W].
-        generator: on the device of `x`.
+        generator: random generator on the device of `x`.
 
     Returns:
         float32 [B, H, W, channels] in 0..255, and the labels in the form they came in.
@@ -156,7 +165,7 @@ def draw_view(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
     Args:
         x: features float32 [B, 1 + k, d], of the image and of its k views.
         y: int64 [B].
-        generator: on the device of `x`.
+        generator: random generator on the device of `x`.
 
     Returns:
         float32 [B, d], and the labels.
@@ -169,7 +178,14 @@ def draw_view(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 def draw_boxes(
     batch: int, size: tuple[int, int], generator: torch.Generator, least: float = 0.64
 ) -> tuple[Tensor, Tensor]:
-    """Draw random crop boxes (top, left, height, width), int64 [B, 4], and the images to mirror, bool [B]."""
+    """Draw random crop boxes (top, left, height, width), int64 [B, 4], and the images to mirror, bool [B].
+
+    Args:
+        batch: number of images, B.
+        size: height and width of the images.
+        generator: random generator on the device of the images.
+        least: smallest fraction of the area that a crop has.
+    """
     area, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
     full = _sides(size, generator.device)
     sides = (full * (least + (1 - least) * area).sqrt()).round()  # [B, 2]
@@ -180,8 +196,14 @@ def draw_boxes(
 def draw_scaled_boxes(batch: int, size: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw crop boxes that scale images by a random factor in 0.5..2, and the images to mirror.
 
+    Args:
+        batch: number of images, B.
+        size: height and width of the images.
+        generator: random generator on the device of the images.
+
     Returns:
-        Parts as top, left, height, width, int64 [B, 4], larger than the image where s < 1; and flips, bool [B].
+        Boxes as (top, left, height, width), int64 [B, 4], larger than the image for factors below 1; and the images to
+        mirror, bool [B].
     """
     scale, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
     full = _sides(size, generator.device)
@@ -191,7 +213,13 @@ def draw_scaled_boxes(batch: int, size: tuple[int, int], generator: torch.Genera
 
 
 def apply_boxes(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """Resize the crops `boxes` of images `x` bilinearly to the image size; mirror the images that `flips` selects."""
+    """Resize crops of images bilinearly to the image size, and mirror some of them.
+
+    Args:
+        x: images [B, H, W, channels].
+        boxes: crops as (top, left, height, width), int64 [B, 4].
+        flips: the images to mirror, bool [B].
+    """
     parts = F.grid_sample(
         x.float().permute(0, 3, 1, 2),
         _grid(x, boxes, flips),
@@ -203,8 +231,14 @@ def apply_boxes(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
 
 
 def apply_boxes_to_maps(maps: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """Crop and resize label maps [B, H, W, 1] by nearest neighbour. Pixels outside the maps become VOID."""
-    # grid_sample fills with 0, so VOID is shifted to 0 and back
+    """Crop and resize label maps by nearest neighbour. Pixels outside the maps become VOID.
+
+    Args:
+        maps: label maps [B, H, W, 1].
+        boxes: crops as (top, left, height, width), int64 [B, 4].
+        flips: the maps to mirror, bool [B].
+    """
+    # grid_sample fills with 0, so shift VOID to 0 and back
     shifted = F.grid_sample(
         maps.permute(0, 3, 1, 2).float() - VOID,
         _grid(maps, boxes, flips),
@@ -227,12 +261,12 @@ def _grid(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
 def cutout(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Blacken a random square of half the side length in each image (DeVries and Taylor, arXiv 2017).
 
-    The square is cut at the image's edge. On CIFAR its side is their 16 pixels.
+    The square is cut off at the image's edge. On CIFAR its side is 16 pixels, as in the paper.
 
     Args:
-        x: [B, H, W, channels].
-        y: int64 [B]; returned as it is.
-        generator: on the device of `x`.
+        x: images [B, H, W, channels].
+        y: labels, int64 [B]; returned unchanged.
+        generator: random generator on the device of `x`.
     """
     batch = len(x)
     sides = x.shape[1:3]
@@ -250,7 +284,7 @@ class EachImage:
     """Wrapper that applies a torchvision transform to every image of a batch separately, as a data loader does.
 
     Attributes:
-        make: returns the transform, a function of uint8 [channels, H, W].
+        make: returns the transform, a function of an image uint8 [channels, H, W].
     """
 
     make: Callable[[], Callable[[Tensor], Tensor]]
@@ -259,9 +293,9 @@ class EachImage:
         """Transform each image of a batch.
 
         Args:
-            x: [B, H, W, channels] in 0..255; floats are rounded.
-            y: returned as it is.
-            generator: on the device of `x`; one of its numbers seeds torchvision's own draws.
+            x: images [B, H, W, channels] in 0..255; floats are rounded.
+            y: labels; returned unchanged.
+            generator: random generator on the device of `x`; one of its numbers seeds torchvision's own draws.
 
         Returns:
             uint8 [B, H, W, channels], and the labels.
@@ -269,7 +303,7 @@ class EachImage:
         transform = self.make()
         images = x if x.dtype == torch.uint8 else x.round().clamp(0, 255).to(torch.uint8)
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):  # training's own draws stay the same
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):  # do not change training's own draws
             torch.manual_seed(seed)
             transformed = [transform(image) for image in images.permute(0, 3, 1, 2)]
         return torch.stack(transformed).permute(0, 2, 3, 1).contiguous(), y
@@ -311,7 +345,7 @@ def moves_pixels(augmentation: Augmentation | None) -> bool:
 
 
 def is_own(augmentation: Augmentation | None) -> bool:
-    """Return whether an augmentation is raylt's own, or consists of such: it draws from its generator alone."""
+    """Return whether an augmentation consists of built-in ones, which draw from their generator alone."""
     return all(step is draw_view or step in AUGMENTATIONS.values() for step in _steps_of(augmentation))
 
 
@@ -320,7 +354,7 @@ def _steps_of(augmentation: Augmentation | None) -> tuple[Augmentation | None, .
 
 
 def _trivial_augment() -> Any:
-    from torchvision.transforms import v2  # slow to import, and most runs need none of it
+    from torchvision.transforms import v2  # imported here because it is slow, and few runs need it
 
     return v2.TrivialAugmentWide()
 
@@ -331,7 +365,7 @@ def _auto_augment() -> Any:
     return v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
 
 
-# Mueller and Hutter (ICCV 2021); Cubuk et al. (CVPR 2019), as searched on CIFAR-10
+# Mueller and Hutter (ICCV 2021); Cubuk et al. (CVPR 2019), with the policy for CIFAR-10
 trivial_augment = EachImage(_trivial_augment)
 auto_augment = EachImage(_auto_augment)
 
@@ -356,7 +390,7 @@ def _moved(y: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
 def _sides(size: tuple[int, int], device: torch.device) -> Tensor:
     """Return the height and width of images as a cached tensor on the device, int64 [2].
 
-    It is cached because the copy makes the host wait for the device.
+    It is cached because the copy synchronises with the device.
     """
     return torch.tensor(size, device=device)
 
@@ -372,7 +406,7 @@ def _steps(n: int, like: Tensor) -> Tensor:
 def _centres(start: Tensor, length: Tensor, side: int) -> Tensor:
     """Return the positions of the centres of `side` new pixels in the old image, in -1..1, float32 [B, side].
 
-    The clamp keeps pixels outside of a part from showing in it, as when a cut-out is resized.
+    The clamp excludes pixels outside of the crop from the interpolation, as if the crop were cut out and then resized.
     """
     steps = torch.arange(side, device=start.device) + 0.5
     inside = (steps * (length[:, None] / side) - 0.5).clamp(min=0)

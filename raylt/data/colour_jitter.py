@@ -1,8 +1,9 @@
 """Augmentation `color_jitter`: random brightness, contrast, saturation and hue of whole image batches.
 
 The draws have the distribution of torchvision's `v2.ColorJitter` (0.4, 0.4, 0.4, 0.1): each image has its own factors
-and its own order of the four operations. The operations are torchvision's, with their rounding, on all images at a time
-that they come to in the same place; one image after the other takes longer than a step of a small network.
+and its own order of the four operations. The operations are torchvision's, with the same rounding. Each is applied at
+once to all images that have it in the same position, because one image after the other takes longer than a step of a
+small network.
 """
 
 from collections.abc import Callable
@@ -10,18 +11,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-STRENGTHS = (0.4, 0.4, 0.4, 0.1)  # for brightness, contrast, saturation and hue; Howard (arXiv 2013)
+# Strengths of brightness, contrast, saturation and hue; Howard (arXiv 2013).
+STRENGTHS = (0.4, 0.4, 0.4, 0.1)
 MIDDLES = (1.0, 1.0, 1.0, 0.0)
-GREY = (0.2989, 0.587, 0.114)  # parts of red, green and blue
+GREY = (0.2989, 0.587, 0.114)  # weights of red, green and blue
 
 
 def color_jitter(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Change the brightness, contrast, saturation and hue of each image randomly, in a random order.
 
     Args:
-        x: [B, H, W, channels] in 0..255, of one channel or three; floats are rounded.
-        y: returned as it is.
-        generator: on the device of `x`.
+        x: images [B, H, W, channels] in 0..255 with one or three channels; floats are rounded.
+        y: labels; returned unchanged.
+        generator: random generator on the device of `x`.
 
     Returns:
         uint8 [B, H, W, channels], and the labels.
@@ -42,7 +44,8 @@ def apply_jitter(x: Tensor, order: Tensor, factors: Tensor) -> Tensor:
     """Apply the colour operations to images [B, H, W, channels] in 0..255; return uint8 of the same shape.
 
     Args:
-        order: numbers of the operations in the order in which each image takes them, int64 [B, 4].
+        x: the images.
+        order: numbers of the operations in the order in which they are applied to each image, int64 [B, 4].
         factors: factors of the operations by number, float32 [B, 4].
     """
     images = x.float().round().clamp(0, 255).permute(0, 3, 1, 2).contiguous()  # whole numbers throughout
@@ -60,12 +63,12 @@ def brightness(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend images with the mean of their grey values. Arguments are those of `brightness`."""
+    """Blend images [n, channels, H, W] with the mean of their grey values, by factors [n, 1, 1, 1]."""
     return _blend(x, _grey(x).mean((1, 2, 3), keepdim=True), factor)
 
 
 def saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend images with their grey values. Arguments are those of `brightness`."""
+    """Blend images [n, channels, H, W] with their grey values, by factors [n, 1, 1, 1]."""
     return x if x.shape[1] == 1 else _blend(x, _grey(x), factor)
 
 
@@ -86,7 +89,7 @@ def hue(x: Tensor, shift: Tensor) -> Tensor:
     sixths = (angle / 6 + shift).remainder(1) * 6
     places = (torch.tensor([5.0, 3.0, 1.0], device=x.device)[:, None, None] + sixths).remainder(6)
     turned = value - span * torch.minimum(places, 4 - places).clamp(0, 1)
-    return (turned * (256 - 1e-3)).floor_()  # torchvision's way from 0..1 to bytes
+    return (turned * (256 - 1e-3)).floor_()  # torchvision's conversion from 0..1 to bytes
 
 
 OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (brightness, contrast, saturation, hue)

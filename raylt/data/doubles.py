@@ -10,14 +10,14 @@ from raylt.data.images.cache import Stored, cut, load, pixel_rows, take
 from raylt.data.sources.arrays import Source
 from raylt.errors import DataError
 
-AT_ONCE = 512  # images that are read together
+CHUNK_SIZE = 512  # images that are read at once
 
 
 def repeated(training: Stored, tests: Stored) -> np.ndarray:
     """Return a mask, bool [n], of the test images that have the same pixels as a training image.
 
-    Images are compared by the hash of their middle row of pixels, and where that agrees by the hash of all pixels. Of
-    images on disk little more than these rows is read.
+    Images are compared by the hash of their middle row of pixels and, if that agrees, by the hash of all pixels. So
+    little more than one row of each image is read from disk.
     """
     rows_of_tests = _row_hashes(tests)
     rows_of_training = _row_hashes(training)
@@ -41,7 +41,7 @@ def without_doubles(source: Source) -> Source:
         kept = np.flatnonzero(~repeated(source.x_train, source.x_test))
         if not len(kept):
             raise DataError(
-                f"data.doubles: every test image of {source.name} is also a training image (drop). Give other test "
+                f"data.doubles: every test image of {source.name} is also a training image (drop). Use other test "
                 "images, or set data.doubles=keep.",
                 code="data.doubles",
                 key="data.doubles",
@@ -69,13 +69,13 @@ def doubles_note(training: Stored, tests: Stored, name: str, refuse: bool) -> li
     """Return a notice with the number of test images that are also training images; empty if there are none.
 
     Args:
-        training: images that clients train on.
-        tests: images that models are judged by.
-        name: of the source.
+        training: images on which clients train.
+        tests: images on which models are evaluated.
+        name: name of the source.
         refuse: whether such images are an error.
 
     Raises:
-        DataError: there are some, and `refuse` is set.
+        DataError: there are such images, and `refuse` is set.
     """
     count = int(repeated(training, tests).sum())
     if not count:
@@ -91,7 +91,7 @@ def doubles_note(training: Stored, tests: Stored, name: str, refuse: bool) -> li
         )
     return [
         f"{count:,} of {len(tests):,} test images are also training images, pixel by pixel, so figures over them are "
-        "too high; data.doubles=drop leaves them out, data.doubles=refuse stops"
+        "too high; data.doubles=drop leaves them out, data.doubles=refuse makes them an error"
     ]
 
 
@@ -143,16 +143,16 @@ def _row_hashes(x: Stored) -> np.ndarray:
     A hash takes 8 bytes, because there may be millions of images.
     """
     parts = [
-        b"".join(_digest(row, 8) for row in pixel_rows(cut(x, start, start + AT_ONCE), x.shape[1] // 2))
-        for start in range(0, len(x), AT_ONCE)
+        b"".join(_digest(row, 8) for row in pixel_rows(cut(x, start, start + CHUNK_SIZE), x.shape[1] // 2))
+        for start in range(0, len(x), CHUNK_SIZE)
     ]
     return np.frombuffer(b"".join(parts), np.uint64)
 
 
 def _hashes(x: Stored, rows: np.ndarray) -> Iterator[bytes]:
     """Yield a hash of all pixels of each image at `rows`."""
-    for start in range(0, len(rows), AT_ONCE):
-        for image in load(take(x, rows[start : start + AT_ONCE])):
+    for start in range(0, len(rows), CHUNK_SIZE):
+        for image in load(take(x, rows[start : start + CHUNK_SIZE])):
             yield _digest(image, 16)
 
 

@@ -36,7 +36,7 @@ _FILE_HASH = TypeAdapter(_FileHash)
 def hash_data(task: Task) -> dict[str, str]:
     """Return the SHA-256 hash of each part of a task, by the part's name, such as `training images`.
 
-    Training images and labels are hashed client by client; validation samples and the server's own come last.
+    Training images and labels are hashed client by client, then the validation samples and the server's own samples.
     """
     training = [*task.shards, *(part for part in (task.validation, task.auxiliary) if part is not None)]
     spec = [task.name, task.kind, list(task.class_names), list(task.shape), list(task.mean), list(task.std)]
@@ -65,7 +65,7 @@ def _hash(parts: Iterable[Stored]) -> str:
 
 
 def _hash_file(file: Path) -> str:
-    """Return the hash of a file of decoded images. It is read only if it has changed."""
+    """Return the hash of a file of decoded images. The file is read only if it has changed."""
     try:
         now = file.stat()
     except OSError as error:

@@ -9,10 +9,10 @@ class Heterogeneity(NamedTuple):
     """Measures of heterogeneity, computed from sample counts per client and class.
 
     Attributes:
-        imbalance: samples of the largest class per sample of the smallest class that has any.
-        sizes: samples of the largest client per sample of the smallest client that has any.
-        distance: total variation distance between a client's class mix and the mix of all, sum_c |p_c - q_c| / 2,
-            averaged over the clients that hold samples; 0 where all are alike, 1 where they share no class.
+        imbalance: ratio of the largest class to the smallest non-empty class.
+        sizes: ratio of the largest client to the smallest non-empty client.
+        distance: total variation distance between a client's class mix and the overall mix, sum_c |p_c - q_c| / 2,
+            averaged over the clients that hold samples; 0 if all mixes are equal, 1 if clients share no class.
         classes: mean number of classes of the clients that hold samples.
     """
 

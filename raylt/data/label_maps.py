@@ -1,13 +1,13 @@
 """Label maps, the labels of segmentation: each pixel has a class, or VOID if it is unlabelled.
 
-One code path serves both problems. Labels are int64 [N], or uint8 maps [N, H, W]. A sample is an image either way:
-clients are weighted by images, and batches count images. Class counts are of images or of pixels. Where a batch is
-made, VOID becomes the index that torch's cross-entropy leaves out. Models give logits [B, C] or [B, C, H, W], and the
-confusion matrix counts images or pixels.
+The same code serves classification and segmentation. Labels are int64 [N], or uint8 maps [N, H, W]. A sample is always
+an image: clients are weighted by images, and batches count images. Class counts are counts of images or pixels. In
+batches, VOID is replaced by the index that torch's cross-entropy ignores. Models return logits [B, C] or [B, C, H, W],
+and the confusion matrix counts images or pixels.
 
-A client may see the classes in its own way: a view [C] gives the class that the client sees in place of each class. Its
-training labels are relabelled by the view, and so are truth and prediction when the client is judged. Where a view only
-removes labels (some classes are VOID to a client), the client is judged on the classes themselves.
+A client may see the classes differently: a view [C] gives the class that the client sees in place of each class. The
+view relabels the client's training labels, and in evaluations both the true and the predicted classes. If a view only
+removes labels (some classes are VOID for a client), the client is evaluated on the classes themselves.
 """
 
 from typing import Literal
@@ -18,16 +18,16 @@ from raylt.data.images.cache import Stored, load, take
 
 Erased = Literal["background", "unlabelled"]
 
-VOID = 255  # a pixel without a class: not trained on and not counted
+VOID = 255  # label of a pixel without a class, which is neither trained on nor counted
 BACKGROUND = "background"
-AT_ONCE = 2**24  # labels counted at a time
+CHUNK_SIZE = 2**24  # labels that are counted at once
 
 
 def class_counts(labels: Stored, classes: int) -> np.ndarray:
     """Count the images or labelled pixels of each class, int64 [C]."""
     per_row = int(np.prod(labels.shape[1:]))
     total = np.zeros(classes, dtype=np.int64)
-    for rows in np.array_split(np.arange(len(labels)), 1 + len(labels) * per_row // AT_ONCE):
+    for rows in np.array_split(np.arange(len(labels)), 1 + len(labels) * per_row // CHUNK_SIZE):
         total += np.bincount(load(take(labels, rows)).ravel(), minlength=classes)[:classes]
     return total
 
@@ -43,7 +43,7 @@ def class_views(clients: int, classes: int, beta: int, erased: Erased = "backgro
     The shape is int64 [K, C + 1] with a background class, otherwise [K, C].
 
     Client k keeps classes k, k + 1, .., k + beta - 1 (modulo C). With `erased="background"` all other classes become
-    one background, class C. With `erased="unlabelled"` they become VOID, and there is no further class (FedSeg; Miao
+    one background, class C. With `erased="unlabelled"` they become VOID, and there is no additional class (FedSeg; Miao
     et al., CVPR 2023).
     """
     views = np.full((clients, classes + 1), classes) if erased == "background" else np.full((clients, classes), VOID)

@@ -1,10 +1,10 @@
 """Augmentation `rand_augment` (Cubuk et al., NeurIPS 2020) of whole image batches.
 
-Each image takes two of torchvision's 14 operations, as with `v2.RandAugment()`: with the same draws, the same strengths
-and, to the bit, the same pixels. There, one image after the other takes longer than a step of a small network. Here an
-operation is applied at once to all images that take it at the same place. Two kinds of operations are looked up in
-tables that torchvision's operation fills once: operations that move pixels by nearest neighbour, in a table of the
-source of each pixel, and operations on each value by itself, in a table of 256 values.
+Two of torchvision's 14 operations are applied to each image, as in `v2.RandAugment()`: with the same draws, the same
+strengths and, to the bit, the same pixels. In torchvision, one image after the other takes longer than a step of a
+small network. Here an operation is applied at once to all images that have it in the same position. Two kinds of
+operations use tables that torchvision's operation fills once: operations that move pixels by nearest neighbour, a table
+with the source of each pixel, and operations on single values, a table of 256 values.
 """
 
 import functools
@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TAKEN = 2  # operations of an image
-BIN, BINS = 9, 31  # of the range of strengths
-# in torchvision's order, by which their numbers are drawn
+TAKEN = 2  # number of operations per image
+BIN, BINS = 9, 31  # chosen bin of the range of strengths, and the number of bins
+# Operations in torchvision's order, which their drawn numbers refer to.
 MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
 BLENDS = ("Brightness", "Color", "Contrast", "Sharpness")
 OPERATIONS = ("Identity", *MOVES, *BLENDS, "Posterize", "Solarize", "AutoContrast", "Equalize")
-SIGNED = (*MOVES, *BLENDS)  # have a negative strength in half of the cases
+SIGNED = (*MOVES, *BLENDS)  # operations whose strength is negative in half of the cases
 BY_VALUE = ("Brightness", "Posterize", "Solarize")
 STRONGEST = {"ShearX": 0.3, "ShearY": 0.3, "Rotate": 30.0} | dict.fromkeys(BLENDS, 0.9)
 
@@ -29,9 +29,9 @@ def rand_augment(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tens
     """Apply two random operations to each image.
 
     Args:
-        x: [B, H, W, channels] in 0..255, of one channel or three; floats are rounded.
-        y: returned as it is.
-        generator: on the device of `x`; one of its numbers seeds the draws.
+        x: images [B, H, W, channels] in 0..255 with one or three channels; floats are rounded.
+        y: labels; returned unchanged.
+        generator: random generator on the device of `x`; one of its numbers seeds the draws.
 
     Returns:
         uint8 [B, H, W, channels], and the labels.
@@ -43,7 +43,7 @@ def draw_operations(batch: int, generator: torch.Generator) -> Tensor:
     """Draw the operations of each image, one image after the other, with the numbers that torchvision would draw.
 
     Returns:
-        Codes of the operations in the order in which an image takes them, int64 [B, 2], on the CPU. A code is twice the
+        Codes of the operations in the order in which they are applied, int64 [B, 2], on the CPU. A code is twice the
         number of an operation, plus 1 if its strength is negative.
     """
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
@@ -60,7 +60,8 @@ def apply_operations(x: Tensor, codes: Tensor) -> Tensor:
     """Apply operations to images [B, H, W, channels] in 0..255; return uint8 of the same shape.
 
     Args:
-        codes: of the operations in the order in which each image takes them, as drawn by `draw_operations`.
+        x: the images.
+        codes: codes of the operations of each image, as drawn by `draw_operations`.
     """
     images = x if x.dtype == torch.uint8 else x.round().clamp(0, 255).to(torch.uint8)
     images = images.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
@@ -76,8 +77,8 @@ def apply_operations(x: Tensor, codes: Tensor) -> Tensor:
 
 
 def operate(images: Tensor, code: int) -> Tensor:
-    """Apply torchvision's operation with this code to images [n, channels, H, W], in RandAugment's strength."""
-    from torchvision.transforms.v2 import functional as tv  # slow to import, and most runs need none of it
+    """Apply torchvision's operation with this code to images [n, channels, H, W], with RandAugment's strength."""
+    from torchvision.transforms.v2 import functional as tv  # imported here because it is slow, and few runs need it
 
     name, height, width = OPERATIONS[code // 2], *images.shape[2:]
     strength = _strength(name, height, width) * (-1 if code % 2 else 1)
@@ -123,8 +124,8 @@ def _grouped(codes: list[int]) -> tuple[dict[int, int], dict[int, int], dict[int
     """Group the images of a batch by the operation that each takes.
 
     Returns:
-        The codes of operations that move pixels, by image; of operations by value, by image; and for each other code,
-        the images that take it.
+        The codes of operations that move pixels, by image; the codes of operations by value, by image; and for each
+        other code, the images that have it.
     """
     moved: dict[int, int] = {}
     mapped: dict[int, int] = {}
@@ -169,7 +170,7 @@ def _sources(height: int, width: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _values(device: torch.device) -> Tensor:
-    """Return the results for the values 0 to 255 of the operations by value, uint8 [codes, 256]; 0 for others."""
+    """Return the results of the operations by value for the values 0 to 255, uint8 [codes, 256]; 0 for others."""
     values = torch.zeros(2 * len(OPERATIONS), 256, dtype=torch.uint8)
     for code in range(len(values)):
         if OPERATIONS[code // 2] in BY_VALUE:

@@ -12,15 +12,15 @@ from raylt.data.label_maps import VOID
 from raylt.data.task import Shard, TaskSpec
 from raylt.tree import view
 
-IGNORED = -100  # the label that torch's cross-entropy leaves out by default
+IGNORED = -100  # the label that torch's cross-entropy ignores by default
 
 
 class Batch(NamedTuple):
     """A batch of normalised samples.
 
     Attributes:
-        x: float32 [B, channels, H, W], or features [B, d].
-        y: int64 [B], or soft labels float32 [B, C], or maps int64 [B, H, W] with IGNORED.
+        x: images float32 [B, channels, H, W], or features [B, d].
+        y: labels int64 [B], soft labels float32 [B, C], or maps int64 [B, H, W] with IGNORED.
         rows: positions in the shard, int64 [B].
     """
 
@@ -33,8 +33,9 @@ class Samples:
     """The images and labels of one client or test set, on one device.
 
     Attributes:
-        x: uint8 [n, H, W, channels]; with a frozen encoder features float32 [n, 1 + k, d], see raylt/core/encoding.py.
-        y: int64 [n], or maps uint8 [n, H, W] with VOID, as the shard's holder sees them.
+        x: images uint8 [n, H, W, channels]; with a frozen encoder features float32 [n, 1 + k, d], see
+            raylt/core/encoding.py.
+        y: labels int64 [n], or maps uint8 [n, H, W] with VOID, as the shard's holder sees them.
         ids: ids of the shard.
         view: the shard's renaming of the classes, int64 [C], or None.
     """
@@ -70,7 +71,13 @@ class Samples:
     def batch(
         self, rows: Tensor, augment: Augmentation | None = None, generator: torch.Generator | None = None
     ) -> Batch:
-        """Return the samples at `rows` (int64 [B], on the device) as a batch, optionally augmented."""
+        """Return some samples as a batch.
+
+        Args:
+            rows: numbers of the samples, int64 [B], on the device.
+            augment: augmentation of the images; by default none.
+            generator: random generator for the augmentation, on the device.
+        """
         x = self.x.index_select(0, rows)
         y = self.y.index_select(0, rows)
         if augment is not None:
@@ -87,6 +94,6 @@ class Samples:
     def in_order(
         self, size: int, augment: Augmentation | None = None, generator: torch.Generator | None = None
     ) -> Iterator[Batch]:
-        """Yield all samples once, in order, in batches of `size`. Used in evaluation and for statistics."""
+        """Yield all samples once, in order, in batches of `size`; for evaluations and statistics. See `batch`."""
         for rows in torch.arange(len(self), device=self.y.device).split(size):
             yield self.batch(rows, augment, generator)

@@ -28,7 +28,7 @@ from raylt.errors import DataError
 from raylt.metrics import GROUPS
 from raylt.typed_json import closed
 
-LONGEST_NAME = 255  # most characters of a class or client name, as many as a folder's name can have
+MAX_NAME = 255  # maximum length of a class or client name, the same as of a folder's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +36,8 @@ class Shard:
     """Images and labels of one client or of the test set.
 
     Args:
-        x: uint8 [n, H, W, channels].
-        y: int64 [n], or label maps uint8 [n, H, W] (raylt/data/label_maps.py).
+        x: images uint8 [n, H, W, channels].
+        y: labels int64 [n], or label maps uint8 [n, H, W] (raylt/data/label_maps.py).
         ids: rows of the source's training set, int64 [n]; None for a test set.
         view: the class that the holder sees in place of each class, int64 [C], or VOID; None if the holder sees the
             classes themselves.
@@ -68,9 +68,9 @@ class Holdings(PerClient[Shard]):
     """The images and labels of all clients, each made on access as a view of one array.
 
     Args:
-        whole: the clients' samples, one client after the other; its view is None.
-        ends: for each client, where its samples end, int64 [K].
-        views: for each client, its view; None if all clients see the classes themselves.
+        whole: the samples of all clients, one client after the other, without a view.
+        ends: for each client, the row at which its samples end, int64 [K].
+        views: the view of each client; None if all clients see the classes themselves.
     """
 
     def __init__(self, whole: Shard, ends: np.ndarray, views: Sequence[np.ndarray | None] | None = None):
@@ -96,9 +96,9 @@ class TaskSpec:
         name: name of the source.
         class_names: C names.
         shape: height, width and channels of an image.
-        mean, std: per channel, of pixels in [0, 1].
+        mean, std: mean and standard deviation per channel, for pixels in [0, 1].
         kind: whether a label is a class or a map of classes.
-        thresholds: training samples, or pixels, per class: classes with fewer than the first are few-shot, those with
+        thresholds: numbers of training samples, or pixels: classes with fewer than the first are few-shot, classes with
             more than the second many-shot.
     """
 
@@ -126,14 +126,14 @@ class Task(TaskSpec):
             "-" for a background class that replaces erased classes.
         shards: training samples of each client; a client may have none.
         test: the balanced test set, or the clients' own test samples, one client after the other.
-        split: the training samples of the source that the shards and the validation set consist of.
-        validation_clients: the client that each validation sample was taken from, int64 [n]; None without a set.
-        validation: a set that is as long-tailed as the shards; None unless `data.validation` asks for it.
+        split: the training samples of the source in the shards and the validation set.
+        validation_clients: the client from which each validation sample was taken, int64 [n]; None without a set.
+        validation: a set that is as long-tailed as the shards; None unless `data.validation` is set.
         client_names: K names; by default the clients' numbers.
-        own_tests: for each client, the rows of `test` that are its own test samples, int64 [n]; None where the data
-            do not record them, or the clients are not the recorded ones.
+        own_tests: for each client, the rows of `test` that are its own test samples, int64 [n]; None if the data do not
+            record them, or the clients are not the recorded ones.
         notes: remarks on the data for the user, in whole sentences.
-        auxiliary: balanced samples that the server itself holds; None unless `data.auxiliary` asks for them.
+        auxiliary: balanced samples of the server itself; None unless `data.auxiliary` is set.
         new_clients: ids of the clients that join only after training, ascending.
     """
 
@@ -197,14 +197,15 @@ def build_task(config: DataConfig, split: Split | None = None, start: Path | Non
     """Open the configured data set, make it long-tailed and partition it over clients.
 
     Args:
+        config: the settings in `data`.
         split: a split to use instead of the one that the configuration describes.
-        start: the folder in which relative paths start; by default the working directory.
+        start: the base folder of relative paths; by default the working directory.
 
     Raises:
-        ConfigError: there is no such source or partition.
-        DataError: the data are missing or malformed, or cannot be split as asked.
+        ConfigError: the source or the partition is unknown.
+        DataError: the data are missing or malformed, or cannot be split as configured.
     """
-    check_partition_exists(config.partition)  # before a large source is read
+    check_partition_exists(config.partition)  # fail before a large source is read
     source = _open(config, start)
     if config.doubles == "drop":
         source = without_doubles(source)
@@ -260,12 +261,13 @@ def _check_lengths(owner: str, names: Sequence[str]) -> None:
 
     Args:
         owner: "class" or "client".
+        names: the names.
     """
     longest = max(names, key=len, default="")
-    if len(longest) > LONGEST_NAME:
+    if len(longest) > MAX_NAME:
         raise DataError(
             f"data.source: a {owner} has a name of {len(longest):,} characters ({longest[:40]!a}...). Give names of at "
-            f"most {LONGEST_NAME} characters.",
+            f"most {MAX_NAME} characters.",
             code="data.bad-name",
             key="data.source",
             value=len(longest),
@@ -273,10 +275,7 @@ def _check_lengths(owner: str, names: Sequence[str]) -> None:
 
 
 def _split_of(source: Source, config: DataConfig, split: Split | None) -> tuple[Split, list[str]]:
-    """Return the split of a task, and a notice if a loaded split contradicts `config`.
-
-    The split is the argument, read from a file or drawn.
-    """
+    """Return the split of a task (given, read from a file, or drawn), and a notice if it contradicts `config`."""
     if split is not None:
         check(split, source, config, "the split of this run")
         return split, []
@@ -349,7 +348,7 @@ def _normalisation(source: Source, split: Split, config: DataConfig) -> tuple[tu
 def _client_counts(shards: Holdings, classes: int) -> np.ndarray:
     """Count the training samples, or labelled pixels, of each client and class, int64 [K, C].
 
-    The classes are those of the client's class mapping.
+    The class mapping of each client is applied first.
     """
     y = shards.whole.y
     if len(y.shape) > 1 or shards.views is not None:
@@ -366,8 +365,8 @@ class JudgedImages(TypedDict):
     """Counts of the test images on which a run is evaluated, and the thresholds that define the class groups.
 
     `groups` has the test images, or labelled pixels, of the many-, medium- and few-shot classes. `own` has each
-    client's own test images, by id; None where the data do not record them. `one_class` names the clients whose figures
-    say nothing, because every image that they are judged by is of one class.
+    client's own test images, by id; None if the data do not record them. `one_class` names the clients whose metrics
+    are meaningless, because all images on which they are evaluated belong to one class.
     """
 
     images: Count
@@ -444,8 +443,8 @@ def outline_of(task: Task) -> TaskOutline:
 def task_from(outline: TaskOutline, split: Split) -> Task:
     """Make a task from an outline and a split, with label counts but without images.
 
-    A function that reads images fails with it. A client's model that follows from its state and its class counts is
-    the same as with the data.
+    Functions that read images fail with it. A client's model that depends only on its state and its class counts is the
+    same as with the data.
     """
     height, width, channels = outline["shape"]
     counts = np.array(outline["client_counts"], dtype=np.int64)

@@ -82,7 +82,7 @@ def test_files_that_are_no_images_are_all_named(raylt, personal, images):
     Path("text.png").write_text("no image")
     refused(
         raylt("predict", personal, "text.png", images[0], "gone.png", "--client", "wien"),
-        "2 images cannot be decoded: text.png (it is none, or of a kind that is not read); gone.png (No such file "
+        "2 images cannot be decoded: text.png (not an image, or of an unsupported format); gone.png (No such file "
         "or directory). Replace or remove them.\n",
     )
     shutil.copy(images[0], "other.txt")

@@ -8,7 +8,7 @@ from PIL import Image
 from refusals import refused
 
 from raylt.config import DataConfig
-from raylt.data.doubles import AT_ONCE, repeated, without_doubles
+from raylt.data.doubles import CHUNK_SIZE, repeated, without_doubles
 from raylt.data.images.cache import Mapped, cut, load
 from raylt.data.sources.sources import open_source
 from raylt.data.splits.draw import draw
@@ -100,16 +100,17 @@ def test_of_a_folder_with_every_photo_twice_one_copy_is_kept(pictures, tmp_path)
 
 
 def test_copies_are_found_across_many_images(tmp_path):
-    images = np.random.default_rng(0).integers(0, 256, (3 * AT_ONCE, 4, 4, 3), dtype=np.uint8)
-    images[2 * AT_ONCE + 1] = images[1]
+    images = np.random.default_rng(0).integers(0, 256, (3 * CHUNK_SIZE, 4, 4, 3), dtype=np.uint8)
+    images[2 * CHUNK_SIZE + 1] = images[1]
     path = tmp_path / "images.npy"
     np.save(path, images)
     for x in (images, Mapped(str(path), np.arange(len(images)))):
-        assert np.flatnonzero(repeated(cut(x, 0, AT_ONCE), cut(x, AT_ONCE, len(images)))).tolist() == [AT_ONCE + 1]
+        doubles = np.flatnonzero(repeated(cut(x, 0, CHUNK_SIZE), cut(x, CHUNK_SIZE, len(images))))
+        assert doubles.tolist() == [CHUNK_SIZE + 1]
 
 
 def test_more_copies_than_are_read_at_once_are_all_found():
-    images = np.random.default_rng(0).integers(0, 256, (AT_ONCE + 90, 4, 4, 1), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (CHUNK_SIZE + 90, 4, 4, 1), dtype=np.uint8)
     assert repeated(images, images[::-1]).all()
 
 

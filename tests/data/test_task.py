@@ -232,8 +232,8 @@ def test_an_imported_split_must_fit_the_source_and_the_clients(task, tmp_path, l
 @pytest.mark.parametrize(
     ("partition", "beta", "message"),
     [
-        ("iid", 2, "beta belongs to partition classes alone"),
-        ("classes", None, "beta belongs to partition classes alone"),
+        ("iid", 2, "beta is only for partition classes"),
+        ("classes", None, "beta is only for partition classes"),
         ("classes", 2, "beta needs label maps"),
     ],
 )

@@ -21,11 +21,11 @@ from raylt.store import Folder
 class Mapped:
     """Selected rows of a memory-mapped array of decoded images or label maps.
 
-    It pickles as a path and row numbers, so every process copies its own rows and no image travels.
+    It is pickled as a path and row numbers, so every process reads its own rows and no image is sent.
 
     Args:
         path: absolute path of a .npy that every node can read: images uint8 [N, H, W, channels] or maps [N, H, W].
-        rows: int64 [n].
+        rows: numbers of the rows, int64 [n].
     """
 
     path: str
@@ -91,11 +91,11 @@ class Cache(NamedTuple):
     """Description of a cache of decoded images, as `raylt data --cache` lists it.
 
     Attributes:
-        name: name of its folder.
-        of: the folder of images, or the data set, that it was made from.
+        name: name of the cache's folder.
+        of: the folder of images or the data set from which the cache was made.
         images: number of images; None if the cache is unfinished or was made by an older raylt.
-        side: side of the images in pixels; None as `images`.
-        size: bytes on the disk.
+        side: side of the images in pixels; None in the same cases.
+        size: size on disk in bytes.
         made: date of the last write.
     """
 
@@ -144,7 +144,7 @@ def clear(root: Path, name: str) -> list[Cache]:
         The removed caches.
 
     Raises:
-        ConfigError: there is no cache of this name, or a process is writing it.
+        ConfigError: no cache has this name, or a process is writing it.
     """
     chosen = [cache for cache in caches(root) if name in (cache.name, "all")]
     parent = root.expanduser() / "cache"
@@ -164,7 +164,7 @@ def clear(root: Path, name: str) -> list[Cache]:
 def _remove(folder: Folder, name: str) -> None:
     """Delete a cache, unless a process is writing it.
 
-    The folder is renamed under its lock, so a process that waits for the lock finds out that the cache is gone.
+    The folder is renamed under its lock, so a process that waits for the lock notices that the cache is gone.
     """
     with folder.inner(name) as inner:
         lock = inner.lock("lock")

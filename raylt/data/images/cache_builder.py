@@ -1,12 +1,12 @@
 """Builds caches of decoded images: one array on disk from many small image files.
 
 Decoding runs in parallel, with a progress bar, once for all processes. A second call continues where a killed one
-ended. A cache is a folder `NAME-HASH` under data.root/cache, whose hash covers everything that it was made from:
+ended. A cache is a folder `NAME-HASH` under data.root/cache. The hash covers everything from which the cache was made:
 
     images.npy       uint8 [N, H, W, channels]
-    about.json       a description for people
-    images.bad.json  the rows that could not be decoded, with the reason; absent where all could
-    images.partial, images.state    while it is being made: the array, and the state of each row
+    about.json       a description for users
+    images.bad.json  the rows that could not be decoded, with the reason; absent if all rows could be decoded
+    images.partial, images.state    during decoding: the array, and the state of each row
 """
 
 import hashlib
@@ -36,11 +36,11 @@ from raylt.machine import cores
 from raylt.store import Folder, folder_for
 
 ABOUT = "about.json"
-AT_ONCE = 512  # rows between two writes of the state
-SHARE = 64  # rows that are decoded in one call: sending a single row takes as long as half its decoding
-SHARE_BYTES = 2**22  # most bytes of contents in a call; above that it has fewer rows
-WORTH_S = 1.0  # seconds of decoding that justify a process: its start takes a fifth of that
-WRITTEN = 2**19  # bytes per write: a write for each small image takes a twentieth of its decoding
+ROWS_PER_SAVE = 512  # rows between two writes of the state
+SHARE = 64  # rows per call, since sending a single row takes half as long as decoding it
+SHARE_BYTES = 2**22  # limit on the bytes of contents in a call, which may then have fewer rows
+WORTH_S = 1.0  # seconds of decoding that justify a process, whose start takes a fifth of a second
+WRITE_BYTES = 2**19  # bytes per write; a write for each small image would take a twentieth of the decoding time
 GONE, COLOUR, GREY, BAD = range(4)  # states of a row
 _BAD = TypeAdapter(dict[Annotated[str, Field(pattern="^[0-9]{1,15}$")], str])
 
@@ -67,19 +67,19 @@ def pack(
         path: path of the array.
         shape: shape of the array, [N, ...].
         given: row -> input of `decode`: a path, a content, an array; called in this process.
-        decode: row, input -> uint8 of a row's shape. It is called in other processes where there are many rows, so it
-            must pickle. A DataError of `given` or `decode` is kept as the row's reason.
+        decode: row, input -> uint8 of a row's shape. It is called in other processes if there are many rows, so it must
+            be picklable. A DataError of `given` or `decode` is kept as the row's reason.
         about: description of the cache.
         grey: turn an array of [N, H, W, 3] into [N, H, W, 1] if all rows are grey; `decode` may then return rows of
             one channel.
-        whole: leave the cache unfinished if a row cannot be decoded; the next call tries these rows again.
+        whole: leave the cache unfinished if a row cannot be decoded; the next call retries these rows.
 
     Returns:
         The rows that could not be decoded, with the reason.
 
     Raises:
         DataError: the array does not fit on the disk.
-        RayltError: a process that decoded died; a second call continues where this one ended.
+        RayltError: a decoding process died; a second call continues where this one ended.
     """
     with folder_for(path.parent) as folder:
         with unfinished(folder, path) as missing:
@@ -90,7 +90,11 @@ def pack(
 
 @contextmanager
 def unfinished(folder: Folder, path: Path) -> Iterator[bool]:
-    """Yield whether an array is missing, and lock it against other processes until the block ends."""
+    """Yield whether an array is missing, and lock it against other processes until the block ends.
+
+    Raises:
+        DataError: another process removed the cache in the meantime.
+    """
     if path.exists():
         yield False
         return
@@ -164,11 +168,13 @@ def append(
 ) -> dict[int, str]:
     """Make a cache array from rows that arrive in order, without knowing the number of rows in advance.
 
-    The caller has the folder's lock. A process that was killed starts again with the first row.
+    The caller has the folder's lock. After a killed process, the next one starts again with the first row.
 
     Args:
         folder: the folder of `path`.
+        path: path of the array.
         row: shape of a row.
+        parts: the rows in order.
         about: number of rows -> description of the cache; called after the last row, before the cache is finished.
         grey, whole: see `pack`.
 
@@ -224,13 +230,13 @@ def _finish(
 class Filling:
     """The function and settings that decode rows of a cache array.
 
-    This module is light to import in processes that only decode.
+    It is defined in this module because the module is light to import in processes that only decode.
 
     Args:
         decode: row, input -> uint8 of a row's shape.
         shape: shape of the array, [N, ...].
-        start: bytes of the file before its first row.
-        grey: `decode` may return rows of one channel where the array has three.
+        start: number of bytes in the file before its first row.
+        grey: whether `decode` may return rows of one channel for an array of three.
     """
 
     decode: Decode
@@ -243,7 +249,8 @@ class Filling:
 
         Args:
             handle: handle of the file in this process.
-            given: input of each row, or the DataError that its making raised.
+            rows: numbers of the rows.
+            given: input of each row, or the DataError that was raised instead.
 
         Returns:
             COLOUR, GREY or BAD for each row, and the reasons of the bad rows.
@@ -251,7 +258,7 @@ class Filling:
         states = []
         reasons = {}
         size = math.prod(self.shape[1:])
-        for run in _runs(rows, max(1, WRITTEN // size)):
+        for run in _runs(rows, max(1, WRITE_BYTES // size)):
             pixels = np.zeros((len(run), *self.shape[1:]), np.uint8)
             for position, index in enumerate(run):
                 try:
@@ -357,10 +364,10 @@ class _Build:
                         reasons |= bad
                         advance(len(rows))
                         unwritten += len(rows)
-                        if unwritten >= AT_ONCE:
+                        if unwritten >= ROWS_PER_SAVE:
                             self._write_states(stream)
                             unwritten = 0
-            finally:  # also after an interrupt
+            finally:  # save the state even after an interrupt
                 if unwritten:
                     self._write_states(stream)
         return reasons
@@ -388,7 +395,7 @@ class _Build:
             yield share.rows, *filled
             left -= len(share.rows)
             workers = min(most, int(seconds / len(share.rows) * left / WORTH_S))
-            if workers > 1 and not first:  # the first call waits for imports
+            if workers > 1 and not first:  # do not measure the first call, which also imports modules
                 yield from self._in_processes(workers, handle, shares, len(todo))
 
     def _in_processes(
@@ -437,7 +444,7 @@ def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
 
     with warnings.catch_warnings(), Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         warnings.simplefilter("ignore", DecompressionBombWarning)  # decoding.PIXELS is the limit
-        warnings.filterwarnings("ignore", module="PIL")  # images that cannot be decoded are reported all together
+        warnings.filterwarnings("ignore", module="PIL")  # undecodable images are reported together at the end
         task = progress.add_task("decoding images" if total is None else f"decoding {total} images", total=total)
         yield lambda done: progress.advance(task, done)
 
@@ -460,7 +467,7 @@ def _array(path: Path, shape: tuple[int, ...]) -> Iterator[BinaryIO]:
     free = shutil.disk_usage(path.parent).free
     if size - existing > free:
         raise DataError(
-            f"data.size: the cache of {shape[0]} images takes {size / 1e9:.1f} GB, {free / 1e9:.1f} are free in "
+            f"data.size: the cache of {shape[0]} images takes {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in "
             f"{path.parent} ({shape[1]}). Lower data.size, or move data.root.",
             code="disk.full",
             key="data.size",
@@ -475,10 +482,10 @@ def _array(path: Path, shape: tuple[int, ...]) -> Iterator[BinaryIO]:
                 os.posix_fallocate(stream.fileno(), 0, size)
             except OSError as error:
                 if error.errno in FULL:
-                    if existing != size:  # it holds no decoded row
+                    if existing != size:  # the file has no decoded row
                         path.unlink()
                     raise
-                # other errors: not every file system can allocate
+                # ignore other errors: not every file system can allocate space
         stream.flush()
         yield stream
 
@@ -491,8 +498,8 @@ def _drop_channels(path: Path, shape: tuple[int, ...]) -> None:
         try:
             with narrow.open("wb") as stream:
                 stream.write(_header((*shape[:-1], 1)))
-                for row in range(0, shape[0], AT_ONCE):
-                    stream.write(before[row : row + AT_ONCE, ..., :1].tobytes())
+                for row in range(0, shape[0], ROWS_PER_SAVE):
+                    stream.write(before[row : row + ROWS_PER_SAVE, ..., :1].tobytes())
         except BaseException:
             narrow.unlink(missing_ok=True)
             raise

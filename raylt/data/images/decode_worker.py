@@ -2,8 +2,8 @@
 
 The command is `python -m raylt.data.images.decode_worker HANDLE`.
 
-It receives calls as pickles over the socket that it inherits, and sends the results back. When the other end is closed,
-as when the process that started it dies in any way, it ends at once, in the middle of an image.
+It receives calls as pickles over an inherited socket, and sends the results back. When the other end is closed, for
+example because the parent process died, the process ends at once, even in the middle of an image.
 """
 
 import os
@@ -22,7 +22,7 @@ def main() -> None:
     channel = Connection(int(sys.argv[1]))
     letters: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(channel, letters), daemon=True).start()
-    warnings.simplefilter("ignore")  # the process that started this one reports all damaged images together
+    warnings.simplefilter("ignore")  # the parent process reports all damaged images together
     while True:
         try:
             function, *arguments = pickle.loads(letters.get())

@@ -1,4 +1,4 @@
-"""Decoders of image files and npz archives. They check the claimed sizes before they allocate memory."""
+"""Decoders of image files and npz archives. They check the declared sizes before they allocate memory."""
 
 import errno
 import io
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
-PIXELS = 2**27  # most pixels of one image; the largest photographs have half of that
+PIXELS = 2**27  # maximum number of pixels of an image; the largest photographs have half as many
 Fit = Literal["crop", "pad"]
 TURNING = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # PIL's names of metadata that may rotate
-WHOLE = 2**24  # largest file that is read at once, because PIL reads a few bytes forty times
-DEFLATED = 1040  # largest compression ratio of deflate
+READ_AT_ONCE = 2**24  # files up to this size are read at once, because PIL reads a few bytes forty times
+MAX_DEFLATE_RATIO = 1040  # maximum compression ratio of deflate
 
 
-# errors that say nothing about a file: with data.bad=skip it must not be left out for them
+# Errors of the machine, not of a file: data.bad=skip must not skip a file because of them.
 OF_THE_MACHINE = {
     errno.EIO,
     errno.EMFILE,
@@ -71,7 +71,7 @@ def open_image(file: Path) -> "Image.Image":
 
     Raises:
         Undecodable: the file cannot be decoded, has a format that is not in FORMATS, or more than PIXELS pixels.
-        RayltError: this machine cannot read the file at present, for a cause that is not in the file.
+        RayltError: this machine cannot read the file at present, for a reason that is not in the file.
     """
     with _image(file) as image:
         image.load()
@@ -84,10 +84,11 @@ def flat_image(file: Path | str | bytes, depth: int | None = None) -> "Image.Ima
     `eight_bits` scales greys of more than 8 bits.
 
     Args:
+        file: path or content.
         depth: `data.depth`.
 
     Raises:
-        Undecodable: see `open_image`; or a grey lies beyond the depth.
+        Undecodable: see `open_image`; or a grey level exceeds the depth.
     """
     with _image(file) as image:
         depth = _depth_in(image, depth)
@@ -104,13 +105,14 @@ def fitted_image(
 ) -> np.ndarray:
     """Decode an image file and fit it to `size`, with the orientation and colours that an image viewer shows.
 
-    The image is rotated as its EXIF says and put on white where it is transparent. An animation gives its first
-    picture. Greys of more than 8 bits are scaled alike in all files of a kind, see `eight_bits`.
+    The image is rotated according to its EXIF data, and transparent pixels are blended with white. Of an animation, the
+    first frame is used. Greys of more than 8 bits are scaled equally in all files of the same type, see `eight_bits`.
 
     Args:
         file: path or content.
+        size: side of the result in pixels.
         channels: 1 for grey, 3 for RGB; None: 1 for a file without colour, otherwise 3.
-        fit: crop resizes the shorter side and keeps the centre; pad resizes the longer side and adds black.
+        fit: "crop" resizes the shorter side and keeps the centre; "pad" resizes the longer side and adds black.
         depth: `data.depth`.
 
     Returns:
@@ -127,7 +129,7 @@ def fitted_image(
         flat = _flat(_upright(image), depth)
         mode = flat.mode if channels is None else "L" if channels == 1 else "RGB"
         flat = flat if flat.mode == mode else flat.convert(mode)
-        if fit == "pad" and 2 * size * min(flat.size) < max(flat.size):  # padding would leave no pixel of it
+        if fit == "pad" and 2 * size * min(flat.size) < max(flat.size):  # the shorter side would round to 0 pixels
             sides = [max(1, round(side * size / max(flat.size))) for side in flat.size]
             flat = flat.resize(sides, Image.Resampling.BILINEAR)
         fitted = (ImageOps.fit if fit == "crop" else ImageOps.pad)(flat, (size, size), Image.Resampling.BILINEAR)
@@ -158,13 +160,16 @@ ArrayHeaders = dict[str, tuple[tuple[int, ...], np.dtype]]  # shape and type by 
 def read_npz(
     path: Path, keys: Sequence[str], check: Callable[[ArrayHeaders], None] | None = None
 ) -> dict[str, np.ndarray]:
-    """Read the arrays with the given names from an npz file. Names that the file lacks are skipped.
+    """Read the arrays with the given names from an npz file. Names that are not in the file are skipped.
 
     Args:
-        check: called with the shapes and types before an array takes memory; raises a ValueError where one is wrong.
+        path: path of the file.
+        keys: names of the arrays.
+        check: called with the shapes and types before any array is loaded; raises a ValueError if one is wrong.
 
     Raises:
-        DataError: the file is no npz file, is damaged, or claims more than it can hold or this machine's memory.
+        DataError: the file is not an npz file, is damaged, or declares more bytes than the archive can contain or this
+            machine's memory can hold.
     """
     try:
         with _opened(path) as stream:
@@ -191,7 +196,7 @@ def _upright(image: "Image.Image") -> "Image.Image":
 
     image.load()
     if image.format == "TIFF" or not image.info.keys().isdisjoint(TURNING):
-        with suppress(Exception):  # the image may be intact although its EXIF is damaged
+        with suppress(Exception):  # the image may be intact even if its EXIF data is damaged
             ImageOps.exif_transpose(image, in_place=True)
     return image
 
@@ -205,7 +210,7 @@ def _flat(image: "Image.Image", depth: int | None) -> "Image.Image":
         return image
     if image.mode[0] in "IF":
         return Image.fromarray(eight_bits(np.asarray(image), depth, _bits_of(image)))
-    if image.mode == "RGB" and max(image.info["transparency"]) > 255:  # 16 bits, and pixels keep the upper 8
+    if image.mode == "RGB" and max(image.info["transparency"]) > 255:  # 16 bits, while pixels keep the upper 8
         image.info["transparency"] = tuple(level >> 8 for level in image.info["transparency"])
     if image.mode in ("1", "L", "LA", "La"):
         image = image.convert("LA")
@@ -223,32 +228,32 @@ def _flat(image: "Image.Image", depth: int | None) -> "Image.Image":
 def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -> np.ndarray:
     """Scale greys of more than 8 bits to uint8. The white level does not depend on the image.
 
-    White is 2^depth - 1. Without a depth it follows from the type: 1 for floats, 2^bits - 1 for integers of up to 16
-    bits. Integers of 32 bits and more need a depth, because their own full scale would turn most data black.
+    White is 2^depth - 1. Without a depth it depends on the type: 1 for floats, 2^bits - 1 for integers of up to 16
+    bits. Integers of 32 bits and more need a depth, because their full scale would turn most data black.
 
     Args:
-        pixels: any shape and numeric type.
+        pixels: array of any shape and numeric type.
         depth: `data.depth`.
-        bits: bits of the integers; by default those of the type.
+        bits: number of bits of the integers; by default that of the type.
 
     Returns:
         uint8 of the same shape.
 
     Raises:
-        ValueError: a value is negative, beyond white or no number; or the integers need a depth.
+        ValueError: a value is negative, NaN or greater than white, or the integers need a depth.
     """
     bits = (8 * pixels.dtype.itemsize - (pixels.dtype.kind == "i")) if bits is None else bits
     low = float(pixels.min())
     high = float(pixels.max())
     if depth is None and pixels.dtype.kind != "f" and bits > 16 and low >= 0:
         raise ValueError(
-            "a type of more than 16 bits, which has no usual full scale: set data.depth to the bits of an image"
+            "a type of more than 16 bits, which has no usual full scale: set data.depth to the bits of a pixel"
         )
     full_scale = 1.0 if pixels.dtype.kind == "f" else float(2**bits - 1)
     white = full_scale if depth is None else float(2**depth - 1)
     if not 0 <= low <= high <= white:
         raise ValueError(
-            f"greys from {low:g} to {high:g}, outside of 0..{white:g}: set data.depth to the bits of an image"
+            f"greys from {low:g} to {high:g}, outside of 0..{white:g}: set data.depth to the bits of a pixel"
         )
     return (pixels * (255 / white) + 0.5).astype(np.uint8)
 
@@ -283,11 +288,11 @@ def _depth_in(image: "Image.Image", depth: int | None) -> int | None:
         return None
     for tile in getattr(image, "tile", ()):
         arguments = [*tile[3]] if isinstance(tile[3], tuple) else [tile[3]]
-        scaled = tile[0] == "ppm" and arguments[1] > 255  # Pillow makes the largest value of the file's header 65535
+        scaled = tile[0] == "ppm" and arguments[1] > 255  # Pillow scales the maximum in the file's header to 65535
         if scaled and image.mode == "I":
             return 16
         if image.mode[0] not in "IF" and (scaled or ";16" in str(arguments[0])):
-            raise ValueError("its colours or its transparency have 16 bits, and data.depth scales greys alone")
+            raise ValueError("its colours or its transparency have 16 bits, and data.depth scales only greys")
     return depth
 
 
@@ -306,7 +311,7 @@ def _image(file: Path | str | bytes) -> "Iterator[Image.Image]":
         name = "an image without a file" if isinstance(file, bytes) else shown_name(file)
         if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
             raise RayltError(
-                f"{name}: cannot be read at present ({error.strerror}). Mend this, and run the command again.",
+                f"{name}: cannot be read at present ({error.strerror}). Fix this, and run the command again.",
                 code="file.unreadable",
                 path=name,
                 cause=error.strerror,
@@ -326,7 +331,7 @@ def _cause(error: Exception) -> str:
     from PIL import UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):
-        return "it is none, or of a kind that is not read"
+        return "not an image, or of an unsupported format"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return " ".join(str(error).split())
@@ -336,7 +341,7 @@ def _cause(error: Exception) -> str:
 def _opened(file: Path | str | bytes) -> Iterator[BinaryIO]:
     """Open a regular file, or content that is already in memory, as a binary stream.
 
-    Links are followed, because many data sets consist of them. A FIFO is not waited for.
+    Links are followed, because many data sets consist of them. Opening a FIFO does not block.
     """
     if isinstance(file, bytes):
         yield io.BytesIO(file)
@@ -348,7 +353,7 @@ def _opened(file: Path | str | bytes) -> Iterator[BinaryIO]:
             raise ValueError("is not a plain file")
         if not status.st_size:
             raise ValueError("is empty")
-        if status.st_size <= WHOLE:
+        if status.st_size <= READ_AT_ONCE:
             yield io.BytesIO(_content(handle, status.st_size))
         else:
             with os.fdopen(handle, "rb", closefd=False) as stream:
@@ -368,13 +373,13 @@ def _content(handle: int, size: int) -> bytes:
 
 
 def _check_sizes(stream: BinaryIO, keys: Sequence[str]) -> ArrayHeaders:
-    """Raise an error if arrays in an archive claim more bytes than the archive can hold or than the memory has.
+    """Raise an error if arrays declare more bytes than the archive can contain or the machine's memory can hold.
 
     Returns:
         The shape and type of each array.
 
     Raises:
-        ValueError: they do.
+        ValueError: a declared size is too large.
     """
     needed = 0
     headers: ArrayHeaders = {}
@@ -385,9 +390,9 @@ def _check_sizes(stream: BinaryIO, keys: Sequence[str]) -> ArrayHeaders:
             with archive.open(entry) as member:
                 shape, dtype = _header(member)
             size = math.prod(shape) * dtype.itemsize
-            if size > entry.file_size or entry.file_size > DEFLATED * (entry.compress_size + 64):
+            if size > entry.file_size or entry.file_size > MAX_DEFLATE_RATIO * (entry.compress_size + 64):
                 raise ValueError(
-                    f"{entry.filename} claims {size:,} bytes and has {entry.compress_size:,} in the archive"
+                    f"{entry.filename} declares {size:,} bytes and has {entry.compress_size:,} in the archive"
                 )
             needed += size
             headers[entry.filename.removesuffix(".npy")] = shape, dtype

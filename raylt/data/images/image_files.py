@@ -27,7 +27,7 @@ SUFFIXES = {
     ".webp",
 }
 SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
-DEEPEST = 4  # levels of folders that are searched
+MAX_DEPTH = 4  # levels of folders that are searched
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Listing:
 def list_images(folder: Path) -> Listing:
     """List the image files below a folder, recognised by suffix or by the first bytes of their content.
 
-    A hidden file (its name begins with a dot) is no image. Links are followed, except to a folder above them.
+    Hidden files, whose names begin with a dot, do not count. Links are followed, except to a folder above them.
 
     Raises:
-        DataError: a folder cannot be read, or lies deeper than the images of any layout.
+        DataError: a folder cannot be read, or is nested more deeply than any layout allows.
     """
     search = _Search(folder)
     search.look(PurePosixPath(), frozenset())
@@ -109,10 +109,10 @@ class _Search:
             self.ignored["links to a folder above"] += 1
         elif inner.name[0] == ".":
             self.hidden.append(str(inner))
-        elif len(inner.parts) > DEEPEST:
+        elif len(inner.parts) > MAX_DEPTH:
             raise DataError(
-                f"{shown_name(self.folder / inner)}: the folder lies deeper below {shown_name(self.folder)} than "
-                "images do. Move it up, or out of there.",
+                f"{shown_name(self.folder / inner)}: the folder is nested more deeply below {shown_name(self.folder)} "
+                "than images may be. Move it up or elsewhere.",
                 code="data.wrong-layout",
                 path=shown_name(self.folder / inner),
             )
@@ -144,16 +144,14 @@ def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
 
 
 def plain_name(folder: Path, name: str) -> str:
-    """Return a folder's name as a class or client name, in Unicode's composed form.
-
-    The form is the same on every system.
+    """Return a folder's name as a class or client name, in Unicode's composed form, which is the same on every system.
 
     Raises:
         DataError: the name has characters that cannot be printed.
     """
     name = unicodedata.normalize("NFC", name)
     if not name.isprintable():
-        encoding = sys.getfilesystemencoding()  # of the locale, which may be older than the folder
+        encoding = sys.getfilesystemencoding()  # the locale's encoding, which may differ from the folder's
         remedy = "Rename it" if encoding == "utf-8" else f"Set PYTHONUTF8=1, since names are read as {encoding}"
         raise DataError(
             f"{folder}: the name of a folder has characters that cannot be printed ({name!a}). {remedy}.",
@@ -175,7 +173,7 @@ def shown_name(path: str | os.PathLike[str]) -> str:
 def _is_image(path: Path) -> bool:
     if path.suffix.lower() in SUFFIXES:
         return True
-    try:  # O_NONBLOCK: a FIFO is not waited for
+    try:  # O_NONBLOCK: do not block on a FIFO
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False

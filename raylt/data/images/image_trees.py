@@ -14,8 +14,8 @@ from raylt.data.images.decoding import Fit, Fitted, is_deep
 from raylt.data.images.image_files import shown_name
 from raylt.errors import DataError, count_of
 
-LISTED = 20  # damaged files that an error names one by one
-FORMAT = 4  # version of the decoding; another version has another cache
+MAX_LISTED = 20  # number of damaged files that an error names
+FORMAT = 4  # version of the decoding; each version has its own cache
 
 Channels = Literal["auto", 1, 3]
 Bad = Literal["stop", "skip"]
@@ -26,7 +26,7 @@ class How:
     """Settings for decoding images.
 
     Args:
-        size: side in pixels.
+        size: side of the images in pixels.
         channels: 1 for grey, 3 for RGB, auto for grey if all images are grey.
         fit: see `fitted_image`.
         bad: stop at files that cannot be decoded, or skip them.
@@ -45,20 +45,21 @@ def decode_tree(
 ) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
     """Decode image files below a folder to uint8 [N, size, size, channels], through a cache on disk.
 
-    The key of the cache holds the files' sizes and times, so a file that was replaced is decoded again.
+    The cache's key contains the files' sizes and modification times, so a replaced file is decoded again.
 
     Args:
-        name: start of the name of the cache's folder.
-        folder: folder that `files` are relative to.
-        files: at least one.
+        name: prefix of the name of the cache's folder.
+        folder: the folder that contains the files.
+        files: paths of the files relative to `folder`, at least one.
+        how: settings for decoding.
         cache: folder of all caches.
 
     Returns:
         The images that can be decoded, their positions in `files`, and a note on the others.
 
     Raises:
-        DataError: files cannot be decoded and `how` does not skip them, or no file can be decoded; or the cache does
-            not fit on the disk.
+        DataError: files cannot be decoded and `how` does not skip them, no file can be decoded, or the cache does not
+            fit on the disk.
     """
     root = str(folder.resolve())
     paths = [os.path.join(root, file) for file in files]
@@ -78,7 +79,8 @@ def decode_all(
         path: path of the array in its cache.
         count: the number of images, N.
         file: row -> path or content.
-        about: see `pack`.
+        how: settings for decoding.
+        about: description of the cache, see `pack`.
     """
     channels = None if how.channels == "auto" else how.channels
     bad = pack(
@@ -99,9 +101,14 @@ def usable(
     """Return a cache's images, except those that could not be decoded; see `decode_tree`.
 
     Args:
+        path: path of the array in its cache.
         count: the number of all images, N.
         bad: the rows that could not be decoded, with the reason.
+        how: settings for decoding.
         deep: row -> whether its file has greys of more than 8 bits; called for the first usable row.
+
+    Raises:
+        DataError: images could not be decoded and `how` does not skip them, or no image could be decoded.
     """
     rows = np.setdiff1d(np.arange(count), list(bad))
     if bad and (how.bad == "stop" or not len(rows)):
@@ -117,7 +124,7 @@ def undecodable(bad: dict[int, str], path: Path) -> DataError:
     """Return the error that names the images that cannot be decoded.
 
     Args:
-        bad: their rows, with the reason.
+        bad: the rows of these images, with the reason.
         path: path of the array in its cache.
     """
     return DataError(
@@ -135,7 +142,7 @@ def _dark_note(x: Mapped) -> tuple[str, ...]:
         return ()
     return (
         f"the brightest pixel of the images, which have greys of more than 8 bits, is {brightest} of 255; set "
-        "data.depth where their greys have fewer bits than their files",
+        "data.depth if their greys have fewer bits than their files",
     )
 
 
@@ -151,7 +158,7 @@ def file_stamp(path: str | Path) -> tuple[int, int]:
 def _describe(bad: dict[int, str], path: Path) -> str:
     """Describe the damaged files and their faults in one line."""
     reasons = [reason for _, reason in sorted(bad.items())]
-    text = f"{count_of(len(reasons), 'image')} cannot be decoded: {'; '.join(reasons[:LISTED])}"
-    if len(reasons) > LISTED:
-        text += f"; and {len(reasons) - LISTED} more, listed in {path.with_name('images.bad.json')}"
+    text = f"{count_of(len(reasons), 'image')} cannot be decoded: {'; '.join(reasons[:MAX_LISTED])}"
+    if len(reasons) > MAX_LISTED:
+        text += f"; and {len(reasons) - MAX_LISTED} more, listed in {path.with_name('images.bad.json')}"
     return text

@@ -1,9 +1,9 @@
 """Function calls in worker processes, which decode small images faster than threads.
 
-Threads would mostly wait for the interpreter's lock.
+Threads would mostly wait for the global interpreter lock.
 
-The processes are started without the multiprocessing module. A fork would copy the locks of torch and Ray, and its
-other start methods import the user's script again, which may lack an `if __name__ == "__main__"`.
+The processes are started without the multiprocessing module. A fork would copy the locks of torch and Ray, and the
+other start methods of multiprocessing import the user's script again, which may have no `if __name__ == "__main__"`.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from typing import Any
 from raylt.errors import RayltError
 from raylt.own_code.child_process import start_python
 
-AHEAD = 2  # calls sent to a process: the one that it runs, and the next one, so that it never waits
+CALLS_AHEAD = 2  # calls sent to a process: the running one, and the next one, so that the process never waits
 THREADS = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 
@@ -30,8 +30,8 @@ def call_in_processes(
 
     Args:
         count: number of processes.
-        calls: for each call a name for errors, and a function with its arguments, which are pickled.
-        handles: open files that the processes inherit, under the same numbers.
+        calls: for each call, a name for error messages and a function with its arguments, which are pickled.
+        handles: open files that the processes inherit, with the same numbers.
 
     Yields:
         The name and the result of each call, in the order in which calls finish.
@@ -44,7 +44,7 @@ def call_in_processes(
     try:
         for _ in range(count):
             workers.append(_Worker(handles))
-        for worker in workers * AHEAD:
+        for worker in workers * CALLS_AHEAD:
             worker.send_next(waiting)
         while True:
             busy = {worker.channel: worker for worker in workers if worker.names}
@@ -67,12 +67,12 @@ class _Worker:
         self.names: deque[Any] = deque()
         self.channel, remote = Pipe()
         try:
-            # a new session: Ctrl-C reaches only the process that started it, which then ends it
+            # a new session: Ctrl-C reaches only the parent process, which then ends this one
             self._process = start_python(
                 "-m",
                 "raylt.data.images.decode_worker",
                 str(remote.fileno()),
-                environment=dict.fromkeys(THREADS, "1"),  # one thread, because there is a process per core
+                environment=dict.fromkeys(THREADS, "1"),  # one thread, because each core has a process
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
@@ -81,8 +81,8 @@ class _Worker:
         except OSError as error:
             self.channel.close()
             raise RayltError(
-                f"decoding: no process can be started ({error.strerror}). Free memory, or raise the limit of "
-                "processes.",
+                f"decoding: no process can be started ({error.strerror}). Free memory, or raise the limit on the "
+                "number of processes.",
                 code="data.decoding-failed",
             ) from None
         finally:
@@ -101,7 +101,11 @@ class _Worker:
             raise self._death() from None
 
     def receive(self) -> tuple[Any, Any]:
-        """Wait for the result of the oldest call of this worker."""
+        """Wait for the result of the oldest call of this worker.
+
+        Raises:
+            RayltError: the call raised an error, or the process died.
+        """
         try:
             result, problem = self.channel.recv()
         except (EOFError, OSError):

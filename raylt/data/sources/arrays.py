@@ -14,12 +14,13 @@ from raylt.errors import DataError
 KEYS = "x_train", "y_train", "x_test", "y_test", "class_names"
 CLIENTS = "id_train", "id_test", "client_names"
 
-SCOPE = "raylt does image classification and segmentation"  # said where data pose another problem
+SCOPE = "raylt does image classification and segmentation"  # part of messages about other problems
 
 Channels = tuple[float, ...]
 #: The problem of a task: one class for each image, or a label map.
 ProblemKind = Literal["classification", "segmentation"]
 
+# Published mean and standard deviation of each channel.
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # CReFF's code uses them for CIFAR-100 too
 PUBLISHED = {
@@ -28,7 +29,7 @@ PUBLISHED = {
     "fashion_mnist": ((0.2860,), (0.3530,)),
     "cinic10": ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
     "imagenet_lt": IMAGENET,
-    "camvid": IMAGENET,  # weights from ImageNet then see the same distribution as in their training
+    "camvid": IMAGENET,  # so that weights from ImageNet see the distribution of their training
     "cityscapes": IMAGENET,
 }
 
@@ -37,15 +38,16 @@ PUBLISHED = {
 class Source:
     """A data set before it is made long-tailed and partitioned.
 
-    Without any test sample a part of each id's training samples becomes the test set, see `raylt.data.task`.
+    Without test samples, a part of each id's training samples becomes the test set, see `raylt.data.task`.
 
     Args:
-        x_train, x_test: uint8 [N, H, W, channels].
-        y_train, y_test: int64 [N], in [0, C); or label maps uint8 [N, H, W], in [0, C) or VOID.
+        name: name of the data set.
+        x_train, x_test: images uint8 [N, H, W, channels].
+        y_train, y_test: labels int64 [N] in [0, C), or label maps uint8 [N, H, W] in [0, C) or VOID.
         class_names: C names.
-        mean, std: per channel, of pixels in [0, 1].
-        ids: recorded id of each training sample, [N]; None where none is recorded.
-        test_ids: recorded id of each test sample, in the id space of `ids`.
+        mean, std: mean and standard deviation per channel, for pixels in [0, 1].
+        ids: recorded id of each training sample, [N]; None if the source records no ids.
+        test_ids: recorded id of each test sample, from the same ids as `ids`.
         client_names: names of the different ids, in the sorted order of the ids.
         notes: remarks on the data for the user, in whole sentences.
     """
@@ -78,10 +80,10 @@ class Arrays(NamedTuple):
     """The images, labels, class names and client ids of a data set, as an npz file stores them.
 
     Attributes:
-        x_train, x_test: uint8 [N, H, W, channels].
-        y_train, y_test: int64 [N], or label maps uint8 [N, H, W].
+        x_train, x_test: images uint8 [N, H, W, channels].
+        y_train, y_test: labels int64 [N], or label maps uint8 [N, H, W].
         class_names: C names.
-        ids: recorded id of each training image; None where none is recorded.
+        ids: recorded id of each training image; None if the source records no ids.
         test_ids: recorded id of each test image.
         client_names: names of the different ids, in the sorted order of the ids.
     """
@@ -99,10 +101,11 @@ class Arrays(NamedTuple):
 def read_arrays(path: Path, depth: int | None = None) -> Arrays:
     """Read a data set from an npz file (`data.source=npz:PATH`).
 
-    The file has the arrays KEYS and, where it records the client of each sample, CLIENTS. Images of other types than
-    uint8 are scaled as `eight_bits` does.
+    The file has the arrays KEYS and, if it records the client of each sample, CLIENTS. Images of other types than uint8
+    are scaled by `eight_bits`.
 
     Args:
+        path: path of the file.
         depth: `data.depth`.
 
     Raises:
@@ -152,8 +155,8 @@ def read_arrays(path: Path, depth: int | None = None) -> Arrays:
 def channel_statistics(x: Stored) -> tuple[Channels, Channels]:
     """Compute mean and standard deviation per channel of pixels in [0, 1].
 
-    Of mapped images at most 2,000 are read, evenly spaced. A constant channel gets the deviation of one grey level, so
-    that a division by it is safe.
+    At most 2,000 evenly spaced mapped images are read. A constant channel gets the deviation of one grey level, so that
+    a division by it is safe.
     """
     if not isinstance(x, np.ndarray):
         x = load(take(x, np.linspace(0, len(x) - 1, min(len(x), 2000)).astype(np.int64)))
@@ -189,7 +192,7 @@ def _checked_clients(
     if ids is None:
         if test_ids is not None or names is not None:
             extra = "id_test" if test_ids is not None else "client_names"
-            raise _malformed(path, f"{extra} needs id_train, which the file lacks. Add id_train.", "id_train")
+            raise _malformed(path, f"{extra} needs id_train, which is missing. Add id_train.", "id_train")
         return None, None, None
     unique_ids = np.unique(ids)
     if test_ids is not None:
@@ -197,7 +200,8 @@ def _checked_clients(
         if len(untrained):
             raise _malformed(
                 path,
-                f"id_test has an id that id_train lacks ({untrained[0].item()!r}). Give every client training images.",
+                f"id_test has an id that is not in id_train ({untrained[0].item()!r}). Give every client training "
+                "images.",
                 "id_test",
             )
     if names is not None and len(_checked_names(path, "client_names", names)) != len(unique_ids):
@@ -247,11 +251,11 @@ def _check_problem(path: Path, key: str, y: np.ndarray, images: tuple[int, ...])
     """Raise an error if the labels belong to a problem that raylt does not support.
 
     Raises:
-        DataError: the labels are numbers with a point, as in regression, or several for each image.
+        DataError: the labels are floats, as in regression, or each image has several labels.
     """
     several = y.ndim == 2 and len(images) == 3 and y.shape[0] == images[0] and y.shape[1:] != (1,)
     if y.dtype.kind == "f" or (several and y.dtype.kind in "iub"):
-        problem = "several labels for each image" if several else "numbers with a point"
+        problem = "several labels for each image" if several else "floating-point numbers"
         raise _malformed(
             path, f"{key} is {y.dtype} {list(y.shape)}, {problem}. {SCOPE}: give one class for each image.", key
         )

@@ -1,11 +1,11 @@
 """Images in folders (`data.source=folder:PATH`): detects the layout, and the class and client of each image.
 
     <client>/<class>/<image>                a part of each client's images becomes its test images
-    train/<client>/<class>/<image>          with test/<client>/<class>/<image>, or as above without a test folder
-    train/<class>/<image>                   with test/<class>/<image>, or a part of each class's images for the test
-    <class>/<image>                         as the line above, with test/<class>/<image> or without
+    train/<client>/<class>/<image>          with test/<client>/<class>/<image>; without it, as above
+    train/<class>/<image>                   with test/<class>/<image>; without it, a part of each class is the test set
+    <class>/<image>                         the same, with test/<class>/<image> or without
 
-A folder `train` and the depth of the images, which must be the same everywhere, tell the layouts apart.
+The layouts are distinguished by a folder `train` and by the depth of the images, which must be the same everywhere.
 `data.test_part` names another folder than `test`.
 """
 
@@ -27,7 +27,7 @@ LAYOUTS = (
     "latter three may have a folder test next to them."
 )
 PARTS = {"train", "test"}
-NOT_READ = {"val", "valid", "validation"}  # parts next to train that other tools use
+NOT_READ = {"val", "valid", "validation"}  # folders next to train that other tools use
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Part:
         below: the part's own folder, with a slash; files are relative to it.
         files: paths of the images.
         classes: class name of each image.
-        clients: client name of each image; None where there are none.
+        clients: client name of each image; None if there are no clients.
     """
 
     below: str
@@ -63,9 +63,9 @@ class ImageLabels:
 
     Args:
         classes: class name of each image.
-        clients: client name of each image; None where none is recorded.
+        clients: client name of each image; None if the source records no clients.
         train: number of training images.
-        tested: the other images are test images of the source's own; otherwise there are no others.
+        tested: whether the source has test images, which follow the training images.
     """
 
     classes: Sequence[str]
@@ -80,8 +80,9 @@ class CodedLabels:
 
     Args:
         classes: position of each image's class in `class_names`, int64 [N].
-        clients: position of each image's client in `client_names`, int64 [N]; None where none is recorded.
-        client_names: in the order that the clients get.
+        class_names: names of the classes, in order.
+        clients: position of each image's client in `client_names`, int64 [N]; None if the source records no clients.
+        client_names: names of the clients, in order.
         train, tested: see `ImageLabels`.
     """
 
@@ -97,12 +98,13 @@ def read_parts(folder: Path, test_part: str | None = None) -> Parts:
     """Find the images in a folder and detect their layout, without decoding any image.
 
     Args:
-        test_part: name of the folder with the test images; None: `test`, or else, next to a `train` without clients,
-            the only one of NOT_READ.
+        folder: the folder of the data set.
+        test_part: name of the folder with the test images. None: `test`; without it, next to a `train` without clients,
+            the folder in NOT_READ if there is exactly one.
 
     Raises:
-        ConfigError: there is no folder `test_part`.
-        DataError: the folder does not exist, or its layout is none of the four or a mixture.
+        ConfigError: the folder `test_part` does not exist.
+        DataError: the folder does not exist, or its layout is not one of the four, or a mixture.
     """
     top = _top(folder)
     test = _test_folder(folder, top, test_part)
@@ -132,14 +134,14 @@ def read_parts(folder: Path, test_part: str | None = None) -> Parts:
 
 
 def _test_folder(folder: Path, top: set[str], test_part: str | None) -> str | None:
-    """Return the name of the folder of test images; None if there is no such folder."""
+    """Return the name of the folder of test images, or None."""
     if test_part is None:
         return "test" if "test" in top else None
     parts = sorted(top - {"train"})
     if test_part not in parts:
         raise ConfigError(
             f"data.test_part: {folder} has no folder of test images with this name ({test_part}). "
-            f"{did_you_mean(test_part, parts)}Take one of {', '.join(parts)}.",
+            f"{did_you_mean(test_part, parts)}Use one of {', '.join(parts)}.",
             code="config.unknown-name",
             key="data.test_part",
             value=test_part,
@@ -170,10 +172,12 @@ def open_parts(name: str, parts: Parts, how: How, cache: Path) -> Source:
     It has test images only if the folder has some.
 
     Args:
+        name: name of the data set.
+        parts: the images and their labels.
         how, cache: see `decode_tree`.
     """
     chosen = [parts.train] if parts.test is None else [parts.train, parts.test]
-    # all in one cache, because the images are grey only if all parts are
+    # use one cache, because the images are grey only if all parts are
     files = [f"{part.below}{file}" for part in chosen for file in part.files]
     x, rows, damaged = decode_tree(name.partition(":")[0], parts.folder, files, how, cache)
     clients = None
@@ -194,9 +198,11 @@ def assemble(name: str, x: Mapped, rows: np.ndarray, labels: ImageLabels, notes:
     A client without a training image is left out together with its test images, and a note names it.
 
     Args:
+        name: name of the data set.
         x: the images that could be decoded.
-        rows: their positions among all images, int64 [n], ascending.
+        rows: positions of these images among all images, int64 [n], ascending.
         labels: classes and clients of all images.
+        notes: notes on the data so far.
 
     Raises:
         DataError: no image of a whole part could be decoded.
@@ -215,7 +221,11 @@ def assemble(name: str, x: Mapped, rows: np.ndarray, labels: ImageLabels, notes:
 
 
 def assemble_coded(name: str, x: Mapped, rows: np.ndarray, labels: CodedLabels, notes: tuple[str, ...]) -> Source:
-    """Make a data set from decoded images and their labels, given as numbers; otherwise the same as `assemble`."""
+    """Make a data set from decoded images and their labels, given as numbers; otherwise the same as `assemble`.
+
+    Raises:
+        DataError: no image of a whole part could be decoded.
+    """
     y = labels.classes[rows]
     train = np.flatnonzero(rows < labels.train)
     test = np.flatnonzero(rows >= labels.train)
@@ -313,7 +323,13 @@ def part_of(folder: Path, below: str, listing: Listing, depths: set[int]) -> Par
     """Read the class and client of each image below a folder. All images must lie at one of the given depths.
 
     Args:
-        depths: numbers of folders between the part and its images.
+        folder: the folder of the data set.
+        below: the part's own folder, with a slash.
+        listing: the image files in the part.
+        depths: allowed numbers of folders between the part and its images.
+
+    Raises:
+        DataError: there are no images, or they lie at other or different depths.
     """
     folder = folder / below
     if not listing.files:
@@ -322,10 +338,10 @@ def part_of(folder: Path, below: str, listing: Listing, depths: set[int]) -> Par
     if len(first) > 1:
         shallow = shown_name(first[min(first)])
         deep = shown_name(first[max(first)])
-        raise _wrong_layout(folder, f"images lie at different depths, as {shallow} and {deep}")
+        raise _wrong_layout(folder, f"images lie at different depths, such as {shallow} and {deep}")
     depth = next(iter(first))
     if depth not in depths:
-        raise _wrong_layout(folder, f"images lie as {shown_name(first[depth])}")
+        raise _wrong_layout(folder, f"images lie at another depth, such as {shown_name(first[depth])}")
     names = [tuple(plain_name(folder, part) for part in file.parts[:-1]) for file in listing.files]
     return Part(
         below=below,
@@ -336,7 +352,17 @@ def part_of(folder: Path, below: str, listing: Listing, depths: set[int]) -> Par
 
 
 def check_same_names(folder: Path, what: str, train: Sequence[str], test: Sequence[str]) -> None:
-    """Raise an error if a class or client of the test part has no training images."""
+    """Raise an error if a class or client of the test part has no training images.
+
+    Args:
+        folder: the folder of the data set.
+        what: "class" or "client".
+        train: class or client names of the training images.
+        test: class or client names of the test images.
+
+    Raises:
+        DataError: a name occurs only in the test part.
+    """
     untrained = sorted({*test} - {*train})
     if untrained:
         names = ", ".join(untrained[:10]) + ", .." * (len(untrained) > 10)

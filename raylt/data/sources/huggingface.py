@@ -1,8 +1,6 @@
 """Data sets of the Hugging Face library `datasets` (`data.source=hf:NAME@REVISION`).
 
-A saved data set is `hf:PATH`. The module needs the extra `hf`.
-
-A loader script is never executed.
+`hf:PATH` is a data set on disk. The module needs the extra `hf`. Loader scripts are never executed.
 """
 
 import importlib
@@ -23,24 +21,24 @@ from raylt.data.sources.folders import CodedLabels, assemble_coded
 from raylt.data.sources.ray_data import NameCodes
 from raylt.errors import ConfigError, DataError
 
-VALIDATION = ("validation", "valid", "val", "dev")  # names of the part that is judged by where there is no test
+VALIDATION = ("validation", "valid", "val", "dev")  # names of the part that replaces a missing part test
 
 
 def open_hub(config: DataConfig) -> Source:
     """Open the Hugging Face data set that `config.source` names.
 
-    Raises:
-        ConfigError: the library is not installed, the revision is missing, or there is no such column.
-        DataError: the data set does not exist, or has no part called train.
+    The test set is `data.test_part`. By default it is the part test, or one of VALIDATION if there is no part test or
+    its images have no labels.
 
-    The test set is `data.test_part`; by default the part test, or one of VALIDATION where there is no test or its
-    images have no labels.
+    Raises:
+        ConfigError: the library is not installed, the revision is missing, or a column is unknown.
+        DataError: the data set does not exist, or has no part called train.
     """
     parts = _load(config)
     name = config.source
     if "train" not in parts:
         raise DataError(
-            f"data.source: {name} has the parts {', '.join(parts)}. Give a data set with a part called train.",
+            f"data.source: {name} has the parts {', '.join(parts)}. Use a data set with a part called train.",
             code="data.malformed",
             key="data.source",
             value=name,
@@ -51,7 +49,7 @@ def open_hub(config: DataConfig) -> Source:
     for column in (image, label, config.client_column):
         if any(column is not None and column not in part.features for part in chosen):
             raise ConfigError(
-                f"data.source: {name} has no column {column!r}. Take one of {', '.join(chosen[0].features)}.",
+                f"data.source: {name} has no column {column!r}. Use one of {', '.join(chosen[0].features)}.",
                 code="config.unknown-name",
                 key="data.source",
                 value=name,
@@ -74,7 +72,7 @@ def _test_part(config: DataConfig, parts: dict[str, Any], label: str) -> str | N
     if named is not None:
         if named not in parts or named == "train":
             raise ConfigError(
-                f"data.test_part: {config.source} has no part of test images with this name ({named}). Take one of "
+                f"data.test_part: {config.source} has no part of test images with this name ({named}). Use one of "
                 f"{', '.join(part for part in parts if part != 'train')}.",
                 code="config.unknown-name",
                 key="data.test_part",
@@ -88,10 +86,7 @@ def _test_part(config: DataConfig, parts: dict[str, Any], label: str) -> str | N
 
 
 def _is_labelled(part: Any, label: str) -> bool:
-    """Return whether any image of a part has a label.
-
-    The library writes hidden labels as -1.
-    """
+    """Return whether any image of a part has a label. The library represents hidden labels by -1."""
     return label in part.features and any(value not in (None, -1) for value in part[label])
 
 
@@ -109,9 +104,10 @@ def class_codes(labels: Iterable[Any], names: list[str] | None, source: str) -> 
     Args:
         labels: numbers of the classes in `names`, or names of classes.
         names: names that the data set gives to the numbers; None if it has none.
+        source: `data.source`.
 
     Raises:
-        DataError: a label is missing or is no class.
+        DataError: a label is missing or is not a class.
     """
     labels = list(labels)
     if names:
@@ -124,16 +120,17 @@ def class_codes(labels: Iterable[Any], names: list[str] | None, source: str) -> 
 def name_codes(key: str, source: str, values: Iterable[Any]) -> tuple[list[str], np.ndarray]:
     """Return the distinct names of a column, sorted, and the position of each row's name among them, int64 [N].
 
-    Whole numbers have the order of numbers, other names that of the alphabet.
+    Whole numbers are sorted by value, other names alphabetically.
 
     Args:
         key: the setting that names the column.
         source: `data.source`.
+        values: the values of the column.
 
     Raises:
         DataError: a value is missing, is neither an integer nor a string, or cannot be printed.
     """
-    # True and False are names
+    # True and False become names
     plain = [str(value) if isinstance(value, bool) else value for value in values]
     codes = NameCodes(key, source)
     codes.add(np.fromiter(plain, dtype=object, count=len(plain)))
@@ -157,12 +154,12 @@ def class_of(label: Any, names: list[str], source: str) -> int:
     """Return the number of a label's class in `names`.
 
     Raises:
-        DataError: the label is no class, or is missing, which the library writes as -1, as in a hidden test part.
+        DataError: the label is not a class, or is missing, which the library represents by -1, as in hidden test parts.
     """
     _check_label(label, source)
     if label is None or not 0 <= label < len(names):
         raise DataError(
-            f"data.source: {source} has an image whose label is none of its {len(names)} classes ({label}). "
+            f"data.source: {source} has an image whose label is not one of its {len(names)} classes ({label}). "
             "Leave out images without a label, or a part that has no labels.",
             code="data.malformed",
             key="data.source",
@@ -235,7 +232,7 @@ def _load(config: DataConfig) -> dict[str, Any]:
 
 @contextmanager
 def _network(allowed: bool) -> Iterator[None]:
-    """Keep the library from using the network inside the block, unless that is allowed.
+    """Prevent the library from using the network inside the block, unless that is allowed.
 
     The library reads HF_HUB_OFFLINE only when it is imported, and checks these two constants at each request. It
     ignores `local_files_only` of its DownloadConfig.
@@ -267,7 +264,7 @@ def _columns(config: DataConfig, features: Any) -> tuple[str, str]:
 
 def _only_column(config: DataConfig, features: Any, kind: str, key: str) -> str:
     matching = [column for column, feature in features.items() if type(feature).__name__ == kind]
-    if not matching and kind == "Image":  # files as bytes, as parquet files of other tools hold them
+    if not matching and kind == "Image":  # image files as bytes, as in parquet files of other tools
         matching = [column for column, feature in features.items() if _holds_bytes(feature)]
     scope = f" {SCOPE}." if not matching and kind == "Image" else ""
     if len(matching) != 1:

@@ -4,10 +4,10 @@
     PATH/*.tar or a file         members KEY.jpg (or .png, ..) with the class in KEY.cls and more columns in KEY.NAME
     PATH/<class>/<image>         or <client>/<class>/<image>, as for folder:
 
-Folders `train` and `test` at the top are the parts; without them all rows are training rows. A process of its own runs
-Ray Data (actors/data_reader.py), whose tasks decode the images on every node. It writes the rows in the order of the
-files' names into the cache of decoded images, so this process holds no pixels and each actor maps those of its clients.
-The next opening reads the cache and needs no Ray.
+Folders `train` and `test` at the top are the parts; without them all rows are training rows. A separate process runs
+Ray Data (actors/data_reader.py), whose tasks decode the images on every node. It writes the rows, in the order of the
+file names, to the cache of decoded images. So this process holds no pixels, and each actor maps its clients' images.
+When the data set is opened again, the cache is read without Ray.
 """
 
 import io
@@ -32,9 +32,9 @@ from raylt.errors import ConfigError, DataError, RayltError, count_of
 from raylt.own_code.child_process import start_python
 from raylt.store import folder_for
 
-INDEX = "index.npz"  # in the cache, next to the images: class and client of each row
+INDEX = "index.npz"  # file next to the images in the cache: class and client of each row
 LAYOUT = "Give one kind of files: .parquet, .tar, or images as <class>/<image> or <client>/<class>/<image>."
-BATCH_BYTES = 2**23  # decoded pixels of a batch
+BATCH_BYTES = 2**23  # size of a batch of decoded images
 READER = "from raylt.own_code.top_level_names import claim; claim(); from actors.data_reader import main; main()"
 
 FileKind = Literal["parquet", "webdataset", "images"]
@@ -42,7 +42,7 @@ BY_SUFFIX: dict[str, FileKind] = {".parquet": "parquet", ".tar": "webdataset"}
 
 
 class Stored(NamedTuple):
-    """A file of the data set: its path below the address, bytes, and time of the last change in ns."""
+    """A file of the data set: its path below the address, size in bytes, and modification time in ns."""
 
     path: str
     size: int
@@ -55,13 +55,13 @@ class Reading:
 
     Args:
         name: `data.source`.
-        address: its path or URI.
-        kind: of all files.
+        address: path or URI of the source.
+        kind: format of all files.
         train, test: paths of the files of each part below the address; `test` is None without a test part.
-        how: settings of the decoding.
+        how: settings for decoding.
         image, label, client: names of the columns as configured.
         array: path of the array to make.
-        sized: whether the user asks for a size, which arrays cannot have.
+        sized: whether the user set a size, which is not possible for arrays.
     """
 
     name: str
@@ -81,8 +81,8 @@ def open_ray(config: DataConfig) -> Source:
     """Open the data set at the path or URI that `config` names.
 
     Raises:
-        ConfigError: there is no such column or part, or arrays have a size that differs from `data.size`.
-        DataError: there are no such files, their layout is unknown, their labels are no classes, or images cannot be
+        ConfigError: a column or part is unknown, or arrays have a size that differs from `data.size`.
+        DataError: there are no files, their layout is unknown, their labels are not classes, or images cannot be
             decoded.
         RayltError: the process that runs Ray Data died.
     """
@@ -146,7 +146,7 @@ def _call_reader(reading: Reading) -> None:
             value=reading.name,
         ) from None
     finally:
-        channel.close()  # ends the process, if it is still at work
+        channel.close()  # ends the process if it is still running
         process.wait()
     if problem is not None:
         raise problem
@@ -156,7 +156,7 @@ def file_system(address: str) -> tuple[Any, str]:
     """Return pyarrow's file system for an absolute path or URI, and the path in it.
 
     Raises:
-        DataError: pyarrow reads no such URI.
+        DataError: pyarrow cannot read the URI.
     """
     from pyarrow import ArrowException
     from pyarrow.fs import FileSystem, LocalFileSystem
@@ -184,7 +184,7 @@ def _list_parts(config: DataConfig, address: str) -> tuple[tuple[list[Stored], l
     if config.test_part is not None and ("train" not in tops or config.test_part not in tops - {"train"}):
         raise ConfigError(
             f"data.test_part: {config.source} has no folder of test rows with this name next to a folder train "
-            f"({config.test_part}). Take one of {', '.join(sorted(tops - {'train'})) or 'none'}.",
+            f"({config.test_part}). Use one of {', '.join(sorted(tops - {'train'})) or 'none'}.",
             code="config.unknown-name",
             key="data.test_part",
             value=config.test_part,
@@ -241,7 +241,7 @@ def _not_found(address: str, cause: str) -> DataError:
 
 
 def _kind_of(name: str, file: Stored) -> FileKind | None:
-    """Return a file's format by its suffix; None if it is none that is read."""
+    """Return a file's format by its suffix; None if the format is not supported."""
     suffix = PurePosixPath(file.path or name).suffix.lower()
     if suffix in SUFFIXES:
         return "images"
@@ -264,7 +264,7 @@ def _kind(name: str, files: Sequence[Stored]) -> FileKind:
 def _wrong_layout(name: str, files: Sequence[Stored]) -> DataError:
     shown = ", ".join(shown_name(file.path or name) for file in files[:3])
     return DataError(
-        f"data.source: the files of {name} are not of one kind that is read ({shown}). {LAYOUT}",
+        f"data.source: the files of {name} are not of one supported kind ({shown}). {LAYOUT}",
         code="data.wrong-layout",
         key="data.source",
         value=name,
@@ -275,7 +275,7 @@ def image_parts(reading: Reading) -> list[Part]:
     """Read the class and client of each image file from the names of the folders that contain it.
 
     Raises:
-        DataError: the images lie otherwise.
+        DataError: the images have another layout.
     """
     top = Path(reading.address)
     parts: list[Part] = []
@@ -297,11 +297,11 @@ class Columns:
     """The names of a data set's columns, and the shape of its images.
 
     Args:
-        image, label, client: their names; `label` is None where folders name the classes.
-        file: column with the name of each image, for errors; None where rows have none.
-        shape: [H, W, channels] of images that are arrays; None where they are bytes of files.
-        numbers: whether classes are integers, which have their own order.
-        client_numbers: the same of the clients.
+        image, label, client: names of the columns; `label` is None if folders name the classes.
+        file: column with the name of each image, for error messages; None if images have no names.
+        shape: [H, W, channels] of images that are arrays; None if they are bytes of files.
+        numbers: whether classes are integers, which are sorted by value.
+        client_numbers: the same for clients.
     """
 
     image: str
@@ -319,13 +319,14 @@ class Columns:
 
 
 def find_columns(reading: Reading, first: dict[str, Any]) -> Columns:
-    """Find the image, label and client columns: as the settings name them, or by the values in the first row.
+    """Find the image, label and client columns by the settings, or by the values in the first row.
 
     Args:
-        first: the values of the first row by column, as Ray Data gives them in numpy's form.
+        reading: the request.
+        first: the values of the first row by column, in Ray Data's numpy format.
 
     Raises:
-        ConfigError: there is no such column, or no single one of its kind.
+        ConfigError: a column is unknown, or not exactly one column is of its kind.
         DataError: labels or clients are neither integers nor strings.
     """
     names = [name for name in first if not name.startswith("__")]
@@ -351,7 +352,7 @@ def find_columns(reading: Reading, first: dict[str, Any]) -> Columns:
 def _column(reading: Reading, key: str, name: str | None, candidates: list[str], names: list[str]) -> str:
     if name is not None and name not in names:
         raise ConfigError(
-            f"{key}: {reading.name} has no such column ({name}). Take one of {', '.join(names)}.",
+            f"{key}: {reading.name} has no column of this name ({name}). Use one of {', '.join(names)}.",
             code="config.unknown-name",
             key=key,
             value=name,
@@ -359,7 +360,7 @@ def _column(reading: Reading, key: str, name: str | None, candidates: list[str],
         )
     if name is None and len(candidates) != 1:
         raise ConfigError(
-            f"{key}: {len(candidates)} columns of {reading.name} could be meant. Set {key} to one of "
+            f"{key}: {len(candidates)} columns of {reading.name} are possible. Set {key} to one of "
             f"{', '.join(candidates or names)}.",
             code="config.unknown-name",
             key=key,
@@ -442,8 +443,8 @@ class DecodeBatch:
     """Function of a Ray Data task that decodes the images of a batch of rows.
 
     Args:
-        columns: of the data set.
-        how: settings of the decoding.
+        columns: columns of the data set.
+        how: settings for decoding.
     """
 
     columns: Columns
@@ -453,7 +454,7 @@ class DecodeBatch:
     def row(self) -> tuple[int, int, int]:
         """Return the shape of a decoded image, [H, W, channels].
 
-        Grey images may be spread over three channels.
+        Grey images may be repeated in three channels.
         """
         grey = self.how.channels == 1
         return self.columns.shape or (self.how.size, self.how.size, 1 if grey else 3)
@@ -471,7 +472,7 @@ class DecodeBatch:
 
         Returns:
             `pixels` uint8 [n, H, W, channels], `state` uint8 [n] as in the cache, `cause` and `file` (text [n]; empty
-            where there is none), `deep` bool [n] (known of the first row only), `label` and `client` as they are.
+            if there is none), `deep` bool [n] (only valid for the first row), `label` and `client` unchanged.
         """
         values = batch[self.columns.image]
         count = len(values)
@@ -562,7 +563,7 @@ class NameCodes:
         """Return all distinct names, sorted, and the position of each row's name among them, int32 [N].
 
         Args:
-            numbers: the names are integers, which have the order of numbers; otherwise that of the alphabet.
+            numbers: whether the names are integers, which are sorted by value; other names are sorted alphabetically.
         """
         names = sorted(self._numbers, key=int) if numbers else sorted(self._numbers)
         position = np.empty(len(names), np.int32)
@@ -578,7 +579,7 @@ class NameCodes:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def _name(self, value: Any, row: int) -> str:
-        value = value.item() if isinstance(value, np.generic) else value  # messages show it as users write it
+        value = value.item() if isinstance(value, np.generic) else value  # show it in messages as users write it
         if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):
             raise DataError(
                 f"{self._key}: row {row} of {self._source} has no value. Leave out rows without a class or client.",
@@ -587,7 +588,7 @@ class NameCodes:
                 value=self._source,
                 row=row,
             )
-        if isinstance(value, float) and value.is_integer():  # a column with missing integers, up to the first of them
+        if isinstance(value, float) and value.is_integer():  # integers become floats in a column with missing values
             value = int(value)
         if _plain_kind(value) is None:
             raise _not_classes(self._key, self._source, value)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CAMVID = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
 SHAPES = ("sky", "ground", "disc", "square", "triangle", "cross")
 SHAPES_SIZE, SHAPES_TRAIN, SHAPES_TEST = 64, 320, 80
-# probability that an image shows each of disc, square, triangle, cross: a long tail
+# Probability that an image shows a disc, a square, a triangle or a cross: a long tail.
 SHAPES_OFTEN = (0.8, 0.4, 0.2, 0.1)
 COLOURS = {
     # from SegNet's pages and Cityscapes' scripts
@@ -68,11 +68,14 @@ COLOURS = {
 def camvid(root: Path, height: int, depth: int | None = None) -> Arrays:
     """Open CamVid with 367 training and 233 test frames and 11 classes (Brostow et al., 2008; SegNet's split).
 
-    They are read from `root`/camvid as SegNet's tutorial distributes it ({train,test}/*.png, {train,test}annot/*.png of
-    class indices, where 11 is void), or from `root`/camvid.npz (x_*, y_*, seq_*). Ids are the recordings.
+    The frames are read from `root`/camvid, in the layout of SegNet's tutorial ({train,test}/*.png, and
+    {train,test}annot/*.png with class indices, where 11 is void), or from `root`/camvid.npz (x_*, y_*, seq_*). Ids are
+    the recordings.
 
     Args:
-        height: height that images are resized to.
+        root: `data.root`.
+        height: height to which images are resized.
+        depth: `data.depth`.
 
     Raises:
         DataError: neither exists, or a file is malformed.
@@ -100,12 +103,13 @@ def camvid(root: Path, height: int, depth: int | None = None) -> Arrays:
 def cityscapes(root: Path, height: int, depth: int | None = None) -> Arrays:
     """Open Cityscapes with 2975 finely labelled training images and 19 classes.
 
-    Its 500 validation images are the test set.
-
-    torchvision reads them from `root`/cityscapes (leftImg8bit and gtFine, or the two archives). Ids are cities.
+    Its 500 validation images are the test set. torchvision reads the images from `root`/cityscapes (leftImg8bit and
+    gtFine, or the two archives). Ids are cities.
 
     Args:
-        height: height that images are resized to.
+        root: `data.root`.
+        height: height to which images are resized.
+        depth: `data.depth`.
 
     Raises:
         DataError: the data set is missing, or a file is malformed.
@@ -138,10 +142,10 @@ class Frames:
     """Images of one size with their label maps, before they are decoded.
 
     Args:
-        key: JSON that identifies them; another key has another cache.
-        count: N, at least one.
+        key: JSON that identifies the frames; each key has its own cache.
+        count: number of frames, N, at least one.
         image: row -> file of an image, or uint8 [H, W, 3].
-        labels: row -> file of a map, or [H, W].
+        labels: row -> file of a map, or integers [H, W].
         table: class of each index in a map, uint8 [256].
     """
 
@@ -157,14 +161,19 @@ def decode_frames(
 ) -> tuple[Mapped, Mapped]:
     """Decode frames to images uint8 [N, height, W, 3] and label maps uint8 [N, height, W].
 
-    W keeps the ratio of the first image. Images are resized with antialiasing, maps by nearest neighbour. A second call
-    with the same key, height and depth opens the cache.
+    W keeps the aspect ratio of the first image. Images are resized with antialiasing, maps by nearest neighbour. A
+    second call with the same key, height and depth opens the cache.
 
     Args:
+        name: prefix of the name of the cache's folder.
+        frames: the frames.
+        height: height to which images are resized.
+        cache: folder of all caches.
         depth: `data.depth`.
 
     Raises:
-        DataError: a frame is unlike the first or its map, or cannot be decoded; or the cache does not fit on the disk.
+        DataError: a frame differs in size from the first one or its map or cannot be decoded, or the cache does not fit
+            on the disk.
     """
     folder = place_of(name, [frames.key, FORMAT, height, depth], cache)
     images = folder / "images.npy"
@@ -215,7 +224,7 @@ class _Resized:
     """Picklable function that decodes an image and resizes it to height x width.
 
     Args:
-        before: width and height that an image must have.
+        before: required width and height of an image before resizing.
     """
 
     name: str
@@ -244,7 +253,7 @@ class _ResizedLabels:
     """Picklable function that decodes a label map and resizes it to height x width.
 
     Args:
-        before: width and height that a map must have.
+        before: required width and height of a map before resizing.
         table: class of each index in a map, uint8 [256].
     """
 
@@ -273,7 +282,7 @@ class _ResizedLabels:
         """Return a label map as uint8 of any shape.
 
         Raises:
-            DataError: it holds something else than whole numbers from 0 to 255.
+            DataError: the map has values other than whole numbers from 0 to 255.
         """
         values = given if isinstance(given, np.ndarray) else np.asarray(open_image(given))
         whole = values.dtype.kind in "biu"
@@ -298,7 +307,7 @@ def _image(given: Path | np.ndarray, depth: int | None) -> "Image.Image":
     try:
         pixels = given if given.dtype == np.uint8 else eight_bits(given, depth)
     except ValueError as error:
-        raise Undecodable("an image of an array", str(error)) from None
+        raise Undecodable("an image in an array", str(error)) from None
     return Image.fromarray(pixels).convert("RGB")
 
 
@@ -374,7 +383,7 @@ def _camvid_arrays(path: Path, part: str) -> tuple[Frames, np.ndarray]:
             )
         return [arrays[key] for key in keys]
 
-    @cache  # read only while there is no cache of decoded images
+    @cache  # called only if the cache of decoded images is missing
     def pixels() -> list[np.ndarray]:
         return entries((image_key, label_key))
 
@@ -420,7 +429,7 @@ def _cityscapes_files(folder: Path, split: str) -> tuple[Frames, np.ndarray]:
             code="data.not-found",
             path=str(folder / "leftImg8bit" / split),
         )
-    table = np.full(256, VOID, dtype=np.uint8)  # from ids 0..33, most of which have the training id 255
+    table = np.full(256, VOID, dtype=np.uint8)  # maps ids 0..33 to training ids, many of which are 255
     for c in Cityscapes.classes:
         if c.id >= 0:
             table[c.id] = c.train_id
@@ -429,7 +438,7 @@ def _cityscapes_files(folder: Path, split: str) -> tuple[Frames, np.ndarray]:
 
 
 def _file_frames(folder: Path, part: str, images: list[Path], labels: list[Path], table: np.ndarray) -> Frames:
-    """Return frames of files. Their key holds the files' sizes and times, so replaced files are decoded again."""
+    """Return frames of files. The key contains the files' sizes and times, so replaced files are decoded again."""
     stamps = [[(file.name, *file_stamp(file)) for file in files] for files in (images, labels)]
     key = [folder.resolve().as_posix(), part, *stamps]
     return Frames(key, len(images), lambda row: images[row], lambda row: labels[row], table)

@@ -2,7 +2,7 @@
 
 `digits` comes with scikit-learn. torchvision reads `cifar10`, `cifar100` and `fashion_mnist`. `cinic10`, `imagenet_lt`
 and `folder:PATH` are trees of image files. `npz:PATH` is one file of arrays, see arrays.py. Data sets with label maps
-are in scenes.py, data sets of the `datasets` library in huggingface.py, and what Ray Data reads in ray_data.py.
+are in scenes.py, data sets of the `datasets` library in huggingface.py, and sources for Ray Data in ray_data.py.
 """
 
 import gzip
@@ -25,7 +25,7 @@ from raylt.seeds import seed_for
 
 __all__ = ["NAMES", "SOURCES", "ProblemKind", "Source", "channel_statistics", "group_thresholds", "open_source"]
 
-LONGEST_LIST = 2**28  # bytes of a published list of files
+MAX_LIST_BYTES = 2**28  # size limit of a published list of files
 TORCHVISION = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "fashion_mnist": "FashionMNIST"}
 NAMES = (
     "digits",
@@ -41,7 +41,7 @@ NAMES = (
     "ray",
 )
 
-OWN_SIZE = ("digits", *TORCHVISION, "cinic10", "shapes", "npz")  # their images keep their size, whatever data.size is
+OWN_SIZE = ("digits", *TORCHVISION, "cinic10", "shapes", "npz")  # sources that ignore data.size
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {}  # the user's own sources by name, see raylt/registry.py
 
 
@@ -49,8 +49,8 @@ def open_source(config: DataConfig) -> Source:
     """Open the data set that `config.source` names.
 
     Raises:
-        ConfigError: there is no such source.
-        DataError: its files are missing or malformed.
+        ConfigError: the source is unknown.
+        DataError: the source's files are missing or malformed.
     """
     if config.source in SOURCES:
         with own_function("data.source", config.source):
@@ -89,7 +89,7 @@ def check_size(config: DataConfig) -> None:
     """Raise an error if `data.size` is set for a source of arrays, whose images keep their size.
 
     Raises:
-        ConfigError: the source is of arrays, and the size is not the default.
+        ConfigError: the source consists of arrays, and the size is not the default.
     """
     kind = config.source.partition(":")[0]
     if config.source in SOURCES or kind not in OWN_SIZE or config.size == DataConfig.model_fields["size"].default:
@@ -106,15 +106,16 @@ def check_size(config: DataConfig) -> None:
 def group_thresholds(config: DataConfig, largest: int, pixels: int | None = None) -> tuple[int, int]:
     """Return the thresholds (low, high) of `shot_groups`: the configured values, or defaults by data size.
 
-    They go by the images alone and not by how these were loaded: `cifar10` and an npz file of the same images have the
-    same groups. The literature has 200 and 1,000 for CIFAR-10-LT, whose largest class has 5,000 samples, and 20 and 100
-    for CIFAR-100-LT and ImageNet-LT, whose largest classes have 500 and 1,280. The pair for smaller data, and where the
-    pairs change, are choices of this project.
+    The defaults depend on the images alone, not on how they were loaded: `cifar10` and an npz file of the same images
+    have the same groups. The literature has 200 and 1,000 for CIFAR-10-LT, whose largest class has 5,000 samples, and
+    20 and 100 for CIFAR-100-LT and ImageNet-LT, whose largest classes have 500 and 1,280. The pair for smaller data and
+    the sizes at which the pairs change are choices of this project.
 
     Args:
-        largest: training images of the source's largest class, before the data are thinned.
-        pixels: number of labelled pixels, where labels are maps; the defaults are then 1 % and 5 % of them, a choice of
-            this project.
+        config: the settings in `data`.
+        largest: number of training images of the source's largest class, before the data are thinned.
+        pixels: number of labelled pixels of label maps; the defaults are then 1 % and 5 % of them, a choice of this
+            project.
 
     Raises:
         ConfigError: the thresholds are not in order.
@@ -144,7 +145,7 @@ def _unknown_source(source: str) -> ConfigError:
         problem = f"{kind} takes no path ({source}). Put it below data.root and write {kind}."
     else:
         problem = (
-            f"no such source ({source!r}). {did_you_mean(kind, NAMES)}{SCOPE}. "
+            f"unknown source ({source!r}). {did_you_mean(kind, NAMES)}{SCOPE}. "
             f"There are: {', '.join(NAMES[:-4])}, folder:PATH, npz:PATH, hf:NAME@REVISION, hf:PATH, ray:PATH; "
             f"{spoken('--plugin FILE', 'raylt.register')} adds your own."
         )
@@ -164,9 +165,7 @@ def _digits() -> Source:
 def _load_digits() -> tuple[np.ndarray, np.ndarray]:
     """Return scikit-learn's digits as float64 [1797, 64] in 0..16 and their labels.
 
-    The package itself is not imported.
-
-    Importing scikit-learn takes longer than training on its digits for some rounds.
+    The package itself is not imported, because that takes longer than some rounds of training on its digits.
     """
     package = importlib.util.find_spec("sklearn")  # does not run the package
     for folder in (package and package.submodule_search_locations) or []:
@@ -175,7 +174,7 @@ def _load_digits() -> tuple[np.ndarray, np.ndarray]:
             with gzip.open(file, "rt") as lines:
                 table = np.loadtxt(lines, delimiter=",")
             return table[:, :-1], table[:, -1]
-    from sklearn.datasets import load_digits  # a version that keeps the file elsewhere
+    from sklearn.datasets import load_digits  # for versions that have the file elsewhere
 
     pixels, y = load_digits(return_X_y=True)
     return np.asarray(pixels), np.asarray(y)
@@ -258,7 +257,7 @@ def _imagenet_lt(folder: Path, config: DataConfig) -> Source:
 def _read_list(path: Path) -> tuple[list[str], np.ndarray]:
     """Read image file names and their labels from a published list, which has one image per line."""
     try:
-        lines = store.read(path, LONGEST_LIST).decode().splitlines()
+        lines = store.read(path, MAX_LIST_BYTES).decode().splitlines()
     except (CheckpointError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path.absolute()}: the list cannot be read ({error}). Put the published list there.",

@@ -1,6 +1,6 @@
-"""Training images that the server itself has. Only some methods require them.
+"""Training images of the server itself.
 
-A method that has them has an advantage over the others.
+Only some methods require them, and these have an advantage over other methods.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,17 +23,19 @@ def auxiliary_rows(
 ) -> np.ndarray:
     """Draw `config.auxiliary` training images of each class for the server, seeded by `config.seed`.
 
-    Images that the long tail left out come first. The largest class has none of these, so where they are too few,
-    copies of clients' images fill up. A class that has fewer images in all gives all of them. Images of new clients,
-    of the validation set and of clients' test parts are never drawn. No client loses an image.
+    Images that the long tail left out are drawn first. If there are too few of these, as in the largest class, copies
+    of clients' images are added. If a class has fewer images, all of them are drawn. Images of new clients, of the
+    validation set and of clients' test parts are never drawn. No client loses an image.
 
     Args:
+        source: the data set.
         clients: for each client, rows of the training set.
         new_clients: ids of the clients that join only after training.
-        reserved: rows that no client trains on: the validation set, and each client's test part that was split off.
+        reserved: rows on which no client trains: the validation set, and each client's test part that was split off.
+        config: the settings in `data`.
 
     Returns:
-        int64, ascending.
+        Rows of the training set, int64, ascending.
 
     Raises:
         DataError: labels are maps, in which an image shows many classes.

@@ -14,10 +14,13 @@ def check(split: Split, source: Source, config: DataConfig, name: str) -> None:
     """Raise an error if a split does not fit a source.
 
     Args:
-        name: name of the split in errors.
+        split: the split.
+        source: the data set.
+        config: the settings in `data`.
+        name: name of the split in error messages.
 
     Raises:
-        DataError: the split is of other data, of other clients, or lists wrong rows.
+        DataError: the split belongs to other data or other clients, or lists wrong rows.
     """
     fault = _fault(split, source, config)
     if fault is not None:
@@ -25,7 +28,7 @@ def check(split: Split, source: Source, config: DataConfig, name: str) -> None:
 
 
 def _fault(split: Split, source: Source, config: DataConfig) -> str | None:
-    """Return why a split does not fit a source, with a remedy; None if the split fits."""
+    """Return the reason why a split does not fit a source, with a remedy; None if the split fits."""
     if split.labels_sha256 != hash_labels(source.y_train):
         return (
             f"the split was drawn from {split.source}, which has other training labels than data.source = "
@@ -50,11 +53,14 @@ def _fault(split: Split, source: Source, config: DataConfig) -> str | None:
     if split.test is not None and _has_own_tests(split) and len(split.test) != len(split.clients):
         return f"it has {len(split.test)} lists of test samples for {len(split.clients)} clients. {_AGAIN}"
     if split.judged is not None and max(split.judged) >= len(split.clients):
-        return f"it names a client that it does not have ({max(split.judged)}). {_AGAIN}"
+        return f"judged names a client that the split does not have ({max(split.judged)}). {_AGAIN}"
     if split.judged is not None and config.new_clients not in (0, len(split.judged)):
-        return f"{len(split.judged)} clients are only judged, data.new_clients = {config.new_clients}. Leave that out."
+        return (
+            f"{len(split.judged)} clients are only judged, data.new_clients = {config.new_clients}. Leave "
+            "data.new_clients out."
+        )
     if (split.partition == "classes") != (split.beta is not None):
-        return f"beta belongs to partition classes alone (partition {split.partition}, beta {split.beta}). {_AGAIN}"
+        return f"beta is only for partition classes (partition {split.partition}, beta {split.beta}). {_AGAIN}"
     if split.beta is not None and (source.kind != "segmentation" or split.beta > len(source.class_names)):
         return (
             f"beta needs label maps with at least as many classes ({split.beta}), and {source.name} is a problem of "
@@ -67,12 +73,12 @@ _AGAIN = "Draw the split again."
 
 
 def _has_own_tests(split: Split) -> bool:
-    """Return whether the lists in `split.test`, if there are any, are those of the clients."""
+    """Return whether the lists in `split.test`, if there are any, belong to the clients."""
     return split.partition in ("by_id", "imported") and not split.test_pooled
 
 
 def own_tests(source: Source, split: Split) -> IndexLists | None:
-    """Return, for each client, the rows of its own test images; None if the data do not record them."""
+    """Return the rows of each client's own test images; None if the data do not record them."""
     if not _has_own_tests(split):
         return None
     if split.test is not None:
@@ -86,8 +92,7 @@ def own_tests(source: Source, split: Split) -> IndexLists | None:
 def complete(config: DataConfig, split: Split) -> DataConfig:
     """Return the configuration with the settings that the split determines, for the record of a run.
 
-    For a split that was read from a file these are all settings that it was drawn with, whatever the configuration
-    says.
+    For a split from a file, these are all settings with which it was drawn; they replace those of the configuration.
     """
     decided = {
         "clients": len(split.clients),
@@ -101,7 +106,7 @@ def complete(config: DataConfig, split: Split) -> DataConfig:
 
 def drawn_otherwise(split: Split, config: DataConfig) -> list[str]:
     """Return a notice about settings of a loaded split that differ from the configuration; empty if none do."""
-    if split.partition == "imported":  # nothing of it was drawn
+    if split.partition == "imported":  # not drawn by raylt
         return []
     differences = []
     for key, value in _drawn_with(split).items():
@@ -114,10 +119,7 @@ def drawn_otherwise(split: Split, config: DataConfig) -> list[str]:
 
 
 def _drawn_with(split: Split) -> dict[str, Any]:
-    """Return the settings by which a split's samples were drawn, without the seed.
-
-    The seed also decides other draws.
-    """
+    """Return the settings by which a split's samples were drawn, without the seed, which also affects other draws."""
     drawn = {key: getattr(split, key) for key in DRAWN if getattr(split, key) is not None}
     judged = {} if split.judged is None else {"new_clients": len(split.judged)}
     return drawn | judged | {"tail": split.tail or "global"}

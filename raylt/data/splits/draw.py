@@ -14,14 +14,14 @@ from raylt.data.splits.split import IndexLists, Split, grouped, hash_labels
 from raylt.errors import DataError
 from raylt.seeds import seed_for
 
-TEST = 0.2  # share of each client's (or class's) images that become test images if there is no test part
+TEST = 0.2  # default fraction of each client's (or class's) images that become test images without a test part
 
 
 def draw(source: Source, config: DataConfig) -> Split:
     """Draw a split of a source by the configuration. Unset settings take the source's defaults.
 
     Raises:
-        DataError: the data cannot be split as asked.
+        DataError: the data cannot be split as configured.
     """
     unique_ids = None if source.ids is None else np.unique(source.ids)
     config = _resolved(config, unique_ids)
@@ -56,18 +56,18 @@ def hold_out_validation(
 ) -> tuple[IndexLists, np.ndarray]:
     """Move a seeded random share of each class from the clients to the validation set.
 
-    From a class with n samples share * n are taken, rounded to the nearest whole number and a half to the even one, at
-    least one and at most n - 1: a class with one sample stays in training. A client's last sample is never taken, so
-    the clients stay the same. Where that leaves too few to choose from, fewer are taken.
+    Of a class with n samples, share * n are taken, rounded to the nearest whole number (half to even), at least one and
+    at most n - 1: a class with one sample stays in training. A client's last sample is never taken, so the clients stay
+    the same. If too few samples remain to choose from, fewer are taken.
 
     Args:
         clients: for each client, rows of the training set, int64 [n], ascending.
         labels: labels of the whole training set, int64 [N].
-        share: in (0, 1).
+        share: fraction of each class, in (0, 1).
         seed: `data.seed`.
 
     Returns:
-        The rows that each client keeps, and the rows taken; all ascending.
+        The rows that each client keeps, and the rows of the validation set; all ascending.
 
     Raises:
         DataError: no sample can be taken.
@@ -87,8 +87,8 @@ def hold_out_validation(
                 missing -= 1
     if not taken.any():
         raise DataError(
-            f"data.validation: no client has two samples of a class, to give one and keep one ({share:g}). "
-            "Set data.validation=0, or give more samples.",
+            f"data.validation: no client has two samples of a class, one to hold out and one to keep ({share:g}). "
+            "Set data.validation=0, or add samples.",
             code="data.too-few",
             key="data.validation",
             value=share,
@@ -100,17 +100,17 @@ def hold_out_validation(
 def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> list[np.ndarray]:
     """Choose a seeded random share of each client's samples of each class as the client's test part.
 
-    From n samples of a class share * n are taken, rounded to the nearest whole number and a half up, never the last
-    one. A client that would get no test sample, and has two samples of a class, gives one sample of its largest class.
+    Of n samples of a class, share * n are taken, rounded to the nearest whole number (half up), but never the last one.
+    If a client would get no test sample but has two samples of a class, one sample of its largest class is taken.
 
     Args:
         ids: client id of each sample, [N].
-        labels: int64 [N].
-        share: in (0, 1).
+        labels: labels of the samples, int64 [N].
+        share: fraction of the samples, in (0, 1).
         seed: `data.seed`.
 
     Returns:
-        For each different id, in sorted order, rows of its test samples, int64 [n], ascending.
+        For each distinct id, in sorted order, the rows of its test samples, int64 [n], ascending.
     """
     parts = []
     for position, rows in enumerate(grouped(ids, np.unique(ids))):
@@ -127,13 +127,18 @@ def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> li
 def check_judged(name: str, y_test: Stored, classes: int) -> None:
     """Raise an error if no test sample has a label.
 
+    Args:
+        name: name of the source.
+        y_test: labels of the test set.
+        classes: number of classes.
+
     Raises:
-        DataError: no test sample has one, so that no model could be judged.
+        DataError: no test sample has a label, so no model could be evaluated.
     """
     if not class_counts(y_test, classes).any():
         raise DataError(
             f"data.source: no test image has a label, so no model could be evaluated ({name}). "
-            "Give test images, or give clients at least two images of a class, one of which is held out.",
+            "Add test images, or give clients at least two images of a class, one of which is held out.",
             code="data.no-test-images",
             key="data.source",
             value=name,
@@ -144,6 +149,8 @@ def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | No
     """Return sentences about the samples, classes and clients that a split leaves out.
 
     Args:
+        source: the data set.
+        split: the split.
         y_test: labels of the test set.
         own: rows of each client's own test samples, see `own_tests`.
     """
@@ -161,7 +168,7 @@ def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | No
     if missing.any():
         names = [name for name, absent in zip(source.class_names, missing, strict=True) if absent]
         sentences.append(
-            f"no test image shows {len(names)} of {len(missing)} classes, which are evaluated nowhere: "
+            f"no test image shows {len(names)} of {len(missing)} classes, which are never evaluated: "
             f"{_first_ten(names)}"
         )
     untested = [] if own is None else np.flatnonzero(own.sizes == 0).tolist()
@@ -184,11 +191,10 @@ def _resolved(config: DataConfig, unique_ids: np.ndarray | None) -> DataConfig:
 
 
 def test_part(source: Source, config: DataConfig) -> tuple[IndexLists | None, float | None]:
-    """Choose the training rows that become test samples; return these rows, and the share that they make up.
+    """Choose the training rows that become test samples; return these rows, and their share of the samples.
 
-    Both are None if the source has a test set.
-
-    The rows are those of each id, or one list where the source records no ids.
+    Both are None if the source has a test set. There is one list of rows for each id, or one list if the source records
+    no ids.
 
     Raises:
         DataError: there is no test set and none can be split off, or a share is set that does not apply.
@@ -229,7 +235,7 @@ def _check_unset(config: DataConfig, key: str, problem: str) -> None:
 def _thinned(source: Source, pool: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows of `pool` that remain after long-tail sampling, and their labels.
 
-    For label maps these are the classes in them.
+    For label maps, the labels are the classes that each map shows.
     """
     assert config.imbalance is not None
     classes = len(source.class_names)

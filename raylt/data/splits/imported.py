@@ -1,15 +1,15 @@
 """Import of other tools' index lists as a raylt split (`raylt data --import FILE`, `data.split=FILE`).
 
     [[0, 5, 7], [1, 2]]                                    JSON: a list for each client
-    {"wien": [0, 5, 7], "linz": [1, 2]}                    JSON: by name, as FedLab's client_dict and PFLlib's
-                                                           dataidx_map are when they are written as JSON
-    {"wien": {"train": [0, 5], "test": [7]}, ...}          the same with test images of each client's own
+    {"wien": [0, 5, 7], "linz": [1, 2]}                    JSON: lists by name, such as FedLab's client_dict and
+                                                           PFLlib's dataidx_map written as JSON
+    {"wien": {"train": [0, 5], "test": [7]}, ...}          the same with each client's own test images
     {"clients": ..., "judged": ["linz"]}                   one of the above, and clients that are only judged
     {"users": [...], "user_data": {"wien": {"x": [0, 5], "y": [3, 3]}}}    LEAF, with row numbers as x
     sample,client[,part]                                   CSV: a line for each sample; part is train, test or judged
 
-Rows count from 0 in the training images of the source, in the order of its files. A pickle is never read, because
-reading one can run any code.
+Rows are numbered from 0 in the training images of the source, in the order of its files. Pickles are never read,
+because reading one can run any code.
 """
 
 import csv
@@ -53,6 +53,11 @@ class _Lists:
 def open_split(path: Path, source: Source, config: DataConfig) -> Split:
     """Read a split from a file in raylt's own format, or from index lists of another tool.
 
+    Args:
+        path: path of the file.
+        source: the data set.
+        config: the settings in `data`, for a test part that must be drawn.
+
     Raises:
         DataError: the file cannot be read, has another form, or lists rows or labels that the source does not have.
     """
@@ -73,7 +78,7 @@ def _lists_in(path: Path, content: bytes) -> dict[str, _Lists] | None:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise _malformed(path, "it is no text (pickles are not read). Write the lists as JSON") from None
+        raise _malformed(path, "it is not a text file (pickles are not read). Write the lists as JSON") from None
     if text.lstrip()[:1] not in ("{", "["):
         return _from_csv(path, text)
     try:
@@ -98,7 +103,7 @@ def _from_json(path: Path, tree: Any) -> dict[str, _Lists]:
         if users is not None and (not isinstance(users, list) or sorted(map(str, users)) != sorted(tree)):
             raise _malformed(path, f"users and user_data do not have the same names ({shortened(users)})")
         if users is not None and sizes is not None and sizes != [len(tree[str(user)].train) for user in users]:
-            raise _malformed(path, f"num_samples are not the numbers of rows of its users ({shortened(sizes)})")
+            raise _malformed(path, f"num_samples does not match the numbers of rows of the users ({shortened(sizes)})")
     elif isinstance(tree, list):
         tree = {str(k): each for k, each in enumerate(tree)}
     lists = {str(name): _client(path, name, each) for name, each in _mapping(path, tree).items()}
@@ -115,10 +120,10 @@ def _leaf(path: Path, user: str, data: Any) -> _Lists:
     data = _mapping(path, data)
     for key in ("x", "y"):
         if not isinstance(data.get(key, []), list):
-            raise _malformed(path, f"{key} of user {shortened(user)} is no list")
+            raise _malformed(path, f"{key} of user {shortened(user)} is not a list")
     rows = [row[0] if isinstance(row, list) and len(row) == 1 else row for row in data.get("x", [])]
     if any(isinstance(row, list | str) for row in rows):
-        raise _malformed(path, f"x of user {shortened(user)} holds images and not rows of data.source")
+        raise _malformed(path, f"x of user {shortened(user)} has images instead of rows of data.source")
     return _Lists(rows, [], labels=data.get("y"))
 
 
@@ -131,7 +136,7 @@ def _client(path: Path, name: Any, value: Any) -> _Lists:
         train, test = value.get("train", []), value.get("test", [])
         if isinstance(train, list) and isinstance(test, list):
             return _Lists(train, test)
-    raise _malformed(path, f"the client {shortened(name)} has no list of rows, nor lists train and test")
+    raise _malformed(path, f"the client {shortened(name)} has neither a list of rows nor lists train and test")
 
 
 def _from_csv(path: Path, text: str) -> dict[str, _Lists]:
@@ -139,19 +144,21 @@ def _from_csv(path: Path, text: str) -> dict[str, _Lists]:
     try:
         columns, table = reader.fieldnames or [], list(reader)
     except csv.Error as error:
-        raise _malformed(path, f"it is no CSV ({error})") from None
+        raise _malformed(path, f"it is not CSV ({error})") from None
     readable = len({*columns}) == len(columns) and all(map(str.isprintable, columns))
     if not readable or not {"sample", "client"} <= {*columns}:
         raise _malformed(path, f"it has the columns {', '.join(map(shortened, columns[:5])) or 'none'}")
     lists: dict[str, _Lists] = {}
     for number, line in enumerate(table, start=2):
         part = line.get("part") or "train"
-        if None in line:  # where DictReader puts what has no column
+        if None in line:  # DictReader's key for values without a column
             raise _malformed(path, f"line {number} has more values than there are columns")
         if not line["client"]:
             raise _malformed(path, f"line {number} names no client")
         if part not in PARTS:
-            raise _malformed(path, f"line {number} has a part that is none of {', '.join(PARTS)} ({shortened(part)})")
+            raise _malformed(
+                path, f"line {number} has a part that is not one of {', '.join(PARTS)} ({shortened(part)})"
+            )
         client = lists.setdefault(line["client"], _Lists([], []))
         client.judged = client.judged or part == "judged"
         sample = (line["sample"] or "").strip()
@@ -164,7 +171,7 @@ def _from_csv(path: Path, text: str) -> dict[str, _Lists]:
 def _split_of(path: Path, lists: dict[str, _Lists], source: Source, config: DataConfig) -> Split:
     """Make a split from index lists; draw a test part if neither the lists nor the source have one."""
     if not lists:
-        raise _malformed(path, "it has no client")
+        raise _malformed(path, "it has no clients")
     for name in lists:
         if not name.strip() or not name.isprintable():
             raise _malformed(path, f"it has a client whose name is not printable ({shortened(name)})")
@@ -209,12 +216,12 @@ def _rows(
     """Check a client's rows from the file and return them in ascending order.
 
     Raises:
-        DataError: they are no row numbers of the source, or their labels are others than the source's.
+        DataError: they are not row numbers of the source, or their labels differ from the source's.
     """
     count = len(source.y_train)
     for row in rows:
         if type(row) is not int:
-            raise _malformed(path, f"the client {shortened(name)} has a row that is no whole number ({row!a:.80})")
+            raise _malformed(path, f"the client {shortened(name)} has a row that is not a whole number ({row!a:.80})")
         if not 0 <= row < count:
             raise _malformed(
                 path, f"the client {shortened(name)} has a row outside 0 to {count - 1}, the training images ({row})"
@@ -228,15 +235,16 @@ def _rows(
 
 
 def _check_once(path: Path, names: Sequence[str], lists: Sequence[np.ndarray]) -> None:
-    """Check that no row is listed twice, and that there is one.
+    """Check that there are rows, and that no row is listed twice.
 
     Args:
-        names: of the clients.
-        lists: the rows of each client for training, then those of each for its test.
+        path: path of the file.
+        names: names of the clients.
+        lists: the training rows of each client, followed by the test rows of each client.
     """
     rows = np.concatenate(lists)
     if not len(rows):
-        raise _malformed(path, "its clients have no row")
+        raise _malformed(path, "its clients have no rows")
     owners = np.repeat(np.arange(len(lists)) % len(names), [len(each) for each in lists])
     order = np.argsort(rows, kind="stable")
     twice = np.flatnonzero(np.diff(rows[order]) == 0)

@@ -11,15 +11,15 @@ from raylt.seeds import seed_for
 def long_tail_counts(available: np.ndarray, imbalance: float) -> np.ndarray:
     """Return the number of samples per class in a long-tailed subset, from class 0 (largest) to C-1 (smallest).
 
-    n_max is the largest number for which no class needs more samples than it has. Data that are already thinned can
-    therefore be thinned further.
+    n_max is the largest number for which no class needs more samples than it has. So data that are already thinned can
+    be thinned further.
 
     Args:
         available: samples per class, int [C].
-        imbalance: IF, the ratio of the first class to the last, at least 1; 1 keeps the data as they are.
+        imbalance: IF, the ratio of the first class to the last, at least 1; 1 keeps all data.
 
     Returns:
-        int64 [C], each at least 1 and at most `available`.
+        Samples per class, int64 [C], each at least 1 and at most `available`.
 
     Raises:
         DataError: IF is below 1, or a class would be left without samples.
@@ -28,7 +28,7 @@ def long_tail_counts(available: np.ndarray, imbalance: float) -> np.ndarray:
     if not imbalance >= 1:
         raise DataError(
             f"data.imbalance: the first class cannot be smaller than the last ({imbalance}). "
-            "Give 1, which keeps the data as they are, or more.",
+            "Give 1, which keeps all data, or more.",
             code="config.out-of-range",
             key="data.imbalance",
             value=imbalance,
@@ -64,11 +64,11 @@ def long_tail_subset(
     """Draw a seeded random long-tailed subset of samples; return its sorted indices.
 
     Args:
-        labels: int64 [n], in [0, classes).
+        labels: labels of the samples, int64 [n], in [0, classes).
         imbalance: IF, see `long_tail_counts`.
         classes: the number of classes, C.
         seed: `data.seed`.
-        by_size: keep the order of the classes by size; otherwise class 0 becomes the largest, as in benchmarks.
+        by_size: whether the largest class stays the largest; otherwise class 0 becomes the largest, as in benchmarks.
     """
     available = np.bincount(labels, minlength=classes)
     order = np.argsort(-available, kind="stable") if by_size else np.arange(classes)
@@ -82,12 +82,13 @@ def long_tail_subset(
 def own_tail(labels: np.ndarray, imbalance: float, rng: np.random.Generator) -> np.ndarray:
     """Draw a long-tailed subset of one client's samples; return its sorted indices.
 
-    The classes are put into a random order. The class at position i of it keeps at most n_max * (1/IF)^(i/(C-1))
-    samples and at least one, where n_max is the size of the client's largest class.
+    The classes are put into a random order. The class at position i keeps at most n_max * (1/IF)^(i/(C-1)) samples and
+    at least one, where n_max is the size of the client's largest class.
 
     Args:
         labels: labels of the client's samples, int64 [n]; C is the number of classes among them.
-        imbalance: IF.
+        imbalance: IF, at least 1.
+        rng: random generator.
     """
     classes, counts = np.unique(labels, return_counts=True)
     last = max(len(classes) - 1, 1)
@@ -105,7 +106,7 @@ def shot_groups(counts: np.ndarray, low: int, high: int) -> list[str]:
 
 def _thin(available: np.ndarray, imbalance: float) -> np.ndarray:
     last = len(available) - 1
-    # Python's pow, not numpy's: where a product is nearly whole, the published counts depend on the last bit
+    # Python's pow, not numpy's: if a product is nearly whole, the published counts depend on its last bit
     ratios = [(1 / imbalance) ** (c / last) for c in range(last + 1)]
 
     def counts(n_max: int) -> np.ndarray:

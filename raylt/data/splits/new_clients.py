@@ -14,6 +14,7 @@ def draw_new_clients(clients: Sequence[np.ndarray], config: DataConfig) -> tuple
 
     Args:
         clients: for each client, rows of the training set.
+        config: the settings in `data`.
 
     Returns:
         Ids, ascending.

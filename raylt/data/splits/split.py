@@ -18,9 +18,9 @@ from raylt.data.images.cache import Stored, load, take
 from raylt.errors import CheckpointError, DataError
 from raylt.typed_json import as_json, closed, hash_json
 
-LIMIT = 2**30  # most bytes of a split.json, enough for a hundred million samples
-AT_ONCE = 1000  # clients whose lists are converted to text at a time
-# fields that were added later; a split without them keeps its earlier seal
+LIMIT = 2**30  # size limit of a split.json in bytes, enough for a hundred million samples
+CHUNK_SIZE = 1000  # clients whose lists are converted to text at once
+# Fields that were added later; a split without them keeps its earlier seal.
 _LATER = ("test", "test_share", "client_names", "tail", "per_client", "test_pooled", "judged")
 
 
@@ -31,16 +31,16 @@ class Split:
     Args:
         clients: for each client, rows of the training set, int64 [n], ascending.
         labels_sha256: hash of the source's training labels, see `hash_labels`.
-        source, imbalance, partition, alpha, seed: settings that the lists were drawn with.
+        source, imbalance, partition, alpha, seed: settings with which the lists were drawn.
         beta: number of classes that each client keeps; for partition `classes` only.
         test: for each id that the source records, in the order of the ids, the training samples that became test
             samples, int64 [n], ascending; one list for a source without ids. Only for a source without a test set.
         test_share: `data.test`, or `data.test_share` for a source without ids; only for a source without a test set.
-        client_names: names of the clients, where partition `by_id` made them from named ids.
+        client_names: names of the clients, if partition `by_id` made them from named ids.
         tail: `data.tail`, if it is not `global`.
         per_client: `data.per_client`, for the partitions that use it.
-        test_pooled: True where `test` is no client's own.
-        judged: ids of the clients that are only judged, ascending, where index lists of another tool name them.
+        test_pooled: True if the samples in `test` belong to no client.
+        judged: ids of the clients that are only judged, ascending, if index lists of another tool name them.
     """
 
     clients: Sequence[np.ndarray]
@@ -92,7 +92,7 @@ class Split:
         """Read a split from the content of a split.json file, the inverse of `as_text`.
 
         Raises:
-            DataError: the structure is another one, or a hash in the file does not match its lists or fields.
+            DataError: the content has another structure, or a hash in the file does not match its lists or fields.
         """
         tree: dict[str, Any] = {**as_json(content, _FILE, "not a split.json", DataError)}
         sha256 = tree.pop("sha256")
@@ -126,7 +126,7 @@ class Split:
         """Read a split from a file.
 
         Raises:
-            DataError: the file cannot be read, holds no split, or was changed.
+            DataError: the file cannot be read, is not a split, or was changed.
         """
         try:
             return cls.from_json(store.read(path, LIMIT))
@@ -183,12 +183,12 @@ class PerClient(Sequence[Part]):
 class IndexLists(PerClient[np.ndarray]):
     """The index lists of all clients, int64 [n], as views of one array.
 
-    A separate array for each of a hundred thousand clients takes several times the memory of the indices, and as much
-    longer to pickle.
+    Separate arrays for a hundred thousand clients would take several times the memory of the indices, and several times
+    as long to pickle.
 
     Args:
         flat: the lists, one after the other, int64 [N].
-        ends: for each client, where its list ends, int64 [K].
+        ends: for each client, the position at which its list ends, int64 [K].
     """
 
     def __init__(self, flat: np.ndarray, ends: np.ndarray):
@@ -210,8 +210,8 @@ def grouped(ids: np.ndarray, unique_ids: np.ndarray) -> IndexLists:
     """Return the positions of each unique id in `ids`, ascending. All ids are sorted once.
 
     Args:
-        ids: [N].
-        unique_ids: different ids, sorted, [K].
+        ids: id of each sample, [N].
+        unique_ids: distinct ids, sorted, [K].
     """
     order = np.argsort(ids, kind="stable")
     starts = np.searchsorted(ids[order], unique_ids, side="left")
@@ -261,11 +261,11 @@ _FILE = TypeAdapter(_File)
 def _texts(lists: Sequence[np.ndarray]) -> Iterator[str]:
     """Yield the index lists as JSON text without spaces, piece by piece.
 
-    They come in pieces, because Python's integers take several times the memory of an array.
+    Pieces save memory, because Python's integers take several times the memory of an array.
     """
     yield "["
-    for start in range(0, len(lists), AT_ONCE):
-        piece = json.dumps([rows.tolist() for rows in lists[start : start + AT_ONCE]], separators=(",", ":"))
+    for start in range(0, len(lists), CHUNK_SIZE):
+        piece = json.dumps([rows.tolist() for rows in lists[start : start + CHUNK_SIZE]], separators=(",", ":"))
         yield ("," if start else "") + piece[1:-1]
     yield "]"
 

@@ -94,7 +94,7 @@ def test_broken_images_are_all_named_and_leave_no_cache(tree, tmp_path):
     (tree / "1.png").write_bytes(b"")
     with refused("data.undecodable", DataError, count=2) as caught:
         decode("it", tree, FILES, 8, tmp_path / "cache")
-    assert re.search(r"1\.png \(is empty\); .*3\.png \(it is none, or .*data\.bad=skip", str(caught.value))
+    assert re.search(r"1\.png \(is empty\); .*3\.png \(not an image, or .*data\.bad=skip", str(caught.value))
     assert not list((tmp_path / "cache").rglob("*.npy"))
     for name in ("1.png", "3.png"):
         Image.new("RGB", (20, 12)).save(tree / name)
@@ -117,7 +117,7 @@ def test_broken_images_can_be_left_out(tree, tmp_path):
         assert rows.tolist() == [0, 1, 2, 4, 5]
         assert x.load()[:, 0, 0, 0].tolist() == [0, 40, 80, 160, 200]
         assert told == (
-            f"left out: 1 image cannot be decoded: {tree}/3.png (it is none, or of a kind that is not read)",
+            f"left out: 1 image cannot be decoded: {tree}/3.png (not an image, or of an unsupported format)",
         )
 
 

@@ -41,7 +41,7 @@ def test_a_header_that_claims_what_the_archive_cannot_hold_is_refused_at_once(tm
     began = time.monotonic()
     with refused("data.malformed", DataError, path=str(path)) as caught:
         read_npz(path, ["x_train"])
-    assert "x_train.npy claims" in str(caught.value)
+    assert "x_train.npy declares" in str(caught.value)
     assert time.monotonic() - began < 1
 
 

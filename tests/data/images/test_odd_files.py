@@ -52,16 +52,19 @@ DAMAGED = {
     "truncated.bmp": (encoded(NOISE, "BMP")[:500], "truncated"),
     "truncated.tif": (encoded(NOISE, "TIFF")[:300], "."),
     "truncated.webp": (encoded(NOISE, "WEBP", lossless=True)[:200], "."),
-    "header only.jpg": (JPEG[:2], "it is none"),
+    "header only.jpg": (JPEG[:2], "not an image"),
     "empty.png": (b"", "is empty"),
-    "zeros.jpg": (b"\0" * 5000, "it is none"),
-    "a page.jpg": (b"<html><title>404 Not Found</title></html>", "it is none"),
-    "really a pdf.png": (b"%PDF-1.7\n%", "it is none"),
+    "zeros.jpg": (b"\0" * 5000, "not an image"),
+    "a page.jpg": (b"<html><title>404 Not Found</title></html>", "not an image"),
+    "really a pdf.png": (b"%PDF-1.7\n%", "not an image"),
     "huge.png": (bomb(), "pixels|decompression bomb"),
     "flipped.png": (PNG[:60] + bytes([PNG[60] ^ 255]) + PNG[61:], "."),
-    "really a heic.jpg": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + b"\0" * 500, "it is none, or of a kind"),
-    "really a zip.png": (b"PK\x03\x04" + b"\0" * 500, "it is none, or of a kind"),
-    "really a drawing.png": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it is none, or of a kind"),
+    "really a heic.jpg": (
+        b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + b"\0" * 500,
+        "not an image, or of an unsupported format",
+    ),
+    "really a zip.png": (b"PK\x03\x04" + b"\0" * 500, "not an image, or of an"),
+    "really a drawing.png": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not an image, or of an"),
     "not a number.tif": (encoded(Image.fromarray(np.full((8, 8), np.nan, np.float32)), "TIFF"), "greys from nan"),
     "no pixels.png": (PNG[:16] + b"\0" * 8 + PNG[24:], "."),
     "text of megabytes.png": (
@@ -386,7 +389,7 @@ def test_colours_of_16_bits_are_scaled_too(tmp_path):
 
 @pytest.mark.parametrize("bytes_at_once", [2**24, 0])
 def test_a_large_file_is_not_read_at_once_and_gives_the_same(tmp_path, monkeypatch, bytes_at_once):
-    monkeypatch.setattr(decoding, "WHOLE", bytes_at_once)
+    monkeypatch.setattr(decoding, "READ_AT_ONCE", bytes_at_once)
     for name, (content, _) in DAMAGED.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError):

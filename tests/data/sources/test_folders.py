@@ -248,7 +248,7 @@ def test_a_class_without_test_images_is_named(tmp_path):
     write(tmp_path / "it/train", {"cat": 3, "dog": 2})
     write(tmp_path / "it/test", {"cat": 1})
     assert other_notes(build_task(config(tmp_path / "it", clients=2))) == (
-        "no test image shows 1 of 2 classes, which are evaluated nowhere: dog",
+        "no test image shows 1 of 2 classes, which are never evaluated: dog",
     )
 
 
@@ -257,10 +257,10 @@ def test_a_class_without_test_images_is_named(tmp_path):
     [
         ({"train": {"a": {"x": 1}}, "wien": {"x": 1}}, "folders train and wien"),
         ({"test": {"a": 1}}, "has a folder test and no folder train"),
-        ({"train": {"a": {"x": {"y": 1}}}}, r"images lie as a/x/y/0\.png"),
-        ({"test": {"wien": {"a": 1}}, "wien": {"a": 1}}, r"images lie as wien/a/0\.png"),
-        ({"wien": {"a": 1}, "linz": {"a": {"b": 1}}}, r"different depths, as wien/a/0\.png and linz/a/b/0\.png"),
-        ({"train": {"a": 1}, "test": {"a": {"b": 1}}}, r"images lie as a/b/0\.png"),
+        ({"train": {"a": {"x": {"y": 1}}}}, r"images lie at another depth, such as a/x/y/0\.png"),
+        ({"test": {"wien": {"a": 1}}, "wien": {"a": 1}}, r"images lie at another depth, such as wien/a/0\.png"),
+        ({"wien": {"a": 1}, "linz": {"a": {"b": 1}}}, r"different depths, such as wien/a/0\.png and linz/a/b/0\.png"),
+        ({"train": {"a": 1}, "test": {"a": {"b": 1}}}, r"images lie at another depth, such as a/b/0\.png"),
         ({"train": {"a": {"x": 1}}, "test": {"b": {"x": 1}}}, r"no training images \(b\)\."),
         ({"a": {"x": 0}}, "no images in its folders"),
     ],
@@ -321,7 +321,7 @@ def test_an_npz_records_clients_of_test_images_and_their_names(tmp_path):
     for changes, array, message in (
         ({"client_names": ["a", "b"]}, "client_names", "2 names for 3 different ids"),
         ({"client_names": ["a", "b", "a"]}, "client_names", "a name twice"),
-        ({"id_test": [9, 7, 9, 1]}, "id_test", "an id that id_train lacks (1)"),
+        ({"id_test": [9, 7, 9, 1]}, "id_test", "an id that is not in id_train (1)"),
         ({"id_test": [9, 7]}, "id_test", "one id for each of the 4 images"),
         ({"id_train": None}, "id_train", "needs id_train"),
     ):

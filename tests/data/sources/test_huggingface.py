@@ -140,7 +140,7 @@ def test_damaged_rows_are_named_by_their_number(saved):
     folder = saved(broken=5)
     with refused("data.undecodable", DataError, count=1) as caught:
         open_source(config(folder))
-    assert "row 5 (it is none, or" in str(caught.value)
+    assert "row 5 (not an image, or" in str(caught.value)
     assert len(open_source(config(folder, bad="skip")).x_train) == 11
 
 

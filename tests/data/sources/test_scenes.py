@@ -171,7 +171,7 @@ def test_camvid_that_is_nowhere_names_both_places(config):
         (
             lambda tree: (tree / "train/0016E5_00390.png").write_bytes(b"x"),
             "data.undecodable",
-            "0016E5_00390.png (it is none",
+            "0016E5_00390.png (not an image",
         ),
         (
             lambda tree: Image.new("RGB", (6, 4)).save(tree / "trainannot/0016E5_00390.png"),

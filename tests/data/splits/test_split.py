@@ -91,7 +91,7 @@ def test_a_task_keeps_no_objects_for_each_client(config):
 def test_a_split_of_more_clients_than_are_written_at_once_has_one_hash(config, monkeypatch):
     task = build_task(config)
     assert Split.from_json(task.split.as_text()).seal == task.split.seal
-    monkeypatch.setattr("raylt.data.splits.split.AT_ONCE", 10**6)
+    monkeypatch.setattr("raylt.data.splits.split.CHUNK_SIZE", 10**6)
     whole = Split.from_json(task.split.as_text())
     assert whole.as_text() == task.split.as_text()
     assert whole.sha256 == task.split.sha256
