@@ -251,7 +251,7 @@ def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Genera
         return z, y
     height, width = y.shape[1:]
     labels = y.flatten(1)  # [B, H * W]
-    # sorted by class and a random number, so the first of each class are a random sample of it
+    # sort by class and a random number, so that the first pixels of each class are a random sample
     draws = torch.rand(labels.shape, generator=generator, device=generator.device, dtype=torch.float64)
     order = (labels + draws).argsort(1)
     chosen_z = []

@@ -194,7 +194,7 @@ def _set_arithmetic(config: Config, device: torch.device) -> None:
         torch.use_deterministic_algorithms(deterministic)
 
 
-# The libraries report a handle that could not be made on a full device with these texts only.
+# If a device is full when a library creates a handle, the library reports it only by one of these texts.
 _FULL = (
     "cuda out of memory",
     "cuda error: out of memory",

@@ -217,16 +217,16 @@ class FeatureCache:
         with folder_for(self.path) as folder:
             self._files.look(folder)
             cached = self._files.get(keys)
-            lacking = [key for key in dict.fromkeys(keys) if key not in cached]
-            self.from_cache += len(keys) - len(lacking)
-            if lacking:
+            absent = [key for key in dict.fromkeys(keys) if key not in cached]
+            self.from_cache += len(keys) - len(absent)
+            if absent:
                 lock = folder.lock("lock", wait=True)  # arms that start together encode once
                 assert lock is not None
                 try:
                     self._files.look(folder)
-                    cached |= self._files.get(lacking)
-                    missing = [key for key in lacking if key not in cached]
-                    self.from_cache += len(lacking) - len(missing)
+                    cached |= self._files.get(absent)
+                    missing = [key for key in absent if key not in cached]
+                    self.from_cache += len(absent) - len(missing)
                     cached |= self._compute(folder, images, keys, missing, view)
                 finally:
                     os.close(lock)

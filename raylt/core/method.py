@@ -175,7 +175,7 @@ class Method(BaseModel):
         """Return the model's state-dict entries that are sent. The other entries are private to each client."""
         return model.entries()
 
-    # at a client
+    # functions that run at a client
 
     def join(self, client: Client, message: Message) -> Reply:
         """Fill `client.state` once per client, before the first round."""
@@ -209,7 +209,7 @@ class Method(BaseModel):
             self.join(client, {})
             sgd(client, self.objective(client, message), own)
 
-    # at the server
+    # functions that run at the server
 
     def start(self, server: Server, fleet: Fleet) -> None:
         """Let all clients join, before the first round.
@@ -272,7 +272,11 @@ class Method(BaseModel):
         return client.model
 
     def other_model(self, client: Client, name: str) -> SplitModel:
-        """Return the client's model of this name in `other_models`, after the client received the shared entries."""
+        """Return the client's model of this name in `other_models`, after the client received the shared entries.
+
+        Raises:
+            NotImplementedError: the method lists the name and does not override this function.
+        """
         raise NotImplementedError(f"{type(self).__name__} lists {name!r} in other_models. Implement other_model.")
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:

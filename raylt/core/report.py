@@ -44,7 +44,7 @@ class Figure:
 
     Attributes:
         title: heading in tables and description in the JSON schema.
-        curve: tag of the TensorBoard curve; for a field with several values, the common prefix of their curves.
+        curve: tag of the TensorBoard curve; for a field with several values, the family of their curves.
         curves: tags of single values of such a field, by key.
         pooled: function that computes the figure from the confusion matrix int64 [C, C] of the deployed model, or from
             the sum of the matrices of the clients' own models.
@@ -93,9 +93,9 @@ class RoundReport(BaseModel):
     step: Annotated[int, Field(ge=1), Figure("number of the step: 1..R for rounds, R + 1 for the finish")]
     phase: Annotated[Literal["round", "finish"], Figure("round, or finish for what follows the last round")]
     seconds: Annotated[
-        Seconds, Figure("seconds of training and aggregation, without judging", "seconds/training", unit="seconds")
+        Seconds, Figure("seconds of training and aggregation, without evaluation", "seconds/training", unit="seconds")
     ]
-    evaluation_seconds: Annotated[Seconds, Figure("seconds of judging", "seconds/evaluation", unit="seconds")]
+    evaluation_seconds: Annotated[Seconds, Figure("seconds of evaluation", "seconds/evaluation", unit="seconds")]
     # For personal methods, computed from the pooled counts of the clients' own models. If clients merge classes, these
     # are the classes as clients see them; figures of the global model always use the true classes.
     accuracy: Annotated[
@@ -133,7 +133,7 @@ class RoundReport(BaseModel):
     by_client: Annotated[
         dict[str, list[Share]] | None,
         Figure(
-            "the per-client figures of each client, by id; null for a client that is not judged. Kept for the last "
+            "the per-client figures of each client, by id; null for a client that is not evaluated. Kept for the last "
             "evaluation, and for every evaluation of at most 10,000 clients' own models"
         ),
     ] = None
@@ -231,7 +231,7 @@ def _figures() -> Iterator[tuple[str, Figure]]:
                 yield info.alias or name, note
 
 
-FIGURES: dict[str, Figure] = dict(_figures())  # by key in metrics.jsonl
+FIGURES: dict[str, Figure] = dict(_figures())  # figures by key in metrics.jsonl
 POOLED = {name: figure.pooled for name, figure in FIGURES.items() if figure.pooled is not None}
 SHARED = {name: figure.shared for name, figure in FIGURES.items() if figure.shared is not None}
 SHARES = tuple(name for name in FIGURES if name in POOLED or name in SHARED)

@@ -1,8 +1,8 @@
 """`Server`, the global model and the server's memory, and `ServerOptimiser`, the rule of the server's step.
 
-The rules are those of adaptive federated optimisation (Reddi et al., ICLR 2021). They take the clients' mean minus the
-global model, Delta, as a negative gradient. Entries that are not trained (BatchNorm's running statistics and counters)
-are always the clients' mean.
+The rules follow adaptive federated optimisation (Reddi et al., ICLR 2021). They use the clients' mean minus the global
+model, Delta, as a negative gradient. Entries that are not trained (BatchNorm's running statistics and counters) are
+always the clients' mean.
 """
 
 import time

@@ -74,6 +74,9 @@ def ridge_sums_fault(n: int, parts: Tree, longest: float | None = None, negative
 def ridge_regression(a: Tensor, b: Tensor, ridge: float) -> Tensor:
     """Solve (A + lambda I) W = B for W [d, C], float64, on the server's CPU.
 
-    A is [d, d] and B is [d, C].
+    Args:
+        a: the matrix A, float64 [d, d].
+        b: the matrix B, float64 [d, C].
+        ridge: lambda.
     """
     return torch.linalg.solve(a + ridge * torch.eye(len(a), dtype=a.dtype), b)

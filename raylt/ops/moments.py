@@ -197,8 +197,8 @@ def nearest_moments(sums: Tree) -> Tree:
             mended[c]["zz"] = pack(n * (without_negative(cov) + torch.outer(mean, mean)))
     if not mended:
         raise ConfigError(
-            f"privacy.epsilon: the noise leaves no class with a positive count ({len(sums)} classes). Give a larger "
-            "epsilon.",
+            f"privacy.epsilon: the noise leaves no class with a positive count ({len(sums)} classes). Raise "
+            "privacy.epsilon.",
             code="privacy.too-noisy",
             key="privacy.epsilon",
         )
@@ -250,7 +250,7 @@ def class_residuals(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, in
 def class_scatter(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]:
     """Return the weighted sum of class covariances M_c, float64 [d, d], and the sum of the weights, Eq. 13-15 of BPFed.
 
-    Arguments as in `class_residuals`.
+    The arguments are the same as for `class_residuals`.
     """
     rows, weights = class_residuals(z, y, weight)
     return rows.T @ rows, weights

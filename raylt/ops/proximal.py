@@ -51,4 +51,4 @@ class _WithGradient(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gradient,) = grad_outputs
-        return None, *torch._foreach_mul(ctx.saved_tensors, gradient)  # copies, which autograd may add to
+        return None, *torch._foreach_mul(ctx.saved_tensors, gradient)  # copies, since autograd may add to them in place

@@ -42,7 +42,7 @@ from raylt.typed_json import as_json, closed, hash_json
 PACKS = "clients-"  # prefix of the parts that hold client states
 _FORMAT = 3
 _MANIFEST = "manifest.json"
-_MANIFEST_LIMIT = 2**30  # bytes
+_MANIFEST_LIMIT = 2**30  # size limit of a manifest in bytes
 _HEADER = TypeAdapter(dict[str, dict[str, Any]])  # header of a safetensors file without metadata
 _DAMAGE = (CheckpointError, OSError, ValueError, KeyError, TypeError, SafetensorError)
 
@@ -369,7 +369,11 @@ class _EarlierCheckpoints:
         self._open.close()
 
     def carry(self, name: str, new: Folder) -> CheckpointPart:
-        """Link or copy the file of an unchanged part from an earlier checkpoint into the new one's folder."""
+        """Link or copy the file of an unchanged part from an earlier checkpoint into the new one's folder.
+
+        Raises:
+            CheckpointError: the file has changed since it was written.
+        """
         assert self._previous is not None
         entry = self._previous.parts[name]
         file = entry["file"]
@@ -385,7 +389,7 @@ class _EarlierCheckpoints:
         if new.hash(file) != entry["sha256"]:
             path = self._previous.folder / file
             raise CheckpointError(
-                f"{path}: the file was damaged after it was written. Continue from the checkpoint before with "
+                f"{path}: the file was damaged after it was written. Continue from the previous checkpoint with "
                 f"{spoken('raylt resume', 'raylt.resume')}.",
                 code="checkpoint.damaged",
                 path=str(path),

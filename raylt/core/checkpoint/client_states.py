@@ -85,7 +85,11 @@ class SavedStates:
         return self.read_from(self.part_of[id], id) if id in self.part_of else None
 
     def read_from(self, name: str, id: int) -> Tree:
-        """Return a client's state from the named part of the checkpoint."""
+        """Return a client's state from the named part of the checkpoint.
+
+        Raises:
+            CheckpointError: the part cannot be read.
+        """
         entry = self._saved.parts[name]
         try:
             form = entry["tree"]["forms"][entry["tree"]["clients"][str(id)]]

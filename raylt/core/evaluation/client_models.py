@@ -25,7 +25,7 @@ class Judge:
     """The client function that evaluates a client's model on the test set.
 
     Attributes:
-        method: the method whose models are judged.
+        method: the method whose models are evaluated.
         other: one of its `other_models`; None for the model that clients use.
     """
 
@@ -140,7 +140,16 @@ def not_numbers_on(shard: Shard) -> Reduction:
 
 
 def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor:
-    """Count the samples or labelled pixels of each class, int64 [C], over a test set or some of its rows."""
+    """Count the samples or labelled pixels of each class over a test set or some of its rows.
+
+    Args:
+        shard: the test set.
+        classes: number of classes, C.
+        rows: the rows to count; by default all.
+
+    Returns:
+        Counts, int64 [C].
+    """
     labels = shard.labels()
     return torch.from_numpy(class_counts(labels if rows is None else labels[rows], classes))
 

@@ -276,6 +276,12 @@ def in_halves(method: Method, model: SplitModel, server: Server, fleet: Fleet) -
 def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[str, float | None]:
     """Compute the accuracies and mean IoU on the validation set, with equal weights for all classes.
 
+    Args:
+        method: the method.
+        server: the server, with the global model.
+        fleet: the clients.
+        task: the data, with a validation set.
+
     Returns:
         accuracy, many, medium, few, owned, matched, miou, local and worst_decile, in [0, 1]; None if there is nothing
         to evaluate. `local` is the mean over clients on the validation images that were taken from each client, and

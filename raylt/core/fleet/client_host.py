@@ -27,8 +27,8 @@ from raylt.seeds import seeded
 from raylt.tree import Tree
 
 T = TypeVar("T")
-IN_STACKS = "small clients"  # the description of a host in which small clients train in stacks
-Outcome = tuple[Reply | Unusable, Tree]  # a reply and the client's private state
+IN_STACKS = "small clients"  # value of "stacked" in the description of a host whose small clients train in stacks
+Outcome = tuple[Reply | Unusable, Tree]  # a reply and the client's private state after the call
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class ClientHost:
                 id, samples, self._test, self.model, setup.config, self.device, setup.augment, setup.schedule
             )
             self._samples_bytes += samples.nbytes
-        self.clients[id] = client  # at the end: it is dropped last
+        self.clients[id] = client  # last in order, so that it is dropped last
         while len(self.clients) > 1 and self._samples_bytes > self._samples_room:
             self._release(next(iter(self.clients)))
         return client

@@ -1,4 +1,4 @@
-"""`Outliers`: rejects replies whose values are far larger than those of all other clients.
+"""`Outliers`: rejects replies whose values are far larger than in all other clients' replies.
 
 A model of a thousand times the usual length passes the limits on single values, but a mean that contains it makes the
 training of other clients diverge. So the server compares lengths. The length of a part is the Euclidean norm of all its
@@ -12,9 +12,9 @@ length per sample also exceeds CLOSE times its median over the replies, CLOSE re
 
 Parts with a template are compared if they become part of a model: a `mean`, or an `each` with the limit of a model's
 values (`up_to`), unless the limit is larger. At least MIN_REPLIES are needed, since two clients have no majority.
-Honest clients differ by far less: the longest such part in the contract's runs is 3.3 times the median, and a linear
-classifier that one client trains on 20,000 samples, and nine on 20 each, is 37 times as long (0.04 times per sample).
-Momentum of 0.9 makes each of many steps in one direction ten times as long as a single one.
+Honest clients differ by far less. The longest such part in the contract's runs is 3.3 times the median. If one client
+trains a linear classifier on 20,000 samples and nine others on 20 each, its part is 37 times as long (0.04 times per
+sample). Momentum of 0.9 makes each of many steps in one direction ten times as long as a single one.
 
 A `total` with a template is compared by its length per sample, with SHORT_SUM in place of SHORT and without CLOSE.
 SHORT_SUM is the second moment of features of length 1,000.

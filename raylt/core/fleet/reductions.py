@@ -72,7 +72,7 @@ class Reduction:
         return replace(self, template=template, partial=True)
 
     def or_shorter(self) -> "Reduction":
-        """Return a reduction for a part whose tensors may have fewer rows than those of the template."""
+        """Return a reduction for a part whose tensors may have fewer rows than the template's."""
         return replace(self, shorter=True)
 
     def where(self, condition: Callable[[Any], str | None]) -> "Reduction":

@@ -66,7 +66,7 @@ class Schema:
         }
         self._variances = {
             path
-            for path, leaf in self._templates.get(MODEL, {}).items()  # a part of another name may hold differences
+            for path, leaf in self._templates.get(MODEL, {}).items()  # parts of other names may be differences
             if str(path[-1]).endswith(VARIANCE) and isinstance(leaf, Tensor) and not leaf.is_meta
         }
         self.length_bounds = {
@@ -81,7 +81,7 @@ class Schema:
             return reply.fault
         if fault := self._weight_fault(id, reply.weight):
             return fault
-        if isinstance(reply, SummedReply):  # all other checks were made where the reply was added up
+        if isinstance(reply, SummedReply):  # the process that added up the reply made all other checks
             return None
         if missing := self.parts.keys() - reply.tree.keys():
             return Fault("reply.missing", f"{min(missing)} is missing")

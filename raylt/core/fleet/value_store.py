@@ -17,7 +17,7 @@ from torch import Tensor
 from raylt.disk import file_errors
 from raylt.tree import Tree, leaves, map_tensors
 
-IN_MEMORY = 2 * 2**30  # bytes
+IN_MEMORY = 2 * 2**30  # limit on the bytes in memory
 # Smaller replies, in bytes, stay in memory: each reply in the file takes one of a process's 65,530 memory mappings.
 SMALLEST = 2**20
 ALIGNED = 64  # bytes; torch's vector instructions need this alignment

@@ -127,7 +127,9 @@ class ProcessFleet(LocalFleet):
             for task, result in ended:
                 for id, outcome in _outcomes_of(task, result):
                     if isinstance(outcome, Lost) and len(task.clients) > 1:
-                        tasks.append(self._calls([id]))  # alone, since any of them may have ended the process
+                        tasks.append(
+                            self._calls([id])
+                        )  # retry one by one, since any of them may have ended the process
                     elif isinstance(outcome, Lost | Fault) and tries[id]:
                         tries[id] -= 1
                         self.round_stats.retried.append(id)

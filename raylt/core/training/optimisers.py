@@ -36,7 +36,7 @@ def make_optimiser(local: LocalConfig, params: Iterable[Tensor], lr: float) -> O
 class SGD:
     """Stochastic gradient descent with momentum and weight decay, bit for bit as `torch.optim.SGD`."""
 
-    recordable = True  # with one learning rate
+    recordable = True  # while the learning rate does not change
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.0, weight_decay: float = 0.0):
         self.params = [p for p in params if p.requires_grad]

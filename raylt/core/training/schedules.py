@@ -1,4 +1,4 @@
-"""Learning rates over the rounds: `step`, `cosine`, and those that plugins add (`local.schedule`)."""
+"""Learning rates over the rounds: `step`, `cosine`, and schedules of plugins (`local.schedule`)."""
 
 import math
 from collections.abc import Callable
