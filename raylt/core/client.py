@@ -240,7 +240,7 @@ def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Genera
 
     Args:
         z: feature maps [B, d, h, w].
-        y: label maps int64 [B, H, W], negative where there is no label.
+        y: label maps int64 [B, H, W]; unlabelled pixels are negative.
         per_class: maximum number of pixels per class and image.
         generator: random generator on the device of `z`.
 

@@ -68,7 +68,7 @@ class Experiment:
         self._matrices: Matrices | None = None
         self._saved: Checkpoint | None = None
         self._step = 0
-        self._loss: float | None = None  # mean training loss of the last step, where the method logs one
+        self._loss: float | None = None  # mean training loss of the last step, if the method logs it
         self._best: dict[str, Any] | None = None  # the step and accuracy on validation images of the best checkpoint
         self._peak: dict[str, Any] | None = None  # the same for the best evaluated round, with or without a checkpoint
         self._last_round = self.server.rounds  # an earlier round after federation.patience stopped the rounds

@@ -171,8 +171,8 @@ class RoundReport(BaseModel):
     quality: Annotated[
         dict[str, Share] | None,
         Figure(
-            "after the last round, of the global model's probabilities: auc, the mean over the classes of the area "
-            "under the ROC curve, and calibration_error over 15 bins",
+            "after the last round, quality of the global model's probabilities: auc, the mean over the classes of the "
+            "area under the ROC curve, and calibration_error over 15 bins",
             "quality",
             {"auc": "quality/AUC", "calibration_error": "quality/calibration error"},
         ),
@@ -181,7 +181,7 @@ class RoundReport(BaseModel):
         str | None,
         Figure(
             "after the last round of a classification, the test images that the global model classifies correctly: "
-            "bits in the order of the test set, as `raylt.metrics.packed` writes them"
+            "bits in the order of the test set, written by `raylt.metrics.packed`"
         ),
     ] = None
     confusion: Annotated[
@@ -191,8 +191,8 @@ class RoundReport(BaseModel):
     shown: Annotated[
         Literal["accuracy", "local", "matched"] | None,
         Figure(
-            "the figure that is shown where there is room for one: accuracy; of clients' own models local, the mean "
-            "over the clients on their own test images, or without such images matched, on their own class mix"
+            "the main figure: accuracy; for clients' own models local, the mean over the clients on their own test "
+            "images, or without such images matched, the mean on their own class mix"
         ),
     ] = None
 

@@ -74,7 +74,7 @@ class _Search:
         """Search a folder and its subfolders for image files.
 
         Args:
-            inner: the folder, relative to the one where the search began.
+            inner: the folder, relative to the top folder of the search.
             above: real paths of the folders above it.
         """
         path = self.folder / inner
