@@ -34,9 +34,9 @@ from raylt.studies.analysis.measures import At, measure_of
 from raylt.studies.running.tuning import Outcomes, Tuning
 from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolved, slug
 
-MOST_SEEDS = 10_000
-MOST_CELLS = 10_000
-MOST_RUNS = 100_000
+MAX_SEEDS = 10_000
+MAX_CELLS = 10_000
+MAX_RUNS = 100_000
 RecipeReader = Callable[[str], dict[str, Any]]
 _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
 
@@ -46,7 +46,7 @@ class Planned:
     """One planned run of a study: its cell, arm, seed, settings and folder.
 
     Attributes:
-        folder: path of the run, relative to the study's folder.
+        folder: Path of the run, relative to the study's folder.
     """
 
     cell: str
@@ -69,14 +69,14 @@ class Definition(Section):
     base: dict[str, Any] = Field(default={})
     arms: dict[str, dict[str, Any]] = Field(min_length=1)
     cells: dict[str, list[Any]] | list[dict[str, Any]] | dict[str, dict[str, Any]] = Field(default={})
-    only: dict[str, list[str]] = Field(default={})  # the arms of a cell, by its label, where it has fewer than all
+    only: dict[str, list[str]] = Field(default={})  # arms to run, by cell label, for cells without all arms
     seeds: int | list[int] = 3
     measure: str = "accuracy"
     at: At = "last"
     reference: str | None = None
-    claims: list[str | dict[str, float]] = Field(default=[])  # {CLAIM: difference that a paper prints, in points}
+    claims: list[str | dict[str, float]] = Field(default=[])  # {CLAIM: difference printed in a paper, in points}
     tune: Tuning | None = None
-    paper: str | None = None  # the paper that the runs are compared with; set by raylt reproduce
+    paper: str | None = None  # paper to compare the runs with; set by raylt reproduce
     scale: float = Field(default=1.0, gt=0, le=1)
 
     @field_validator("arms", mode="before")
@@ -90,12 +90,12 @@ class Definition(Section):
     @field_validator("seeds")
     @classmethod
     def _seeds(cls, value: int | list[int]) -> int | list[int]:
-        if isinstance(value, int) and not 1 <= value <= MOST_SEEDS:
-            raise ValueError(f"must be from 1 to {MOST_SEEDS:,}")
+        if isinstance(value, int) and not 1 <= value <= MAX_SEEDS:
+            raise ValueError(f"must be from 1 to {MAX_SEEDS:,}")
         if isinstance(value, list) and (not value or len(set(value)) < len(value) or min(value) < 0):
             raise ValueError("must be different seeds, each at least 0")
-        if isinstance(value, list) and (len(value) > MOST_SEEDS or max(value) > LAST_SEED):
-            raise ValueError(f"must be at most {MOST_SEEDS:,} seeds, each at most {LAST_SEED}")
+        if isinstance(value, list) and (len(value) > MAX_SEEDS or max(value) > LAST_SEED):
+            raise ValueError(f"must be at most {MAX_SEEDS:,} seeds, each at most {LAST_SEED}")
         return value
 
     @property
@@ -115,7 +115,7 @@ class Definition(Section):
         A study without `cells` has one cell, labelled "".
 
         Raises:
-            ConfigError: two cells would have the same label, or there are too many.
+            ConfigError: Two cells would have the same label, or there are too many cells.
         """
         if isinstance(self.cells, list):
             return _labelled(self.cells or [{}])
@@ -124,9 +124,9 @@ class Definition(Section):
             return named
         lists = {key: values for key, values in self.cells.items() if isinstance(values, list)}
         count = math.prod(map(len, lists.values()))
-        if count > MOST_CELLS:
+        if count > MAX_CELLS:
             raise ConfigError(
-                f"study.cells: the lists make {count:,} cells. Give lists of at most {MOST_CELLS:,} combinations.",
+                f"study.cells: the lists make {count:,} cells. Give lists of at most {MAX_CELLS:,} combinations.",
                 code="config.out-of-range",
                 key="study.cells",
                 value=count,
@@ -138,7 +138,7 @@ class Definition(Section):
         """The claims as parsed by `read_claim`.
 
         Raises:
-            ConfigError: a claim cannot be read or names an unknown arm.
+            ConfigError: A claim cannot be read or names an unknown arm.
         """
         parsed = []
         for claim in self.claims:
@@ -155,12 +155,12 @@ class Definition(Section):
         """Return every run of the study, ordered by cell, then seed, then arm.
 
         Args:
-            tuned: outcomes of tuning; without them arms have the settings that the study gives.
+            tuned: Outcomes of tuning; without them the arms have the study's own settings.
 
         Raises:
-            ConfigError: a setting does not exist or has a wrong value.
+            ConfigError: A setting is unknown or has a wrong value.
         """
-        read = cache(read_recipe)  # not once for each run
+        read = cache(read_recipe)  # read each recipe only once
         return [
             self._planned(cell, arm, seed, tuned, read)
             for cell in self.all_cells
@@ -171,7 +171,7 @@ class Definition(Section):
     def run(self, cell: str, arm: str, seed: int, tuned: Outcomes | None = None) -> Planned:
         """Return the planned run of an arm in a cell with a seed.
 
-        The seed need not be one that the study uses.
+        The seed need not be one of the study's seeds.
         """
         return self._planned(cell, arm, seed, tuned, read_recipe)
 
@@ -189,7 +189,7 @@ class Definition(Section):
     def base_of(self, cell: str, arm: str) -> Config:
         """Return the settings from which the tuning of an arm in a cell starts.
 
-        They have the first seed, and only those fields of the method that the study gives.
+        They have the first seed, and only the method fields that the study sets.
         """
         return check(Config, self._settings(cell, arm, self.all_seeds[0], read_recipe))
 
@@ -197,7 +197,7 @@ class Definition(Section):
         """Check that names can be folder names, and that claims and references name existing arms, cells and measures.
 
         Raises:
-            ConfigError: a name is wrong.
+            ConfigError: A name is wrong.
         """
         self._check_arms()
         self._check_cells()
@@ -210,7 +210,7 @@ class Definition(Section):
         for arm in self.arms:
             if not _ARM.fullmatch(arm) or " on " in arm or slug(arm) in ("", ".", ".."):
                 raise ConfigError(
-                    f"study.arms: not a name for an arm ({arm!r}). Use letters, digits, spaces and .,+()=/- without "
+                    f"study.arms: not a valid arm name ({arm!r}). Use letters, digits, spaces and .,+()=/- without "
                     "' on '.",
                     code="study.bad-name",
                     key="study.arms",
@@ -248,17 +248,18 @@ class Definition(Section):
             folders[folder] = cell
 
     def check_new(self) -> None:
-        """Check what a study must not have that is not made yet. One that is made stays readable.
+        """Check requirements on new studies, which existing studies need not meet.
 
         Raises:
-            ConfigError: settings name seeds, which the study sets, or no samples are held out for `at: validation`.
+            ConfigError: Settings contain a seed, which the study sets itself, or no samples are held out for `at:
+                validation`.
         """
         self._check_seeds()
         for planned in self.runs():
             if self.at == "validation" and not planned.config.data.validation:
                 raise ConfigError(
-                    f"study.at: validation needs samples that no client trains on, and arm {planned.arm!r} keeps none "
-                    "back (data.validation = 0). Set data.validation, or leave at out.",
+                    f"study.at: validation needs held-out samples, and arm {planned.arm!r} has none (data.validation "
+                    "= 0). Set data.validation, or leave out at.",
                     code="config.conflict",
                     key="study.at",
                     value=self.at,
@@ -275,8 +276,8 @@ class Definition(Section):
             for name, section in (("seed", tree), ("data.seed", data if isinstance(data, dict) else {})):
                 if "seed" in section:
                     raise ConfigError(
-                        f"study.{part}: the seeds of the study set {name} ({section['seed']}). Leave it out here, and "
-                        "give the seeds as seeds: [0, 1, 2].",
+                        f"study.{part}: sets {name}, which the study sets itself ({section['seed']}). Leave it out, "
+                        "and write the seeds as seeds: [0, 1, 2].",
                         code="config.conflict",
                         key=f"study.{part}",
                         setting=name,
@@ -292,7 +293,7 @@ class Definition(Section):
                     raise _unknown("study.only", "arm", arm, self.arms)
             if not arms or len(set(arms)) < len(arms):
                 raise ConfigError(
-                    f"study.only: {cell!r} has no arm or one arm twice ({arms}). Name at least one arm, each once.",
+                    f"study.only: {cell!r} has no arm, or an arm twice ({arms}). Name at least one arm, each once.",
                     code="config.out-of-range",
                     key="study.only",
                     cell=cell,
@@ -301,9 +302,9 @@ class Definition(Section):
 
     def _check_size(self) -> None:
         count = len(self.all_seeds) * sum(len(self.arms_of(cell)) for cell in self.all_cells)
-        if count > MOST_RUNS:
+        if count > MAX_RUNS:
             raise ConfigError(
-                f"study: plans {count:,} runs, one for each arm, cell and seed, and may plan {MOST_RUNS:,}. Give fewer "
+                f"study: plans more than {MAX_RUNS:,} runs, one for each arm, cell and seed ({count:,}). Give fewer "
                 "seeds, cells or arms.",
                 code="config.out-of-range",
                 key="study",
@@ -335,8 +336,8 @@ class Definition(Section):
                 raise ConfigError(f"study: {error}", code=error.code, **error.details) from None
         if self.at != "last" and measure_of(self.measure).every_round is None:
             raise ConfigError(
-                f"study.at: {self.measure} is known after the last round only ({self.at}). Leave at out, or give a "
-                "measure that every round has, such as accuracy.",
+                f"study.at: {self.measure} is computed only after the last round ({self.at}). Leave out at, or give a "
+                "measure that is computed in every round, such as accuracy.",
                 code="config.conflict",
                 key="study.at",
                 value=self.at,
@@ -356,10 +357,10 @@ class Definition(Section):
 def read_definition(path: Path) -> Definition:
     """Read a study from a YAML file.
 
-    The study has the file's name unless it gives its own.
+    The study is named after the file, unless the file sets a name.
 
     Raises:
-        ConfigError: the file cannot be read, or something in it is wrong.
+        ConfigError: The file cannot be read, or its content is invalid.
     """
     tree = read_yaml(path)
     defaults = {"name": path.stem}
@@ -367,7 +368,7 @@ def read_definition(path: Path) -> Definition:
     files = [folder / recipe for folder in (path.parent, Path()) if isinstance(recipe, str)]
     existing = [file for file in files if file.is_file()]
     if existing:
-        # the study's folder keeps this path, and is read from any current folder
+        # absolute, because the study's folder stores this path and may be opened from any working directory
         tree = tree | {"recipe": str(existing[0].absolute())}
     return define(defaults | tree)
 
@@ -376,7 +377,7 @@ def define(tree: Mapping[str, Any]) -> Definition:
     """Return the study that a mapping defines, after checking the settings of every run.
 
     Raises:
-        ConfigError: something in it is wrong.
+        ConfigError: The definition is invalid.
     """
     definition: Definition = check(Definition, dict(tree), prefix="study.")
     definition.check_names()
@@ -414,9 +415,9 @@ def _shared_folder(key: str, names: Sequence[str], folder: str) -> ConfigError:
 
 def _unknown(key: str, kind: str, name: str, names: Iterable[str]) -> ConfigError:
     names = list(names)
-    choices = ", ".join(name or repr(name) for name in names)  # the only cell of a study is named ""
+    choices = ", ".join(name or repr(name) for name in names)  # a study's only cell has the name ""
     return ConfigError(
-        f"{key}: no such {kind} ({name!r}). {did_you_mean(name, names)}Choose from {choices}.",
+        f"{key}: unknown {kind} ({name!r}). {did_you_mean(name, names)}Choose from {choices}.",
         code="config.unknown-name",
         key=key,
         name=name,

@@ -10,7 +10,7 @@ from raylt.config.yaml_text import read_file
 from raylt.errors import ConfigError
 from raylt.registry import resolve
 
-# the word for a setting in the label of a cell: the letter of the papers, or none where the value says enough
+# Word for a setting in a cell's label: the papers' letter, or nothing if the value speaks for itself.
 _LETTERS = {
     "data.imbalance": "IF",
     "data.alpha": "alpha",
@@ -22,14 +22,15 @@ _LETTERS = {
     "data.partition": "",
     "model": "",
 }
-_LOCATIONS = ("data.root", "data.download")  # settings that say where a machine has its files
+# Settings that tell where files are on a machine.
+_LOCATIONS = ("data.root", "data.download")
 
 
 def read_recipe(name: str) -> dict[str, Any]:
     """Read the settings of a recipe in the package, or of a YAML file.
 
     Raises:
-        ConfigError: there is no such recipe or file.
+        ConfigError: The recipe or file does not exist.
     """
     return read_yaml(Path(name) if Path(name).is_file() else recipe(name.removeprefix("recipe:")))
 
@@ -38,7 +39,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: The file cannot be read, or its content is not a mapping.
     """
     tree = read_file(path)
     if not isinstance(tree, dict):
@@ -55,16 +56,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def merge(tree: Mapping[str, Any], changes: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Return a copy of settings with changes merged in.
 
-    Keys may be nested or dotted. A method that the changes name replaces the former method and its fields. Fields
-    without a name are added to the former method.
+    Keys may be nested or dotted. If the changes name a method, it replaces the former method and its fields. Otherwise
+    the changed fields are added to the former method.
 
     Args:
-        tree: settings, which stay as they are.
-        changes: settings that win.
-        section: prefix of the keys in error messages, with a dot at its end.
+        tree: Settings; not modified.
+        changes: Settings that override those of `tree`.
+        section: Prefix of keys in error messages, ending in a dot.
 
     Raises:
-        ConfigError: the changes give settings inside something that is not a mapping.
+        ConfigError: A change sets a key inside a value that is not a mapping.
     """
     merged = dict(tree)
     for key, value in changes.items():
@@ -87,11 +88,11 @@ def resolved(tree: Mapping[str, Any], owner: str = "") -> Config:
     """Return a run's complete configuration, with all fields of its method, as a run folder records it.
 
     Args:
-        tree: settings; the rest has its defaults.
-        owner: start of error messages, as in "arm 'x'".
+        tree: Settings; the other settings have their defaults.
+        owner: Prefix of error messages, such as "arm 'x'".
 
     Raises:
-        ConfigError: a setting is unknown or has a wrong value.
+        ConfigError: A setting is unknown or has a wrong value.
     """
     try:
         config: Config = check(Config, dict(tree))
@@ -126,15 +127,15 @@ def differences(config: dict[str, Any], planned: Config, elsewhere: bool = False
     it was trained.
 
     Args:
-        config: settings of the run, as config.yaml has them.
-        planned: settings that the study plans.
-        elsewhere: whether another machine may have made the run; files then count by their names alone.
+        config: Settings of the run, as in its config.yaml.
+        planned: Settings that the study plans.
+        elsewhere: Whether another machine may have made the run. Only the names of files are compared then.
 
     Returns:
-        One text for each setting: "KEY: OLD -> NEW".
+        One line for each setting: "KEY: OLD -> NEW".
 
     Raises:
-        ConfigError: the run has a setting that this raylt does not know.
+        ConfigError: The run has a setting that this version of raylt does not know.
     """
     if config["method"].get("name") == planned.method["name"]:
         defaults = type(resolve(planned).method).model_construct().model_dump(mode="json")
@@ -197,15 +198,16 @@ def _without_locations(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _without_location(value: Any) -> Any:
     """Return a setting with a file's name in place of its path.
 
-    Paths behind `npz:` and `folder:` name data, wherever a machine has them. Other relative paths start in the folder
-    of the study and stay; absolute ones, such as weights or an index list, belong to one machine.
+    Paths after `npz:` and `folder:` name data, which each machine may keep elsewhere. Other relative paths start in the
+    study's folder and are kept. Other absolute paths, such as those of weights or index lists, are specific to one
+    machine.
     """
     if not isinstance(value, str):
         return value
     kind, _, path = value.partition(":")
     if kind in ("npz", "folder"):
         return f"{kind}:{Path(path).name}"
-    if "://" in value:  # ray:s3://bucket is no path of a machine
+    if "://" in value:  # such as ray:s3://bucket, which is the same on every machine
         return value
     start = re.search(r"(^|:)(?=~?/)", value)
     return value if start is None else value[: start.end()] + Path(value[start.end() :]).name

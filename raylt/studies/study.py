@@ -1,6 +1,6 @@
 """`Study`: a folder of runs that belong together, with its definition and tables.
 
-`of_runs` makes a study of run folders that no study made.
+`of_runs` makes a study of separate run folders.
 """
 
 import hashlib
@@ -44,9 +44,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FILE = "study.yaml"
-SEAL = "seal.json"  # the hash of study.yaml, as raylt wrote it
+SEAL = "seal.json"  # contains the hash of study.yaml
 _SEAL = TypeAdapter(dict[str, str])
-_NOT_A_CELL = ("data.seed", "data.root", "data.download", "data.split")  # settings of data that no cell is named after
+# Data settings that are not part of a cell's name.
+_NOT_A_CELL = ("data.seed", "data.root", "data.download", "data.split")
 
 
 def study(
@@ -55,15 +56,15 @@ def study(
     """Run a study to its end.
 
     Args:
-        definition: the study, as a YAML file, a mapping with the same content or a `Definition`.
-        out: folder in which the study's folder is made.
-        options: arguments of `Study.run`.
+        definition: The study: a YAML file, a mapping with the same content, or a `Definition`.
+        out: Folder in which to create the study's folder.
+        options: Keyword arguments of `Study.run`.
 
     Returns:
-        The study with all its runs finished.
+        The study, with all runs finished.
 
     Raises:
-        RayltError: runs failed. The error names them; the other runs are finished.
+        RayltError: Runs failed. The message names them; all other runs are finished.
     """
     record_file = None
     if isinstance(definition, str | Path):
@@ -77,7 +78,7 @@ def study(
     if failed:
         raise RayltError(
             f"{made.folder}: {count_of(len(failed), 'run')} failed ({', '.join(failed)}). The .failed files in that "
-            "folder have the causes. Call the function again to try again.",
+            "folder contain the causes. Call the function again to retry them.",
             code="study.runs-failed",
             path=str(made.folder),
             runs=failed,
@@ -86,13 +87,13 @@ def study(
 
 
 def of_runs(folders: Sequence[Path]) -> "Study":
-    """Return a study that consists of single runs.
+    """Return a study of separate runs.
 
-    Arms differ in the method or the model, cells in the data, and seeds in both seeds. Where all finished runs have
-    clients' own models, the measure is the figure of these models that `raylt run` shows.
+    Arms differ in the method or the model, and cells in the data. The seed of a run is its `seed`. If all finished runs
+    have clients' own models, the measure is the figure that `raylt run` shows for these models.
 
     Raises:
-        CheckpointError: a folder cannot be read, or two runs have the same arm, cell and seed.
+        CheckpointError: A folder cannot be read, or two runs have the same arm, cell and seed.
     """
     records = [_readable(read_run(folder)) for folder in folders]
     trees = [flat(record.config) for record in records]
@@ -130,23 +131,23 @@ def _shown_measure(records: Sequence[RunRecord]) -> str:
 def check_open_runs(definition: Definition, plans: Sequence[Planned], ended: Sequence[RunRecord]) -> RayltError | None:
     """Check that a study's open runs can start, and that its claims can be tested.
 
-    A claim on a class group can be tested if the group has test images in some cell, whether the runs of that cell are
-    open or not. If the test images of a cell are not known, the claims are not checked.
+    A claim on a class group can be tested if the group has test images in at least one cell. The claims are not checked
+    if the test images of some cell are unknown.
 
-    The first run of each arm in each cell is checked, on behalf of all seeds. A study can be planned on a machine
-    without its data, so a run whose files are missing is not checked, and then the claims are not checked either.
+    Only the first run of each arm in each cell is checked, not every seed. A study can be planned on a machine without
+    its data: runs whose files are missing are not checked, and then neither are the claims.
 
     Args:
-        definition: the study.
-        plans: the runs that are not done.
-        ended: records of the other runs.
+        definition: The study.
+        plans: Runs that are not done.
+        ended: Records of the other runs.
 
     Returns:
-        The first error, if all these runs lack files; None if a run can start here.
+        The first error if files are missing for all of these runs; None if any run can start on this machine.
 
     Raises:
-        ConfigError: a run cannot start, or a claimed group has no test images, so that the claim could never be judged.
-        DataError: the data are malformed or cannot be split as asked.
+        ConfigError: A run cannot start, or the class group of a claim has no test images.
+        DataError: The data are malformed or cannot be split as configured.
     """
     configs: dict[tuple[str, str], Config] = {}
     for plan in plans:
@@ -191,7 +192,7 @@ def _check_claimed_groups(definition: Definition, judged: Sequence[JudgedImages]
         if not any(images["groups"].get(group) for images in judged):
             raise ConfigError(
                 f"study.claims: no test image is of a {group}-shot class ({claim}). Set data.groups, which is "
-                f"[{low}, {high}] here, or claim something else.",
+                f"[{low}, {high}], or change the claim.",
                 code="study.empty-group",
                 key="study.claims",
                 value=str(claim),
@@ -204,11 +205,11 @@ class Study:
     """A study: its definition (arms, cells and seeds), and the state of each run.
 
     Attributes:
-        definition: arms, cells, seeds and claims.
-        folder: folder of the runs; None for results that were read from a file.
-        records: every planned run, as of the last reading.
-        tuned: outcomes of tuning, by cell and arm, see raylt/studies/running/tuning.py.
-        recorded: runs that are on record and need no folder, see raylt/studies/records/recorded_runs.py.
+        definition: Arms, cells, seeds and claims.
+        folder: Folder of the runs; None if the results were read from a file.
+        records: Record of each planned run, from the last call of `read`.
+        tuned: Outcomes of tuning, by cell and arm, see raylt/studies/running/tuning.py.
+        recorded: Runs from a results file, which need no run folder, see raylt/studies/records/recorded_runs.py.
     """
 
     def __init__(
@@ -265,15 +266,16 @@ class Study:
         """Draw the learning curves of the arms, and return a figure that a notebook can show.
 
         Args:
-            measures: accuracy, many, medium, few, local, matched, owned, clients or worst_decile, a panel each; by
-                default the figure that is shown of clients' own models, the accuracy and the groups.
-            over: what the horizontal axis counts.
-            spread: what the bands show: the t interval of the mean, or one standard deviation of the seeds.
-            path: file that the picture is written to as well, .png, .pdf or .svg.
+            measures: Measures to draw, one panel each: accuracy, many, medium, few, local, matched, owned, clients or
+                worst_decile. By default the main figure of clients' own models if there are any, the accuracy, and the
+                class groups.
+            over: Unit of the horizontal axis.
+            spread: Meaning of the bands: the t interval of the mean, or one standard deviation over the seeds.
+            path: File to save the picture to: .png, .pdf or .svg.
 
         Raises:
-            ConfigError: there is nothing to draw, or the file cannot be written.
-            CheckpointError: the runs cannot be compared.
+            ConfigError: There is nothing to draw, or the file cannot be written.
+            CheckpointError: The runs cannot be compared.
         """
         return later("raylt.plots.objects", "draw_study")(self, measures, over, spread, path)
 
@@ -284,8 +286,8 @@ class Study:
         """Return the study that `create` would return, without writing anything. The runs' files may be missing.
 
         Raises:
-            ConfigError: a run cannot start, or a claim is about a group of classes that no cell has.
-            DataError: the data are malformed or cannot be split as asked.
+            ConfigError: A run cannot start, or a claim is about a class group that no cell has.
+            DataError: The data are malformed or cannot be split as configured.
         """
         return cls._check(definition, out, record_file, mix_versions)[0]
 
@@ -293,7 +295,7 @@ class Study:
     def _check(
         cls, definition: Definition, out: Path, record_file: Path | None, mix_versions: bool
     ) -> "tuple[Study, RayltError | None]":
-        """Return the study, and the first error if all open runs lack files, see `check_open_runs`."""
+        """Return the study, and the first error if files are missing for all open runs; see `check_open_runs`."""
         folder = out / definition.name
         if not is_file(folder / FILE):
             definition.check_new()
@@ -318,17 +320,18 @@ class Study:
     ) -> "Study":
         """Create the study's folder, or open it with its existing runs.
 
-        The definition may have gained arms, cells and seeds since those runs.
+        The definition may have more arms, cells and seeds than when those runs were made.
 
         Args:
-            definition: the study.
-            out: folder in which the study's folder is made.
-            record_file: results of the study that are kept; their runs count as done. The file need not exist.
-            mix_versions: whether recorded runs count although other code made them.
+            definition: The study.
+            out: Folder in which to create the study's folder.
+            record_file: File of the study's recorded results; runs in it count as done. It need not exist.
+            mix_versions: Whether to use recorded runs that another version of the code made.
 
         Raises:
-            ConfigError, DataError: see `preview`; or all open runs lack files, such as those of their data set.
-            CheckpointError: the folder is something else, a run in it was made with other settings, or the record
+            ConfigError, DataError: See `preview`. Also raised if files, such as the data set, are missing for all open
+                runs.
+            CheckpointError: The folder is not a study, a run in it was made with other settings, or the record file
                 cannot be read.
         """
         folder = out / definition.name
@@ -359,7 +362,7 @@ class Study:
         """Open a study from its folder or from its results.json.
 
         Raises:
-            CheckpointError: the path is neither.
+            CheckpointError: The path is neither.
         """
         path = Path(path)
         if is_file(path) and path.suffix == ".json":
@@ -387,11 +390,11 @@ class Study:
 
     @property
     def planned(self) -> list[Planned]:
-        """Return every planned run, with the settings to which its arm was tuned."""
+        """Return every planned run, with its arm's tuned settings."""
         return self.definition.runs(self.tuned)
 
     def read(self) -> list[RunRecord]:
-        """Read the record of every planned run, from its folder or else from a results file.
+        """Read the record of every planned run, from its run folder or otherwise from a results file.
 
         Returns:
             The records, in the order of `planned`.
@@ -417,22 +420,23 @@ class Study:
         mix_versions: bool = False,
         record_file: Path | None = None,
     ) -> list[str]:
-        """Run the study: tune arms if asked for, carry out unfinished runs, and write results.json.
+        """Run the study: tune arms if configured, carry out unfinished runs, and write results.json.
 
         Args:
-            callback: receives messages and the progress; by default a bar in a notebook, and nothing elsewhere.
-            parallel: runs at once; by default one per core, or per GPU.
+            callback: Receives messages and progress. By default a progress bar in a notebook, and nothing elsewhere.
+            parallel: Number of simultaneous runs; by default one per GPU, or per core without GPUs.
             fleet: "local" for one process per run, or "ray" for client actors.
-            address: of a running Ray cluster.
-            mix_versions: whether to continue although other code made some of the runs.
-            record_file: results of the study that are kept. Finished runs are added, also after an interruption.
+            address: Address of a running Ray cluster.
+            mix_versions: Whether to continue if another version of the code made some of the runs.
+            record_file: File of the study's recorded results, to which finished runs are added, also after an
+                interruption.
 
         Returns:
-            Folders, relative to the study's, of the runs that failed.
+            Folders of the failed runs, relative to the study's folder.
 
         Raises:
-            CheckpointError: a run is damaged, or other code made a run.
-            ConfigError: the runs are not on Ray, and an address is given.
+            CheckpointError: A run is damaged, or another version of the code made it.
+            ConfigError: An address is given, but the fleet is not Ray.
         """
         check_fleet(fleet, address)
         assert self.folder is not None
@@ -450,7 +454,7 @@ class Study:
                 address,
             )
             self.read()
-        # another run cannot continue from a run on record, which has no folder
+        # recorded runs have no folder from which other runs could continue
         with_folder = [
             (plan, record)
             for plan, record in zip(self.planned, self.records, strict=True)
@@ -464,7 +468,7 @@ class Study:
         except BaseException:
             try:
                 self._save(record_file, callback)
-            except Exception as error:  # the caller gets the error of the runs
+            except Exception as error:  # raise the error of the runs, not this one
                 callback.on_message(describe_error(error))
             raise
         self._save(record_file, callback)
@@ -492,7 +496,7 @@ class Study:
             for arm, changes in definition.arms.items()
         }
         lines = [describe(cell, arm, outcome) for cell, arms in self.tuned.items() for arm, outcome in arms.items()]
-        diverged = any(record.diverged for record in self.records)  # else nothing asks for the number of classes
+        diverged = any(record.diverged for record in self.records)  # only diverged runs need the number of classes
         return compare(
             self.records,
             reference or definition.compared_to,
@@ -512,8 +516,8 @@ class Study:
     def holdings(self) -> Holdings:
         """Return each client's class counts, from the first finished run of each cell.
 
-        Each cell has "names" and "groups" of the classes, and "counts" by client and class. A cell is left out where
-        its data are not on this machine.
+        Each cell has "names" and "groups" of the classes, and "counts" by client and class. A cell is left out if its
+        data are not on this machine.
         """
         if self._holdings is None:
             self._holdings = {}
@@ -533,10 +537,10 @@ class Study:
         """Write results.json, which contains the definition and the record of every run.
 
         Args:
-            record_file: results that are kept, to which finished and diverged runs are added.
+            record_file: File of recorded results, to which finished and diverged runs are added.
 
         Returns:
-            Lines that name the removed records, see `raylt.studies.records.recorded_runs.update`.
+            Lines that name the removed records; see `raylt.studies.records.recorded_runs.update`.
         """
         assert self.folder is not None
         recorded_runs.write_results(
@@ -548,14 +552,14 @@ class Study:
         return recorded_runs.update(record_file, self.definition, ended, self.holdings, self.tuned)
 
     def is_on_record(self, record: RunRecord) -> bool:
-        """Return whether a run was taken from a results file instead of a run folder."""
+        """Return whether a run's record comes from a results file instead of a run folder."""
         return self.recorded.records.get((record.cell, record.arm, record.seed)) is record
 
     def check_whole(self) -> None:
         """Check that no run of the study is damaged.
 
         Raises:
-            CheckpointError: files of a run contradict each other, were changed or cannot be read.
+            CheckpointError: Files of a run contradict each other, were changed or cannot be read.
         """
         folder = self.folder or Path()
         for record in self.records:
@@ -585,7 +589,7 @@ class Study:
     def _check_runs(self, mix_versions: bool) -> None:
         """Check that no run is damaged, and that all runs were made by one version of the code.
 
-        Several versions are accepted with `mix_versions`.
+        With `mix_versions`, several versions are accepted.
         """
         current = provenance.code_sha256()
         self.read()
@@ -607,7 +611,7 @@ def check_definition_seal(folder: Path) -> None:
     """Check that study.yaml is unchanged since raylt wrote it into a study's folder.
 
     Raises:
-        CheckpointError: it was changed, or the folder has no seal.
+        CheckpointError: It was changed, or the folder has no seal.
     """
     with store.Folder.open(folder) as opened:
         if SEAL not in opened.names():
@@ -630,7 +634,7 @@ def _readable(record: RunRecord) -> RunRecord:
     """Check that a record has a configuration and no contradictions, and return it.
 
     Raises:
-        CheckpointError: the run is damaged or has no configuration.
+        CheckpointError: The run is damaged or has no configuration.
     """
     if record.state == "damaged":
         raise CheckpointError(

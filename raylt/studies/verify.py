@@ -18,7 +18,7 @@ from raylt.studies.running.tuning import FILE as TUNED
 from raylt.studies.running.tuning import read_tuned
 from raylt.studies.study import FILE, SEAL, Study, check_definition_seal
 
-# codes of the errors due to a plugin that was not given, or to a file that it or the definition names
+# Error codes that point to a missing plugin, or to a missing file that the plugin or the definition names.
 OF_PLUGINS = ("config.unknown-name", "file.not-found")
 
 
@@ -70,14 +70,14 @@ def _findings(folder: Path) -> Iterator[Finding]:
 
 
 def _check_runs_in(folder: Path) -> Iterator[Finding]:
-    """Check the runs that are in a study's folder, whatever the study plans."""
+    """Check all runs in a study's folder, including runs that the study does not plan."""
     for path in sorted(folder.rglob("seed-*")):
         if is_folder(path):
             yield from _check_run(path, str(path.relative_to(folder)), Files(path).state)
 
 
 def _check_others(folder: Path) -> Iterator[Finding]:
-    """Yield a finding for each file of the folder itself that no hash binds, as the logs of its processes."""
+    """Yield a finding for each file directly in the folder that has no recorded hash, such as process logs."""
     bound = {FILE, SEAL, TUNED, recorded_runs.RECORDED, recorded_runs.FILE}
     with Folder.open(folder) as study_folder:
         bound |= {name for name in study_folder.names() if not study_folder.has(name)}
@@ -96,9 +96,9 @@ def _check_settings(study: Study, folder: Path) -> str:
 
 def _check_run(folder: Path, name: str, state: str, steps: str = "") -> list[Finding]:
     if state == "missing":
-        # a process that died while it made the folder leaves no steps
+        # without steps, a process died while it created the folder
         config = f"{name}/config.yaml"
         return [Finding(config, False, "missing: put it back")] if exists(folder / metrics_log.FILE) else []
-    if state == "running":  # its files change while they are checked
+    if state == "running":  # files still change, so they cannot be checked
         return [Finding(name, True, f"running{steps}")]
     return verify_inner(folder, name, f"{state}{steps}")

@@ -151,11 +151,11 @@ def test_the_number_of_planned_runs_is_bounded_before_they_are_made(monkeypatch)
     cells = {"data.alpha": list(range(1, 51)), "data.imbalance": list(range(1, 51))}
     with refused("config.out-of-range", ConfigError, key="study", value=2 * 2500 * 10_000):
         define(SMALL | {"cells": cells, "seeds": 10_000})
-    monkeypatch.setattr(definition, "MOST_RUNS", 6)
+    monkeypatch.setattr(definition, "MAX_RUNS", 6)
     with refused("config.out-of-range", ConfigError, key="study", value=8):
         define(SMALL)
     monkeypatch.undo()
-    monkeypatch.setattr(definition, "MOST_RUNS", 6)
+    monkeypatch.setattr(definition, "MAX_RUNS", 6)
     assert len(define(SMALL | {"only": {"IF 10": ["prox"]}}).runs()) == 6
 
 

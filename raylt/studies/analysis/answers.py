@@ -1,7 +1,7 @@
-"""Paired answers of two arms to the same test images: exact McNemar test, and what no flipped answer leaves open.
+"""Paired answers of two arms to the same test images: exact McNemar test, and a bound if no answer differs.
 
-Runs with several seeds share one test set. A small one cannot show a small difference: with 300 images, one image is
-0.33 points. The intervals over seeds do not say so, in particular where two arms end with equal accuracies.
+Runs with several seeds share one test set. A small test set cannot show small differences: with 300 images, one image
+is 0.33 points. Intervals over seeds do not reflect this limit, in particular if two arms have equal accuracies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,18 +14,18 @@ from raylt import metrics
 from raylt.errors import CheckpointError
 from raylt.studies.records.record import RunRecord
 
-TOLERANCE = 1e-9  # between an accuracy and the share of correct answers
+TOLERANCE = 1e-9  # maximum difference between an accuracy and the share of correct answers
 
 
 @dataclass(frozen=True)
 class Flips:
-    """The answers of two arms to the same images, over all seeds that both have.
+    """The differing answers of two arms to the same images, over all seeds that both arms have.
 
     Attributes:
-        answers: number of images times number of seeds.
-        images: number of test images, which the seeds share.
-        better_alone: answers that are correct with the arm that a claim calls better, and wrong with the other.
-        worse_alone: answers that are correct with the other arm alone.
+        answers: Number of images times number of seeds.
+        images: Number of test images, which all seeds share.
+        better_alone: Number of answers that only the arm called better in the claim gets right.
+        worse_alone: Number of answers that only the other arm gets right.
     """
 
     answers: int
@@ -41,10 +41,10 @@ class Flips:
 
     @property
     def largest(self) -> float:
-        """The share of images that may flip at most, if none of these did (the 97.5 % bound of Clopper and Pearson).
+        """An upper bound on the share of differing images, if no answer differs (97.5 %, Clopper and Pearson).
 
-        A difference of accuracies up to this share stays open. Further seeds answer the same images and do not make it
-        smaller.
+        Smaller differences of accuracies cannot be excluded. More seeds do not lower the bound, since they use the same
+        images.
         """
         return 1 - 0.025 ** (1 / self.images)
 
@@ -53,11 +53,12 @@ def flips(better: Mapping[int, RunRecord], worse: Mapping[int, RunRecord]) -> Fl
     """Count the flipped answers between two arms in one cell.
 
     Args:
-        better: runs of the arm that a claim calls better, by seed.
-        worse: runs of the other arm.
+        better: Runs of the arm that the claim calls better, by seed.
+        worse: Runs of the other arm, by seed.
 
     Returns:
-        None if no seed has the answers of both arms. Older runs lack them, as do clients' own models.
+        The counts, or None if no seed has the answers of both arms. Older runs and clients' own models have no recorded
+        answers.
     """
     counts = np.zeros(3, dtype=np.int64)
     images = 0
@@ -71,7 +72,7 @@ def flips(better: Mapping[int, RunRecord], worse: Mapping[int, RunRecord]) -> Fl
 
 
 def by_cell(records: Sequence[RunRecord], better: str, worse: str) -> dict[str, Flips]:
-    """Return the flipped answers between two arms, by cell; a cell without kept answers is left out."""
+    """Return the flipped answers between two arms, by cell; cells without recorded answers are left out."""
     runs: dict[str, dict[str, dict[int, RunRecord]]] = {}
     for record in records:
         if record.state == "done" and record.arm in (better, worse):
@@ -81,12 +82,13 @@ def by_cell(records: Sequence[RunRecord], better: str, worse: str) -> dict[str, 
 
 
 def _answers(record: RunRecord) -> np.ndarray | None:
-    """Return which images the run's judged model classifies correctly, bool [n], or None if this is not known.
+    """Return which images the run's judged model classifies correctly, bool [n], or None if this is unknown.
 
-    The answers are those of the global model; where clients are judged by models of their own, they are not the run's.
+    The recorded answers are those of the global model. They are not used if the run's accuracy is that of clients' own
+    models.
 
     Raises:
-        CheckpointError: the summary has answers for another number of images.
+        CheckpointError: The summary has answers for another number of images.
     """
     summary = record.summary or {}
     text = summary.get("answers")

@@ -15,12 +15,11 @@ Values = dict[tuple[str, str], dict[int, float]]  # by (arm, cell) and seed
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that the arm `better` has a higher (or lower) `measure` than the arm `worse`.
+    """A claim that the arm `better` has a better value of `measure` than the arm `worse`.
 
     Attributes:
-        models: the model that counts on either side, where a method judges several models of a client; "" for the one
-            that it judges first.
-        printed: the difference that a paper prints, in the unit of the tables, as in points of accuracy.
+        models: Model to compare on each side, if a method judges several models of a client; "" for its main model.
+        printed: Difference printed in a paper, in the unit of the tables, such as points of accuracy.
     """
 
     better: str
@@ -48,14 +47,14 @@ class Judged:
     """A claim with the outcome of its test in one cell of the study.
 
     Attributes:
-        at: the rounds whose figures count.
-        p: adjusted by Holm over all claims and cells that have a p value; None with too few seeds or without spread.
-        verdict: "holds", "refuted" (the opposite is significant), "open" or "too few seeds". Where all differences are
-            the same it is "no difference" if each is 0, and "no spread" otherwise. It is "runs failed" where the claim
-            would hold or be refuted, but the arm that would be the better one failed with a seed that the other
-            finished.
-        planned: number of seeds of the cell.
-        flips: the answers that differ between the arms; None where the runs did not keep them.
+        at: Rounds whose figures count.
+        p: The p value, adjusted by Holm over all claims and cells with a p value. None with too few seeds or without
+            spread.
+        verdict: "holds", "refuted" (the opposite is significant), "open" or "too few seeds". If all differences are the
+            same, it is "no difference" if each is 0, and "no spread" otherwise. It is "runs failed" if the claim would
+            hold or be refuted, but the arm with the better figures failed with a seed that the other arm finished.
+        planned: Number of seeds of the cell.
+        flips: Answers that differ between the arms; None if the runs did not record answers.
     """
 
     claim: Claim
@@ -71,16 +70,16 @@ class Judged:
 def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | None = None) -> Claim:
     """Parse a claim such as "a > b", "a < b" or "a > b on MEASURE", where a and b are arms.
 
-    "a@MODEL" stands for the model of this name of a's clients.
+    "a@MODEL" selects the model with this name of the clients of a.
 
     Args:
-        text: the claim.
-        arms: names of the study's arms.
-        measure: used where the claim names none.
-        printed: the difference that a paper prints.
+        text: The claim.
+        arms: Names of the study's arms.
+        measure: Measure to use if the claim names none.
+        printed: Difference printed in a paper.
 
     Raises:
-        ConfigError: the claim cannot be read or names an unknown arm.
+        ConfigError: The claim cannot be parsed or names an unknown arm.
     """
     parts = re.fullmatch(r"(.+?)\s*([<>])\s*(.+?)(?:\s+on\s+([\w@]+))?", text.strip())
     if parts is None:
@@ -96,7 +95,7 @@ def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | No
     for arm in (better, worse):
         if arm not in arms:
             raise ConfigError(
-                f"study.claims: no such arm in {text!r} ({arm}). {did_you_mean(arm, arms)}"
+                f"study.claims: unknown arm in {text!r} ({arm}). {did_you_mean(arm, arms)}"
                 f"Choose from {', '.join(arms)}.",
                 code="config.unknown-name",
                 key="study.claims",
@@ -118,9 +117,9 @@ class ClaimFigures:
     """A claim with the measured figures of both its arms, by cell and seed.
 
     Attributes:
-        failed: seeds of failed runs by arm and cell.
-        planned: number of seeds by cell.
-        flips: the answers that differ between the arms, by cell, for a claim on the accuracy after the last round.
+        failed: Seeds of failed runs, by arm and cell.
+        planned: Number of seeds by cell.
+        flips: Answers that differ between the arms, by cell, for a claim on the accuracy after the last round.
     """
 
     claim: Claim
@@ -139,12 +138,12 @@ class ClaimFigures:
     def unjudged(self, cell: str, finished: Collection[tuple[str, str]]) -> list[str]:
         """Return the reasons why the claim is not tested in a cell.
 
-        The list is empty if the claim is tested. It is also empty if an arm has no finished run, since other lines name
-        such runs.
+        The list is empty if the claim is tested. It is also empty if an arm has no finished run, since other lines
+        report unfinished runs.
 
         Args:
-            cell: the cell.
-            finished: arms and cells that have finished runs.
+            cell: The cell.
+            finished: Arms and cells that have finished runs.
         """
         if (self.claim.better, cell) not in finished or (self.claim.worse, cell) not in finished:
             return []
@@ -160,9 +159,9 @@ class ClaimFigures:
         """Return the verdict on the claim in a cell; see `Judged`.
 
         Args:
-            cell: the cell.
-            pair: the difference of the arms.
-            p: adjusted by Holm; None without a p value.
+            cell: The cell.
+            pair: The difference of the arms.
+            p: The p value, adjusted by Holm; None if there is none.
         """
         if p is None:
             return pair.untested
@@ -184,6 +183,11 @@ def judge(claims: Sequence[ClaimFigures], cells: Sequence[str], level: float) ->
     """Test every claim in each cell that has both arms.
 
     All tests form one family, for which the p values are adjusted.
+
+    Args:
+        claims: The claims with their figures.
+        cells: Names of the cells.
+        level: Confidence of the intervals.
     """
     pairs: list[tuple[ClaimFigures, str, Paired]] = []
     for figures in claims:
@@ -209,6 +213,6 @@ def judge(claims: Sequence[ClaimFigures], cells: Sequence[str], level: float) ->
 
 
 def difference(values: Mapping[int, float], reference: Mapping[int, float], level: float) -> Paired | None:
-    """Return the mean difference to a reference, paired over the common seeds, or None without a common seed."""
+    """Return the mean difference to a reference, paired by seed, or None without a common seed."""
     both = [seed for seed in values if seed in reference]
     return paired([values[seed] for seed in both], [reference[seed] for seed in both], level) if both else None

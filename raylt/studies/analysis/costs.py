@@ -20,11 +20,11 @@ def passes_by_arm(records: Iterable[RunRecord]) -> dict[tuple[str, str], float |
 def client_passes(config: Mapping[str, Any]) -> float | None:
     """Return the forward and backward passes of a client in a run, as a multiple of FedAvg's.
 
-    None for methods that are not raylt's own, for runs without rounds, and with `local.steps`, since its passes depend
-    on the client.
+    Return None for methods outside raylt, for runs without rounds, and with `local.steps`, where the passes depend on
+    the client.
 
     Args:
-        config: all settings of the run.
+        config: All settings of the run.
     """
     local, federation = config["local"], config["federation"]
     asked = federation["rounds"] * federation["participation"]

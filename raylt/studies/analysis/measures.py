@@ -21,13 +21,12 @@ class Measure:
     """A quantity by which finished runs are compared, such as accuracy.
 
     Attributes:
-        what: description for the heading of a table.
-        read: returns the figure from summary.json; None where the run has no such figure.
-        every_round: key of the curve that `last10`, `validation` and `best` use; None where only the last figure is
-            known.
-        curve: key of the curve that `raylt plot curves` draws, where it is not that of `every_round`.
-        higher: whether a higher value is better.
-        guessed: whether the value of guessing is one over the number of classes.
+        what: Description for table headings.
+        read: Function that returns the figure from the content of summary.json, or None if the run does not have it.
+        every_round: Key of the curve that `last10`, `validation` and `best` use; None if only the last value is known.
+        curve: Key of the curve that `raylt plot curves` draws, if it differs from `every_round`.
+        higher: Whether higher values are better.
+        guessed: Whether guessing has the value 1 / (number of classes).
     """
 
     what: str
@@ -48,7 +47,7 @@ def _at(*path: str) -> Callable[[Mapping[str, Any]], float | None]:
     return read
 
 
-# path of a measure among the figures of one model
+# Path of each measure in the figures of a single model.
 _OF_MODELS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in POOLED},
     **{group: ("groups", group) for group in ("many", "medium", "few")},
@@ -108,13 +107,13 @@ def measure_of(name: str) -> Measure:
     """Return the measure with this name; `NAME@MODEL` selects one of several models of a client.
 
     Raises:
-        ConfigError: there is no such measure.
+        ConfigError: The measure is unknown.
     """
     word, at, model = name.partition("@")
     if word not in MEASURES or (at and (word not in _OF_MODELS or not model)):
         names = _OF_MODELS if at else MEASURES
         raise ConfigError(
-            f"measure: no such measure ({name}). {did_you_mean(word, names)}"
+            f"measure: unknown measure ({name}). {did_you_mean(word, names)}"
             f"Choose from {', '.join(names)}{', each with @MODEL' if at else ''}.",
             code="config.unknown-name",
             key="measure",
@@ -132,7 +131,7 @@ def measure_of(name: str) -> Measure:
 
 
 def value_of(record: RunRecord, measure: str, at: At) -> float | None:
-    """Return the value of a measure for a finished run, or None if the run lacks it."""
+    """Return the value of a measure for a finished run, or None if the run does not have it."""
     assert record.summary is not None
     definition = measure_of(measure)
     last = definition.read(record.summary)
@@ -140,7 +139,7 @@ def value_of(record: RunRecord, measure: str, at: At) -> float | None:
         return last
     if at == "validation":
         return _chosen(record, definition.every_round)
-    # of the rounds that were taken: federation.patience may have ended them early
+    # only completed rounds: federation.patience may have ended the run early
     curve = [
         value for value in record.curve.get(definition.every_round, [])[: record.summary["rounds"]] if value is not None
     ]
@@ -152,7 +151,7 @@ def value_of(record: RunRecord, measure: str, at: At) -> float | None:
 def _chosen(record: RunRecord, key: str) -> float | None:
     """Return the value of a run's curve at the step with the best accuracy on validation samples.
 
-    It is the first such step, and may be the phase after the last round.
+    The first such step counts. It may be the phase after the last round.
     """
     judged = [
         (chosen, value)

@@ -1,11 +1,11 @@
 """`rank`: order the arms of studies by paired comparisons, with intervals.
 
-A block is one seed of one cell of one study: its runs share split and initial weights. Within a block each pair of arms
-is compared, and a tie counts half. The strengths s are those of the Bradley-Terry model (Biometrika 1952), in which arm
-i is better than arm j with probability 1 / (1 + exp(s_j - s_i)). Two arms that share no block are compared through arms
-that share blocks with both.
+A block is one seed of one cell of one study; its runs share the split and the initial weights. Within a block every
+pair of arms is compared, and a tie counts half. The strengths s are those of the Bradley-Terry model (Biometrika 1952),
+in which arm i is better than arm j with probability 1 / (1 + exp(s_j - s_i)). Two arms without a common block are
+compared through arms that share blocks with both.
 
-A failed run counts as worse than each finished run of its block. Missing and unfinished runs are left out.
+A failed run counts as worse than every finished run of its block. Missing and unfinished runs are left out.
 """
 
 import statistics
@@ -23,12 +23,13 @@ from raylt.studies.analysis.measures import At, measure_of, value_of
 from raylt.studies.analysis.statistics import Interval
 from raylt.studies.records.record import RunRecord
 
-PRIOR = 0.5  # wins and losses of each arm against one of strength 0, so that an arm that always wins has a strength
-STEPS = 100  # at most, of the fit, which ends before
-LONGEST = 2.0  # change of a strength in one step, so that the fit does not overshoot
-SETTLED = 1e-8  # the fit ends when no strength moves further
-BASELINE = "fedavg"  # the arm whose runs are the unit of durations
-Block = Mapping[str, float | None]  # value by arm; None for a run that failed
+# Added wins and losses of each arm against strength 0, which keep the strength of an arm that always wins finite.
+PRIOR = 0.5
+MAX_STEPS = 100  # limit on Newton steps; fits need fewer
+MAX_CHANGE = 2.0  # maximum change of a strength in one Newton step, to prevent overshooting
+TOLERANCE = 1e-8  # the fit ends when no strength changes by more
+BASELINE = "fedavg"  # arm whose runs are the unit of durations
+Block = Mapping[str, float | None]  # value by arm; None for a failed run
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class Ranked:
     """The position of an arm in a ranking, with its uncertainty.
 
     Attributes:
-        strength: log-odds against an arm of mean strength, with the interval of `half_widths`.
-        chance: probability to be better than an arm drawn from the others.
-        finished: number of finished runs.
-        planned: number of seeds of the cells in which the arm has a run in any state.
-        failed: number of failed runs.
-        time: duration of a run, the server's work included, as a multiple of FedAvg's in the same block; the median
-            over blocks, None if no block has both.
-        cost: forward and backward passes of a client in a run, as a multiple of FedAvg's; None where not measured.
+        strength: Log-odds against an arm of mean strength, with the interval of `half_widths`.
+        chance: Probability of being better than a random other arm.
+        finished: Number of finished runs.
+        planned: Number of seeds in the cells in which the arm has a run in any state.
+        failed: Number of failed runs.
+        time: Duration of a run, including the server's work, as a multiple of FedAvg's in the same block. Median over
+            blocks, or None if no block has both.
+        cost: Forward and backward passes of a client in a run, as a multiple of FedAvg's; None if not measured.
     """
 
     arm: str
@@ -61,9 +62,9 @@ class Ranking:
     """A ranking of arms, strongest first.
 
     Attributes:
-        studies: names of the studies.
-        cells: number of pairs of a study and a cell.
-        blocks: number of blocks with at least two arms.
+        studies: Names of the studies.
+        cells: Number of cells over all studies.
+        blocks: Number of blocks with at least two arms.
     """
 
     measure: str
@@ -85,13 +86,13 @@ def rank(
     """Rank the arms of studies; arms with the same name count as one method.
 
     Args:
-        studies: records by the study's name, in any state.
-        measure: name of the measure.
-        at: the round whose figure counts.
-        level: confidence of the intervals.
+        studies: Records in any state, by name of the study.
+        measure: Name of the measure.
+        at: Round whose figure counts.
+        level: Confidence of the intervals.
 
     Raises:
-        ConfigError: no such measure, or no block has two arms that have it.
+        ConfigError: The measure is unknown, or no block has two arms with it.
     """
     cells = _cells(studies, measure, at)
     blocks = [block for each in cells.values() for block in each]
@@ -123,7 +124,7 @@ def rank(
         )
         for i, arm in enumerate(arms)
     ]
-    # rounded: arms with the same wins differ in the last bit, by processor
+    # rounded, since the last bit of equal strengths depends on the processor
     ranked.sort(key=lambda each: (-round(each.strength.estimate, 9), each.arm))
     return Ranking(measure, at, level, list(studies), len(cells), len(blocks), ranked)
 
@@ -142,7 +143,7 @@ def _relative_times(studies: Mapping[str, Sequence[RunRecord]]) -> dict[str, flo
 
 
 def with_costs(ranking: Ranking, studies: Mapping[str, Sequence[RunRecord]]) -> Ranking:
-    """Return the ranking with each arm's costs, those of the first of its runs; see `client_passes`."""
+    """Return the ranking with each arm's costs, computed from its first run; see `client_passes`."""
     settings: dict[str, Mapping[str, Any]] = {}
     for records in studies.values():
         for record in records:
@@ -161,22 +162,22 @@ def _interval(strength: float, half: float | None) -> Interval:
 def fit(wins: np.ndarray) -> np.ndarray:
     """Fit the Bradley-Terry model to wins, and return the strengths with mean 0, float64 [A].
 
-    The strengths maximise a concave likelihood, by damped Newton steps. A minorisation needs thousands of sweeps where
-    an arm wins nearly always.
+    The strengths maximise a concave likelihood, with damped Newton steps. A minorisation algorithm would need thousands
+    of sweeps if an arm wins nearly always.
 
     Args:
-        wins: number of comparisons that the first arm won against the second, [A, A]; halves for ties.
+        wins: Number of comparisons that the first arm won against the second, [A, A]; ties count 1/2.
     """
     met = wins + wins.T
     won = wins.sum(1) + PRIOR
     strengths = np.zeros(len(wins))
-    for _ in range(STEPS):
-        own = _logistic(strengths)  # chance against strength 0, of the prior
+    for _ in range(MAX_STEPS):
+        own = _logistic(strengths)  # win probability against strength 0, for the prior
         slope = won - (met * _chances(strengths)).sum(1) - 2 * PRIOR * own
         step = np.linalg.solve(_curvature(met, strengths), slope)
-        step *= min(1.0, LONGEST / max(np.abs(step).max(), SETTLED))
+        step *= min(1.0, MAX_CHANGE / max(np.abs(step).max(), TOLERANCE))
         strengths += step
-        if np.abs(step).max() < SETTLED:
+        if np.abs(step).max() < TOLERANCE:
             break
     return strengths - strengths.mean()
 
@@ -184,17 +185,18 @@ def fit(wins: np.ndarray) -> np.ndarray:
 def half_widths(wins: Sequence[np.ndarray], strengths: np.ndarray, level: float) -> np.ndarray | None:
     """Return half the widths of t intervals of the strengths, float64 [A], or None if no cell has two blocks.
 
-    The comparisons of a block are not independent, because its runs share split and initial weights. So the variance is
-    the larger of two: that of the likelihood, as if they were independent, and that of the blocks' own slopes around
-    the mean slope of their cell (the sandwich estimate for clusters, Liang and Zeger, Biometrika 1986). The second is
-    too small where all blocks agree, the first where they do not. The t distribution has a degree of freedom for each
-    block beyond the first of its cell. In simulations (tests/studies/analysis/test_ranking.py) such intervals cover at
-    least 94 % with three and six seeds, at a level of 95 %.
+    The comparisons of a block are not independent, because its runs share the split and the initial weights. So the
+    larger of two variances is used. The first is that of the likelihood, as if comparisons were independent. The second
+    is that of the blocks' slopes around the mean slope of their cell (the sandwich estimate for clusters, Liang and
+    Zeger, Biometrika 1986). The second is too small if all blocks agree, and the first if they do not. The t
+    distribution has one degree of freedom for each block beyond the first of its cell. In simulations
+    (tests/studies/analysis/test_ranking.py) such intervals cover at least 94 % with three and six seeds, at a level of
+    95 %.
 
     Args:
-        wins: by cell, the wins in each of its blocks, [B, A, A].
-        strengths: as `fit` returns them.
-        level: confidence.
+        wins: Wins in the B blocks of each cell, [B, A, A].
+        strengths: Strengths from `fit`, [A].
+        level: Confidence of the intervals.
     """
     freedom = sum(len(blocks) - 1 for blocks in wins)
     if freedom == 0:
@@ -228,7 +230,7 @@ def _curvature(met: np.ndarray, strengths: np.ndarray) -> np.ndarray:
     """Return the negative second derivative of the log likelihood, [A, A].
 
     Args:
-        met: number of comparisons of each pair, [A, A].
+        met: Number of comparisons of each pair, [A, A].
     """
     chance, own = _chances(strengths), _logistic(strengths)
     bend = met * chance * (1 - chance)

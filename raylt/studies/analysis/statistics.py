@@ -1,9 +1,9 @@
 """Statistics of a few paired seeds, based on scipy's distributions and resampling.
 
 A cell has three to ten seeds. The t interval of their paired differences has its nominal coverage, while a 95 %
-percentile bootstrap over three seeds covers 75 %. Over many cells the interquartile mean and the probability of
-improvement have a bootstrap that draws seeds within each cell (Agarwal et al., NeurIPS 2021). It draws the arms
-together, so that pairs stay pairs.
+percentile bootstrap over three seeds covers 75 %. Over many cells, the interquartile mean and the probability of
+improvement have bootstrap intervals that resample the seeds of each cell (Agarwal et al., NeurIPS 2021). Both arms of a
+pair are resampled together.
 """
 
 import math
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-LEAST_FOR_P = 6  # seeds; with fewer no p value is given, however large the difference
-LEAST_FOR_CELLS = 3  # seeds of each cell that a bootstrap over cells needs
+MIN_SEEDS_FOR_P = 6  # fewer seeds give no p value, however large the difference
+MIN_SEEDS_PER_CELL = 3  # for a bootstrap over cells
 RESAMPLES = 5000
-NO_SPREAD = 1e-12  # range of equal values after rounding, relative to the largest value or to 1
+NO_SPREAD = 1e-12  # range below which values count as equal, relative to the largest value or to 1
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class Paired:
     """The mean difference of two arms over the same seeds, with its t test.
 
     Attributes:
-        difference: mean of (arm - reference) with its t interval.
-        p: of a two-sided t test; None with fewer than six seeds, or where all differences are equal up to rounding.
-        n: number of pairs.
+        difference: Mean of (arm - reference) with its t interval.
+        p: The p value of a two-sided t test; None with fewer than six seeds, or if all differences are equal up to
+            rounding.
+        n: Number of pairs.
     """
 
     difference: Interval
@@ -55,7 +56,7 @@ class Paired:
     @property
     def untested(self) -> str:
         """The verdict for a difference that has no p value: too few seeds, or no spread."""
-        if self.n < LEAST_FOR_P:
+        if self.n < MIN_SEEDS_FOR_P:
             return "too few seeds"
         return "no difference" if abs(self.difference.estimate) <= NO_SPREAD else "no spread"
 
@@ -69,19 +70,20 @@ def paired(arm: Sequence[float], reference: Sequence[float], level: float = 0.95
     """Return the difference between an arm and the reference, paired by seed.
 
     Args:
-        arm: values by seed.
-        reference: values of the same seeds in the same order.
-        level: confidence of the interval.
+        arm: Values by seed.
+        reference: Values of the same seeds in the same order.
+        level: Confidence of the interval.
     """
     differences = np.asarray(arm, dtype=float) - np.asarray(reference, dtype=float)
     interval, p = _t_test(differences, level)
-    return Paired(interval, p if len(differences) >= LEAST_FOR_P else None, len(differences))
+    return Paired(interval, p if len(differences) >= MIN_SEEDS_FOR_P else None, len(differences))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p values adjusted for multiple tests (Holm, 1979).
 
-    The smallest is multiplied by m, the next by m - 1 and so on, and no adjusted value is below the one before.
+    The smallest value is multiplied by m, the next by m - 1 and so on, and no adjusted value is smaller than the one
+    before it.
     """
     order = np.argsort(p_values, kind="stable")
     factors = np.arange(len(p_values), 0, -1)
@@ -94,8 +96,8 @@ def over_cells(cells: Sequence[Sequence[float]], level: float = 0.95) -> Interva
     """Return the interquartile mean of an arm's values over all cells, with a bootstrap interval.
 
     Args:
-        cells: values by cell and seed.
-        level: confidence of the interval.
+        cells: Values by cell and seed.
+        level: Confidence of the interval.
     """
     return _stratified(
         [np.asarray(cell, dtype=float) for cell in cells],
@@ -110,9 +112,9 @@ def improvement(arm: Sequence[Sequence[float]], reference: Sequence[Sequence[flo
     A tie counts half.
 
     Args:
-        arm: values by cell and seed.
-        reference: values of the same cells and seeds in the same order.
-        level: confidence of the interval.
+        arm: Values by cell and seed.
+        reference: Values of the same cells and seeds in the same order.
+        level: Confidence of the interval.
     """
 
     def probability(drawn: list[np.ndarray]) -> np.ndarray:
@@ -147,12 +149,12 @@ def _stratified(cells: list[np.ndarray], statistic: Callable[[list[np.ndarray]],
     The values of each cell are resampled separately.
 
     Args:
-        cells: [n] or [n, 2] each.
-        statistic: takes the cells with any number of axes in front.
-        level: confidence of the interval.
+        cells: Arrays [n] or [n, 2], one per cell.
+        statistic: Function of the cells, which may have any number of leading axes.
+        level: Confidence of the interval.
     """
     estimate = float(statistic(cells))
-    if len(cells) < 2 or min(map(len, cells)) < LEAST_FOR_CELLS:
+    if len(cells) < 2 or min(map(len, cells)) < MIN_SEEDS_PER_CELL:
         return Interval(estimate, None, None)
 
     def of_rows(*rows: np.ndarray, axis: int) -> np.ndarray:

@@ -16,11 +16,11 @@ class Reached:
     """Rounds, passes, bytes and seconds until an arm reached the target in a cell, as medians over its seeds.
 
     Attributes:
-        runs: number of finished runs that have values of the measure by round.
-        reached: number of those that reached the target.
-        without_curve: number of finished runs that have no such values.
-        passes: the rounds times the passes of a client in a round of the arm, as a multiple of FedAvg's: the number of
-            FedAvg's rounds in which a client computes as much. None where not measured.
+        runs: Number of finished runs with values of the measure by round.
+        reached: Number of these runs that reached the target.
+        without_curve: Number of finished runs without values by round.
+        passes: Number of FedAvg rounds in which a client computes as much: the rounds times the arm's passes per round,
+            as a multiple of FedAvg's. None if not measured.
     """
 
     cell: str
@@ -43,18 +43,18 @@ def reached(records: Sequence[RunRecord], target: float, measure: str = "accurac
     """Return the rounds, bytes and seconds until finished runs reached the target, by arm and cell.
 
     Args:
-        records: runs in any state.
-        target: value of the measure, in [0, 1].
-        measure: figure that has a value for each round.
+        records: Runs in any state.
+        target: Value of the measure, in [0, 1].
+        measure: Name of a measure with a value for each round.
 
     Raises:
-        ConfigError: the measure has no values by round.
+        ConfigError: The measure has no values by round.
     """
     definition = measure_of(measure)
     curve = definition.curve or definition.every_round
     if curve is None:
         raise ConfigError(
-            f"target: {measure} has no value for each round ({target:g}). Give a measure such as accuracy or matched.",
+            f"target: {measure} is not computed in each round ({target:g}). Give a measure such as accuracy.",
             code="config.conflict",
             key="target",
             value=target,
@@ -68,11 +68,11 @@ def reached(records: Sequence[RunRecord], target: float, measure: str = "accurac
 
 
 def with_passes(reaching: Sequence[Reached], costs: Mapping[tuple[str, str], float | None]) -> list[Reached]:
-    """Return the times to the target with their passes.
+    """Return the times to the target with the passes filled in.
 
     Args:
-        reaching: the times to the target.
-        costs: passes of a client in a run by cell and arm, as a multiple of FedAvg's.
+        reaching: Times to the target.
+        costs: Passes of a client in a run by cell and arm, as a multiple of FedAvg's.
     """
     return [
         each
@@ -91,7 +91,7 @@ def with_target(table: TextTable, reaching: Sequence[Reached], target: float, me
         figures = [each.rounds, *([each.passes] if costs else []), mebibytes, each.seconds]
         texts = ["-" if value is None else f"{value:.1f}" for value in figures]
         rows.append([each.cell, each.arm, _count_text(each), *texts])
-    title = f"until {measure} {100 * target:g} %: medians of the runs that got there"
+    title = f"until {measure} {100 * target:g} %: medians of the runs that reached it"
     passes = ["passes, in rounds of FedAvg"] if costs else []
     head = ["cell", "arm", "reached by", "rounds", *passes, "MiB up and down", "seconds"]
     return replace(table, further=[*table.further, (title, head, rows)])

@@ -1,8 +1,8 @@
-"""Studies that reproduce figures of the papers, whose values are not printed, so there are no verdicts.
+"""Studies that reproduce figures of the papers. Figures have no printed values, so there are no verdicts.
 
 MuPFL's Fig. 6(b-d) shows the accuracy of clients' models by round on three data sets, and Fig. 8 the time and the
-rounds until it reaches 90, 70 and 35 %. One study has both. FedSM's Fig. 6 varies the number of active clients; the
-numbers on its axis cannot be read from the text, so the grid is ours.
+rounds until it reaches 90, 70 and 35 %. One study covers both figures. FedSM's Fig. 6 varies the number of active
+clients. The text does not give the numbers on its axis, so raylt uses its own grid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from raylt.studies.definition import Definition, define
 from raylt.studies.papers.reproduce import same_value, unknown_name
 from raylt.studies.settings import read_recipe
 
-CLIENTS = 20  # of FedSM's recipes
+CLIENTS = 20  # number of clients in FedSM's recipes
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Figure:
     """A figure of a paper as arms over recipes.
 
     Attributes:
-        number: in print; the first one where a study has two figures.
-        title: description for the study.
-        arms: settings of each arm, by its label.
-        recipes: recipe of each cell, by its label, as in "cifar10, IF 10, alpha 1.0".
-        base: settings of all runs, laid over the recipe's.
-        measure: figure of the runs.
-        at: rounds of that figure.
-        targets: by cell, the value of the measure whose first round is counted.
+        number: Printed number; the first one if the study covers two figures.
+        title: Description of the study.
+        arms: Settings of each arm, by label.
+        recipes: Recipe of each cell, by label, such as "cifar10, IF 10, alpha 1.0".
+        base: Settings of all runs, which override those of the recipe.
+        measure: Measure to compare.
+        at: Rounds whose figures count.
+        targets: Value of the measure, by cell, for which the rounds to reach it are counted.
     """
 
     number: str
@@ -91,16 +91,16 @@ def figure_of(paper: str, number: str) -> Figure:
     """Return a figure of a paper.
 
     Args:
-        paper: fedsm or mupfl.
-        number: number of the figure in print.
+        paper: `fedsm` or `mupfl`.
+        number: Printed number of the figure.
 
     Raises:
-        ConfigError: raylt has no such figure; the error names those that it has.
+        ConfigError: The figure is unknown. The message lists the known figures.
     """
     figure = FIGURES.get((paper.lower(), number))
     if figure is None:
         names = [f"{paper} fig{number}" for paper, number in FIGURES]
-        raise unknown_name("table", "no such figure", f"{paper} fig{number}", f"Choose from {', '.join(names)}.")
+        raise unknown_name("table", "unknown figure", f"{paper} fig{number}", f"Choose from {', '.join(names)}.")
     return figure
 
 
@@ -115,15 +115,15 @@ def plan_figure(
     """Return the study that reproduces a figure.
 
     Args:
-        figure: from `figure_of`.
-        name: of the study.
-        seeds: runs of each arm in each cell.
-        scale: share of the recipe's rounds; at least one round is run.
-        where: letters and values of the cells, as in {"dataset": "cifar10", "IF": "10"}; by default all cells.
-        arms: labels of the arms, in upper or lower case; by default all.
+        figure: The figure, from `figure_of`.
+        name: Name of the study.
+        seeds: Number of runs of each arm in each cell.
+        scale: Share of the recipe's rounds to run, at least one round.
+        where: Letters and values of the cells, such as {"dataset": "cifar10", "IF": "10"}; by default all cells.
+        arms: Labels of the arms, in any case; by default all arms.
 
     Raises:
-        ConfigError: no cell or arm matches; the error names the choices.
+        ConfigError: No cell or arm matches. The message lists the choices.
     """
     chosen = {cell: recipe for cell, recipe in figure.recipes.items() if _matches(cell, where or {})}
     if not chosen:
@@ -133,7 +133,7 @@ def plan_figure(
     for arm in arms or ():
         if arm.lower() not in labels:
             hint = did_you_mean(arm, figure.arms)
-            raise unknown_name("--arms", "no such arm", arm, f"{hint}Choose from {', '.join(figure.arms)}.")
+            raise unknown_name("--arms", "unknown arm", arm, f"{hint}Choose from {', '.join(figure.arms)}.")
     wanted = [labels[arm.lower()] for arm in arms] if arms else list(figure.arms)
     return define(
         {

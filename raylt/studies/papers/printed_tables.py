@@ -1,8 +1,8 @@
 """The cells of the papers' printed tables as data, each with the settings of the corresponding run.
 
-papers.csv has the figures, one row per printed cell, and known errors in print in the column `note`. This module turns
-a row into a run: the recipe of its setting and the settings of its method, or the reason why there is no such run. The
-usual reason is a method that raylt does not have; with that method its rows can be run.
+papers.csv contains the figures, one row per printed cell, with known misprints in the column `note`. This module
+converts a row to a run: the recipe of its setting and the settings of its method. If a row cannot be run, it gives the
+reason, which is usually a method that raylt does not have.
 """
 
 import csv
@@ -25,7 +25,7 @@ PAPERS = {
     "MuPFL": "MuPFL; number of runs not stated",
     "BPFed": "BPFed; number of runs not stated",
 }
-# the authors' code of FedSM reports the best round on the test set; the other papers state or suggest the last round
+# The code of FedSM's authors reports the best round on the test set. The other papers state or suggest the last round.
 _AT: dict[str, At] = {"FedSM": "best"}
 _MEASURES = {
     "acc_top1": "accuracy",
@@ -35,7 +35,7 @@ _MEASURES = {
     "acc_top1_few": "few",
     "mean_client_acc": "matched",
     "mean_client_owned_class_acc": "owned",
-    # Cityscapes: of the global model; the figures printed as mAcc are those of FedSeg's log for aAcc
+    # Cityscapes: figures of the global model. The figures printed as mAcc are aAcc in FedSeg's log.
     "mIoU": "global_miou",
     "mAcc": "global_accuracy",
 }
@@ -47,7 +47,8 @@ _SOURCES = {
     "imagenet_lt": "imagenet_lt",
     "cityscapes": "cityscapes",
 }
-_ROWS: dict[str, dict[str, Any]] = {  # rows that are a method of raylt with other fields
+# Fields of the rows that are a variant of the paper's own method.
+_ROWS: dict[str, dict[str, Any]] = {
     "SFD-CE": {"abbl": "ce"},
     "SFD-LA": {"abbl": "la"},
     "SFD w/o improved pi": {"beta_pi": 0},
@@ -77,13 +78,13 @@ _ROWS: dict[str, dict[str, Any]] = {  # rows that are a method of raylt with oth
     "BPFed[mixup, FA, LS owned classes]": {},
     "BPFed[mixup alpha=0]": {"alpha": 0},
 }
-# rows of ablations; the two of FedSM that are its headline with another teacher are not
+# Ablation rows. The two rows of FedSM with different teachers are the paper's main results, not ablations.
 _ABLATIONS = _ROWS.keys() - {"FedSM+CLIP", "FedSM+MetaCLIP"}
 _BASES = {"FedSM w/ CLIP fine-tuning": ("FedSM w/o CLIP fine-tuning",)}
 _FIELDS: dict[str, dict[str, Any]] = {"FedProx": {"mu": 0.01}}  # no paper states mu
-# personal methods whose generic classifier a table of global models shows, as SFD states in appendix C
+# Personal methods of which tables of global models show the generic classifier, as SFD states in appendix C.
 _GENERIC = ("FedRoD", "FedLoGe")
-_SETTINGS: dict[str, dict[str, Any]] = {"RatioLoss": {"data.auxiliary": 63}}  # per class, as in its code
+_SETTINGS: dict[str, dict[str, Any]] = {"RatioLoss": {"data.auxiliary": 63}}  # samples per class, as in its code
 _UNCLEAR = {"FedAvg with clustering": "the paper does not say what FedAvg with clustering does with its clusters"}
 
 
@@ -92,19 +93,19 @@ class Expectation:
     """A cell of a paper's table, with the value that a reproduction should reach.
 
     Attributes:
-        number: row in papers.csv, from 1.
-        method: label of the row in print.
-        value: in [0, 1].
-        std: printed standard deviation, in the unit of `value`; None where none is printed.
-        setting: data set and parameters, by the papers' letters.
-        note: what is wrong in print or inferred; empty for most cells.
-        measure: figure of a run that the cell prints.
-        at: rounds of that figure.
-        recipe: name of the recipe of the setting.
-        changes: settings of the method, laid over the recipe's.
-        problem: reason why the cell cannot be run; None where it can.
-        ablation: True for a row that is the paper's method with parts removed or fixed. Its level says little, since
-            several rows of a table lie close together: it is judged by its difference to its base.
+        number: Row in papers.csv, from 1.
+        method: Printed label of the row.
+        value: Printed value, in [0, 1].
+        std: Printed standard deviation, in the unit of `value`; None if none is printed.
+        setting: Data set and parameters, by the papers' letters.
+        note: Misprints and inferred values; empty for most cells.
+        measure: Measure that the cell prints.
+        at: Rounds whose figures count.
+        recipe: Name of the setting's recipe.
+        changes: Settings of the row, which override those of the recipe.
+        problem: Reason why the cell cannot be run; None if it can.
+        ablation: Whether the row is the paper's method with parts removed or fixed. Such a row is judged by its
+            difference to its base, because several rows of a table have similar values.
     """
 
     number: int
@@ -140,7 +141,7 @@ class Expectation:
         return resolved(merge(_recipe(self.recipe), self.changes))
 
     def identity(self) -> str:
-        """Return the hash that all runs of this cell share, whatever their seed, rounds and paths."""
+        """Return the hash that all runs of this cell share; seed, number of rounds and paths do not affect it."""
         return _identity_of(self.number)
 
 
@@ -152,15 +153,15 @@ def expectations() -> tuple[Expectation, ...]:
 
 
 def base_of(cell: Expectation) -> Expectation | None:
-    """Return the cell that another one is compared with: FedAvg's for the same setting and measure.
+    """Return the cell to which a cell is compared: that of FedAvg with the same setting and measure.
 
-    It is from the same table if possible. The base of FedSM with CLIP fine-tuned is FedSM itself, as in the paper's
-    text on Table IV. Return None for FedAvg itself, and if the paper prints no such value.
+    A cell from the same table is preferred. The base of FedSM with CLIP fine-tuned is FedSM itself, as in the paper's
+    text on Table IV. Return None for FedAvg itself, and if the paper does not print this value.
     """
 
     def setting(each: Expectation) -> tuple[Any, ...]:
         fixed = {key: value for key, value in each.setting.items() if key not in ("lambda", "clusters")}
-        # a generic classifier's accuracy is called `global_accuracy`, and FedAvg's, which has no other, `accuracy`
+        # `global_accuracy` of a generic classifier corresponds to `accuracy` of FedAvg, which has one model only
         return each.paper, each.measure.removeprefix("global_"), tuple(sorted(fixed.items()))
 
     if cell.method.startswith("FedAvg"):
@@ -181,7 +182,7 @@ def identity(config: Mapping[str, Any]) -> str:
     No paper states its precision, and PyTorch's own default on a GPU is partly tf32.
 
     Args:
-        config: content of config.yaml; a setting or a field of the method that an older file lacks has its default.
+        config: Content of config.yaml. Settings and method fields that are missing in older files have their defaults.
     """
     tree = json.loads(json.dumps(completed(config)))
     if tree["method"]["name"] in METHODS:
@@ -253,10 +254,10 @@ def _expectation(number: int, row: dict[str, str]) -> Expectation:
 
 
 def _corrected(row: dict[str, str]) -> dict[str, str]:
-    """Return a row of papers.csv with the right setting, even if the paper's heading is wrong or missing.
+    """Return a row of papers.csv with corrected settings, where the paper's heading is wrong or missing.
 
-    The two IF headings of MuPFL's Table 2 are taken to be swapped. The captions of Tables 5 and 6 then agree with it,
-    and so do Figs. 6 and 8, which count rounds to 70 % at IF 10. Table 1 repeats figures of Table 2 without a setting.
+    The two IF headings of MuPFL's Table 2 are assumed to be swapped. It then agrees with the captions of Tables 5 and
+    6, and with Figs. 6 and 8, which count rounds to 70 % at IF 10. Table 1 repeats figures of Table 2 without settings.
     """
     if row["paper"] == "MuPFL" and row["table"] == "2":
         return row | {"IF": {"10": "100", "100": "10"}[row["IF"]]}

@@ -17,18 +17,18 @@ def select(
     """Return the selected cells of a paper's tables, including cells that cannot be run.
 
     Args:
-        paper: sfd, fedsm, mupfl or bpfed.
-        table: number in print, such as 2 or III; by default all tables.
-        where: letters and values, as in {"IF": "100", "alpha": "0.5", "dataset": "cifar10"}.
-        arms: labels in print, in upper or lower case.
+        paper: `sfd`, `fedsm`, `mupfl` or `bpfed`.
+        table: Printed number, such as 2 or III; by default all tables.
+        where: Letters and values of the cells, such as {"IF": "100", "alpha": "0.5", "dataset": "cifar10"}.
+        arms: Printed labels of the rows, in any case; by default all rows.
 
     Raises:
-        ConfigError: no cell matches; the error names the choices.
+        ConfigError: No cell matches. The message lists the choices.
     """
     cells = [cell for cell in expectations() if cell.paper.lower() == paper.lower()]
     if not cells:
         raise unknown_name(
-            "paper", "no such paper", paper, f"Choose from {', '.join(name.lower() for name in PAPERS)}."
+            "paper", "unknown paper", paper, f"Choose from {', '.join(name.lower() for name in PAPERS)}."
         )
     if table is not None:
         tables = list(dict.fromkeys(cell.table for cell in cells))
@@ -48,24 +48,24 @@ def select(
     for arm in arms:
         if arm.lower() not in lower:
             hint = did_you_mean(arm, labels)
-            raise unknown_name("--arms", "no such row", arm, f"{hint}Choose from {', '.join(labels)}.")
+            raise unknown_name("--arms", "unknown row", arm, f"{hint}Choose from {', '.join(labels)}.")
     return [cell for cell in cells if cell.arm.lower() in {arm.lower() for arm in arms}]
 
 
 def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> Definition:
     """Return a study that reproduces the given cells of a paper's tables.
 
-    Cells that cannot be run are left out. An ablation is judged by its difference to its base, so the study runs that,
-    too.
+    Cells that cannot be run are left out. The bases of ablations are added, since ablations are judged by the
+    difference to their base.
 
     Args:
-        cells: printed cells.
-        name: of the study.
-        seeds: runs of each arm in each cell.
-        scale: share of the paper's rounds; at least one round is run.
+        cells: Printed cells.
+        name: Name of the study.
+        seeds: Number of runs of each arm in each cell.
+        scale: Share of the paper's rounds to run, at least one round.
 
     Raises:
-        ConfigError: none of the cells can be run.
+        ConfigError: None of the cells can be run.
     """
     runnable = [cell for cell in cells if cell.problem is None]
     if not runnable:
@@ -84,7 +84,7 @@ def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> D
     for each in [*runnable, *bases]:
         cell = _cell_name(each)
         if each.identity() in identities.setdefault(cell, set()):
-            continue  # two tables, or two figures, have the same run
+            continue  # several printed cells can have the same run
         identities[cell].add(each.identity())
         arm = _arm_name(each, arms)
         arms[arm] = each.changes
@@ -111,7 +111,14 @@ def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> D
 
 
 def name_of(paper: str, part: str, where: Mapping[str, str], scale: float) -> str:
-    """Return the default name of a study that reproduces cells of a part of a paper: "table2", "fig6" or ""."""
+    """Return the default name of a study that reproduces cells of a paper.
+
+    Args:
+        paper: Name of the paper.
+        part: Part of the paper, such as "table2" or "fig6"; "" for all tables.
+        where: Letters and values of the selected cells.
+        scale: Share of the paper's rounds.
+    """
     parts = [
         paper.lower(),
         part,
@@ -133,7 +140,7 @@ def command(cell: Expectation) -> str:
 
 
 def unknown_name(key: str, problem: str, value: str, remedy: str) -> ConfigError:
-    """Return the error for a name that a command's option or argument does not have."""
+    """Return the error for an unknown value of a command's option or argument."""
     return ConfigError(f"{key}: {problem} ({value}). {remedy}", code="config.unknown-name", key=key, name=value)
 
 

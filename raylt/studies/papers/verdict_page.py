@@ -10,28 +10,30 @@ from rich.table import Table
 from raylt.runs.folder.summary import in_percent
 from raylt.studies.papers.printed_tables import PAPERS
 from raylt.studies.papers.reproduce import command
-from raylt.studies.papers.verdicts import KINDS, LEAST_SEEDS, WIDEST, Verdict, count
+from raylt.studies.papers.verdicts import KINDS, MAX_HALF_WIDTH, MIN_SEEDS, Verdict, count
 from raylt.studies.report.comparison_tables import margin
 from raylt.studies.report.text_table import markdown_text
 
 MEANING = {
     "reproduced": "the 95 % t interval over our seeds contains the printed value; for a row of an ablation, the "
-    "interval of our differences to the base contains the printed difference, too; the base is FedAvg of the setting, "
-    "and FedSM for FedSM with a fine-tuned teacher",
-    "difference reproduced": "it does not, but the interval of our differences to the base contains the printed one",
-    "outside": "neither interval contains the printed figure; of an ablation, that of the differences does not",
-    "cannot be told": f"an interval contains the printed figure, but is wider than ± {100 * WIDEST:g} points, or there "
-    "is none: seeds that agree to the bit, an ablation without runs of what it is compared with",
-    "too few seeds": f"fewer than {LEAST_SEEDS} seeds: figures without a verdict",
+    "interval of our differences to the base also contains the printed difference; the base is FedAvg in the same "
+    "setting, or FedSM for FedSM with a fine-tuned teacher",
+    "difference reproduced": "the interval of the values does not contain the printed value, but the interval of our "
+    "differences to the base contains the printed difference",
+    "outside": "neither interval contains the printed figure; for an ablation, the interval of differences does not",
+    "cannot be told": "an interval contains the printed figure, but is wider than "
+    f"± {100 * MAX_HALF_WIDTH:g} points, or there is no interval: all seeds have the same value, or an ablation has no "
+    "runs of its base",
+    "too few seeds": f"fewer than {MIN_SEEDS} seeds: figures without a verdict",
     "at reduced scale": "run with fewer rounds than the paper: figures without a verdict",
     "longer than the paper": "run only with more rounds than the paper: figures without a verdict",
-    "not run": "there is a command, and no recorded run",
-    "cannot be run": "raylt does not have the method, or the paper does not say enough",
+    "not run": "there is a command, but no recorded run",
+    "cannot be run": "raylt does not have the method, or the paper does not specify the setting",
 }
 
 
 def page(judged: Sequence[Verdict]) -> str:
-    """Return the page of verdicts in Markdown: coverage, meaning of the verdicts, and a line per cell."""
+    """Return the page of verdicts in Markdown: coverage, meaning of the verdicts, and one line per cell."""
     counts = count(judged)
     with_runs = sum(verdict.ours is not None for verdict in judged)
     lines = [
@@ -79,7 +81,7 @@ def _setting_table(title: str, judged: Sequence[Verdict]) -> Table:
     for column in table.columns[2:4]:
         column.no_wrap = True
     words = [word for verdict in judged for word in verdict.cell.arm.split()]
-    table.columns[0].min_width = max(map(len, words))  # no word of a row's name is cut
+    table.columns[0].min_width = max(map(len, words))  # wide enough for each word of a row's name
     for verdict in judged:
         _, _, row, figure, printed, measured, printed_difference, difference, kind = _columns(verdict)
         table.add_row(
@@ -93,7 +95,7 @@ def _setting_table(title: str, judged: Sequence[Verdict]) -> Table:
 
 
 def _with_difference(value: str, difference: str) -> str:
-    """Return a value and, in a line of its own, a difference in brackets."""
+    """Return a value and, on a separate line, a difference in brackets."""
     return f"{value}\n({difference})" if difference else value
 
 
@@ -145,9 +147,9 @@ def _with_runs(judged: Sequence[Verdict]) -> list[str]:
 
 
 def _without_runs(judged: Sequence[Verdict]) -> list[str]:
-    """Return a line for each cell of the papers' tables that has no runs, with the command that runs it.
+    """Return a line for each cell of the papers' tables without runs, with the command that runs the cell.
 
-    A cell that cannot be run has the reason in place of the command.
+    For a cell that cannot be run, the line has the reason instead.
     """
     if not judged:
         return []

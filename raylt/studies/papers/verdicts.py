@@ -23,8 +23,8 @@ VerdictKind = Literal[
     "cannot be run",
 ]
 KINDS: tuple[VerdictKind, ...] = get_args(VerdictKind)
-LEAST_SEEDS = 3  # with fewer seeds the interval is too uncertain for a verdict
-WIDEST = 0.05  # half width of an interval; a wider interval confirms nothing
+MIN_SEEDS = 3  # with fewer seeds, intervals are too uncertain for a verdict
+MAX_HALF_WIDTH = 0.05  # wider intervals cannot confirm a printed value
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Verdict:
     """The verdict on whether recorded runs reproduce one cell of a paper's table.
 
     Attributes:
-        ours: mean and t interval over the seeds; None without runs.
-        seeds: number of seeds.
-        printed_difference: difference to the cell's base (`base_of`), in print; None where the paper has none, and for
+        ours: Mean and t interval over the seeds; None without runs.
+        seeds: Number of seeds.
+        printed_difference: Printed difference to the cell's base (`base_of`); None if the paper prints no base, and for
             FedAvg itself.
-        difference: the same difference in the recorded runs, paired by seed where the splits are equal.
-        scale: number of rounds in the runs, relative to the paper.
-        why: reasons where the kind alone does not say enough.
-        splits: first characters of the hashes of the splits, by seed.
-        models: first characters of the hashes of the models, by seed.
-        made: versions and device of the last run.
+        difference: Same difference in the recorded runs, paired by seed over equal splits.
+        scale: Number of rounds in the runs, relative to the paper.
+        why: Reasons for the verdict, if the kind does not explain itself.
+        splits: First characters of the hashes of the splits, by seed.
+        models: First characters of the hashes of the models, by seed.
+        made: Versions and device of the last run.
     """
 
     cell: Expectation
@@ -62,14 +62,14 @@ def verdicts(
 ) -> list[Verdict]:
     """Return a verdict on each given cell of the papers' tables.
 
-    Unfinished runs, and runs that belong to no cell, do not count. But the runs of a cell that failed are named, and
-    then the other runs with as many rounds, by the same version of the code, confirm nothing.
+    Unfinished runs, and runs that belong to no cell, do not count. Failed runs of a cell are reported, and prevent a
+    positive verdict from runs with as many rounds by the same version of the code.
 
     Args:
-        records: runs in any state.
-        cells: printed cells; by default all.
-        mix_versions: whether runs of several versions of the code count together. Otherwise only those count for a
-            cell that were made by the version with the most runs of it.
+        records: Runs in any state.
+        cells: Printed cells; by default all cells.
+        mix_versions: Whether runs of several versions of the code count together. Otherwise each cell uses only the
+            version that made most of its runs.
     """
     runs: dict[str, list[RunRecord]] = defaultdict(list)
     failed: dict[str, list[RunRecord]] = defaultdict(list)
@@ -84,9 +84,10 @@ def verdicts(
 
 
 def _as_fedavg(record: RunRecord) -> RunRecord | None:
-    """Return a finished run of MuPFL without any module as a run of FedAvg, judged by its global model.
+    """Return a finished run of MuPFL without modules as a run of FedAvg, evaluated with its global model.
 
-    The two are the same training, and a study of MuPFL's modules need not repeat it. Return None for other runs.
+    Both methods train in the same way, so a study of MuPFL's modules need not repeat the training. Return None for
+    other runs.
     """
     method = record.config["method"]
     if method["name"] != "mupfl" or method.get("dropout"):
@@ -115,14 +116,14 @@ def judge(
     value. Its difference is reproduced when the interval of the paired differences to its base (`base_of`, FedAvg for
     most cells) contains the printed difference. A row of an ablation needs the difference in either case.
 
-    With another number of rounds or too few seeds there is no verdict, and an interval that is too wide
-    confirms nothing.
+    There is no verdict with another number of rounds or with too few seeds. Intervals wider than `MAX_HALF_WIDTH`
+    confirm nothing.
 
     Args:
-        cell: the printed cell.
-        runs: finished runs by identity.
-        failed: failed runs by identity.
-        mix_versions: as in `verdicts`.
+        cell: The printed cell.
+        runs: Finished runs, by identity.
+        failed: Failed runs, by identity.
+        mix_versions: See `verdicts`.
     """
     if cell.problem is not None:
         return Verdict(cell, "cannot be run", why=cell.problem)
@@ -187,28 +188,30 @@ def _kind(
     """Return the kind of verdict for a cell, and a reason if the kind alone is not clear.
 
     Args:
-        cell: the printed cell.
-        ours: interval of the measured value.
-        printed: printed difference.
-        difference: measured difference.
-        seeds: number of seeds.
-        scale: number of rounds, relative to the paper.
+        cell: The printed cell.
+        ours: Interval of the measured value.
+        printed: Printed difference.
+        difference: Measured difference.
+        seeds: Number of seeds.
+        scale: Number of rounds, relative to the paper.
     """
     if scale != 1:
         return ("at reduced scale" if scale < 1 else "longer than the paper"), ""
-    if seeds < LEAST_SEEDS:
-        return "too few seeds", f"{LEAST_SEEDS} are the least; nothing is claimed"
+    if seeds < MIN_SEEDS:
+        return "too few seeds", f"at least {MIN_SEEDS} are needed"
     if ours.half == 0:
         return "cannot be told", "all seeds have the same value, so there is no interval"
     if cell.ablation:
         return _kind_of_ablation(cell, ours, printed, difference)
     if ours.holds(cell.value):
-        return ("reproduced", "") if ours.half <= WIDEST else ("cannot be told", f"± {100 * ours.half:.1f} points")
+        return (
+            ("reproduced", "") if ours.half <= MAX_HALF_WIDTH else ("cannot be told", f"± {100 * ours.half:.1f} points")
+        )
     away = f"by {100 * (ours.estimate - cell.value):+.2f} points"
-    if difference is None or printed is None or difference.n < LEAST_SEEDS or not difference.difference.holds(printed):
+    if difference is None or printed is None or difference.n < MIN_SEEDS or not difference.difference.holds(printed):
         return "outside", away
     half = difference.difference.half
-    if half <= WIDEST:
+    if half <= MAX_HALF_WIDTH:
         return "difference reproduced", ""
     return "cannot be told", f"the value is outside {away}, the difference is known to ± {100 * half:.1f} points"
 
@@ -218,17 +221,17 @@ def _kind_of_ablation(
 ) -> tuple[VerdictKind, str]:
     """Return the kind of verdict for an ablation, which must reproduce its difference to its base."""
     if printed is None:
-        return "cannot be told", "the paper prints nothing of this setting to take the difference to"
-    if difference is None or difference.n < LEAST_SEEDS:
-        return "cannot be told", f"fewer than {LEAST_SEEDS} runs of what it is compared with, on the same splits"
+        return "cannot be told", "the paper prints no base for this setting"
+    if difference is None or difference.n < MIN_SEEDS:
+        return "cannot be told", f"fewer than {MIN_SEEDS} runs of the base on the same splits"
     interval = difference.difference
     if interval.half == 0:
         return "cannot be told", "all seeds have the same difference, so there is no interval"
     if not interval.holds(printed):
-        return "outside", f"the difference by {100 * (interval.estimate - printed):+.2f} points"
-    if interval.half > WIDEST:
+        return "outside", f"difference off by {100 * (interval.estimate - printed):+.2f} points"
+    if interval.half > MAX_HALF_WIDTH:
         return "cannot be told", f"the difference is known to ± {100 * interval.half:.1f} points"
-    reproduced = ours.holds(cell.value) and ours.half <= WIDEST
+    reproduced = ours.holds(cell.value) and ours.half <= MAX_HALF_WIDTH
     return ("reproduced" if reproduced else "difference reproduced"), ""
 
 
@@ -236,9 +239,9 @@ class _Seeds(NamedTuple):
     """The runs of one cell of a paper's table that differ in the seed only.
 
     Attributes:
-        scale: number of rounds, relative to the paper.
-        values: value and run by seed; of several runs of a seed the first.
-        repeated: seeds that have several runs with different models.
+        scale: Number of rounds, relative to the paper.
+        values: Value and run by seed; the first run if a seed has several.
+        repeated: Seeds that have several runs with different models.
     """
 
     scale: float
@@ -268,18 +271,18 @@ def _by_seed(cell: Expectation, records: list[RunRecord], scale: float | None = 
 
 
 def _repeated_note(seeds: list[int]) -> str:
-    return f"several runs of seed {', '.join(map(str, seeds))}: the first of each" if seeds else ""
+    return f"several runs of seed {', '.join(map(str, seeds))}; the first counts" if seeds else ""
 
 
 def _other_code_note(runs: int, arm: str) -> str:
     if not runs:
         return ""
     plural = "s" if runs > 1 else ""
-    return f"left out, by another version of the code: {runs} run{plural}{arm}; --mix-versions takes them too"
+    return f"left out, by another version of the code: {runs} run{plural}{arm}; --mix-versions includes them"
 
 
 def _other_split_note(seeds: int, of: int) -> str:
-    return f"{seeds} of {of} seeds have another split than the base, not paired" if seeds else ""
+    return f"{seeds} of {of} seeds not paired, since the base has another split" if seeds else ""
 
 
 def _code(record: RunRecord) -> tuple[str, ...]:
@@ -287,9 +290,10 @@ def _code(record: RunRecord) -> tuple[str, ...]:
 
 
 def _lost(cell: Expectation, failed: Sequence[RunRecord], seeds: "_Seeds", code: tuple[str, ...] | None) -> int:
-    """Return the number of failed runs of a cell that belong to its finished runs, or all if none finished.
+    """Return the number of failed runs that belong with a cell's finished runs, or all failed runs if none finished.
 
-    They have as many rounds and the same version of the code. A run that failed before its first step has none.
+    They have the same number of rounds and the same version of the code. A run that failed before its first step has no
+    recorded version.
     """
     if not seeds.values:
         return len(failed)

@@ -1,13 +1,13 @@
-"""`RunRecord`: all facts about one run that a comparison needs, read from the run folder.
+"""`RunRecord`: everything that a comparison needs about one run, read from the run folder.
 
 Comparisons use only records with the state "done". The states:
 
-    missing     there is no folder
-    running     a process holds the run
-    stopped     the run has begun, no process holds it, and it can continue
+    missing     the run folder does not exist
+    running     a process is working on the run
+    stopped     the run has started, no process is working on it, and it can continue
     failed      the last attempt ended with an error
     damaged     files contradict each other, were changed or cannot be read
-    done        every round and the summary are there and agree
+    done        all rounds and the summary exist and agree
 """
 
 import json
@@ -29,7 +29,7 @@ from raylt.runs.folder.reader import Files
 from raylt.typed_json import as_json, closed, printable
 
 RecordState = Literal["missing", "running", "stopped", "failed", "damaged", "done"]
-# figures of the clients that have a curve, by measure, with their places in `clients` of a line of metrics.jsonl
+# Client figures with a curve, by measure, and their keys under `clients` in a line of metrics.jsonl.
 CLIENT_CURVES = {
     "local": ("local", "mean"),
     "matched": ("matched", "mean"),
@@ -37,9 +37,9 @@ CLIENT_CURVES = {
     "clients": ("global", "mean"),
     "worst_decile": ("matched", "worst_decile"),
 }
-DIVERGED = ("training.diverged", "server.not-finite")  # codes of the errors that end a diverged training
+DIVERGED = ("training.diverged", "server.not-finite")  # error codes of diverged training
 CURVES = ("step", "accuracy", "shown", *GROUPS, "validation", "up", "down", "seconds", *CLIENT_CURVES)
-LATER_CURVES = {"validation", "shown", *CLIENT_CURVES}  # records of earlier versions lack some of these
+LATER_CURVES = {"validation", "shown", *CLIENT_CURVES}  # missing in records of some earlier versions
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Printable = Annotated[str, AfterValidator(printable)]
 
@@ -84,21 +84,22 @@ class RunRecord:
     """The record of one run of a study: state, settings, results and provenance.
 
     Attributes:
-        folder: of the run, relative to the study's folder where it belongs to a study.
-        problem: the reason why the run is failed or damaged.
-        steps: number of committed steps.
-        planned_steps: number of rounds, without what a method does after the last round.
-        config: content of config.yaml.
-        summary: content of summary.json; None unless the run is done.
-        curve: lists by step: "step", "accuracy", "shown" (the figure that is shown where there is room for one), the
-            groups, "validation" (accuracy on the validation part), the cumulated "up", "down" (bytes) and "seconds",
-            and figures of the clients by the names of their measures. A round that was not judged has None.
-        made: provenance of the last process that worked on the run, see provenance.py. "codes" lists the code hashes
-            of all processes.
-        by_client: accuracies of each client by id, from the last evaluation; None for a client that is not judged.
-        error: code of the error that ended a failed run, see `raylt.errors.CODES`; None where it had none.
-        sealed: whether hashes bind the record to its run: it was read from a run folder, or from a file of results
-            that has its seal (seal.py).
+        folder: The run's folder, relative to the study's folder if the run belongs to a study.
+        problem: Reason why the run is failed or damaged.
+        steps: Number of committed steps.
+        planned_steps: Number of planned rounds, without the method's phase after the last round.
+        config: Content of config.yaml.
+        summary: Content of summary.json; None unless the run is done.
+        curve: Lists with one value per step: "step", "accuracy", "shown" (the run's main figure), the class groups,
+            "validation" (accuracy on the validation samples), the cumulative "up", "down" (bytes) and "seconds", and
+            client figures by measure. Values are None in rounds without an evaluation.
+        made: Provenance of the last process that worked on the run, see provenance.py. "codes" lists the code hashes of
+            all processes.
+        by_client: Accuracies of the clients from the last evaluation, by kind and client id; None for clients that were
+            not evaluated.
+        error: Code of the error that ended a failed run, see `raylt.errors.CODES`; None if it had no code.
+        sealed: Whether hashes link the record to its run. This is the case if it was read from a run folder, or from a
+            results file that contains its seal (seal.py).
     """
 
     cell: str
@@ -119,18 +120,18 @@ class RunRecord:
 
     @property
     def rounds(self) -> int:
-        """The number of rounds that a finished run took, which federation.patience may have reduced."""
+        """The number of rounds of a finished run, which federation.patience may have reduced."""
         return self.planned_steps if self.summary is None else self.summary["rounds"]
 
     @property
     def seconds(self) -> float:
-        """The seconds that all committed steps took, for training and evaluation."""
+        """The duration of all committed steps in seconds, including evaluation."""
         return self.curve["seconds"][-1] if self.curve.get("seconds") else 0.0
 
     @property
     def diverged(self) -> bool:
         """Return whether training diverged, which is a result of the run's settings."""
-        # without a configuration the run's folder was removed
+        # a record without a configuration means that the run folder was removed
         return self.state == "failed" and self.error in DIVERGED and bool(self.config)
 
     def to_json(self) -> dict[str, Any]:
@@ -140,34 +141,34 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], name: str = "record") -> "RunRecord":
-        """Return the record from the JSON values that `to_json` returned.
+        """Create a record from the JSON values that `to_json` returned.
 
         Args:
-            tree: plain values.
-            name: name of the source in error messages.
+            tree: The JSON values.
+            name: Name of the source in error messages.
 
         Raises:
-            CheckpointError: the values are not a record.
+            CheckpointError: The values are not a record.
         """
         return cls(**as_json(json.dumps(tree), _RECORD, name))
 
 
 def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: str | None = None) -> RunRecord:
-    """Return the record of a run folder in any state, even of a damaged folder.
+    """Return the record of a run folder in any state, even if it is damaged.
 
     Args:
-        folder: of the run.
-        cell: the run's cell in its study.
-        arm: the run's arm in its study.
-        seed: the run's seed in its study.
-        name: the folder in the record; by default `folder`.
+        folder: The run's folder.
+        cell: The run's cell in its study.
+        arm: The run's arm in its study.
+        seed: The run's seed in its study.
+        name: The folder's name in the record; by default `folder`.
     """
     fields: dict[str, Any] = {"cell": cell, "arm": arm, "seed": seed, "folder": name or str(folder)}
     files = Files(folder)
     failure = failure_file(folder)
     try:
         state = files.state
-        if state == "missing":  # a process that died while it created the folder may have left files
+        if state == "missing":  # files may be left from a process that died while it created the folder
             return _unfinished(fields, "missing", failure)
         config = files.config()
         fields["config"] = config.model_dump(mode="json")
@@ -193,15 +194,15 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
 def failure_file(folder: Path) -> Path:
     """Return the path of the file in which a study records the error that ended a run.
 
-    Its first line is the message, and its second line the error's code if there is one.
+    The first line is the message, the second the error's code if it has one.
 
-    It is next to the run's folder, since a run that cannot start leaves no folder.
+    The file is next to the run folder, because a run that cannot start leaves no folder.
     """
     return folder.parent / f"{folder.name}.failed"
 
 
 def age(folder: Path) -> float | None:
-    """Return the seconds since a run last wrote a line or was created, or None if there is no run."""
+    """Return the seconds since a run last wrote a step or was created, or None if there is no run."""
     for name in ("summary.json", "metrics.jsonl", "config.yaml"):
         if (folder / name).exists():
             return max(0.0, datetime.now().timestamp() - (folder / name).stat().st_mtime)
@@ -209,7 +210,7 @@ def age(folder: Path) -> float | None:
 
 
 def _unfinished(fields: dict[str, Any], state: RecordState, failure: Path) -> RunRecord:
-    """Return the record of an unfinished run that no process is running.
+    """Return the record of an unfinished run that no process is working on.
 
     The run counts as failed if a study recorded an error.
     """

@@ -1,13 +1,13 @@
 """Files of study results, from which a study can take finished runs instead of running them again.
 
-results.json has the definition of a study and every record, from which all tables and reports are made. A seal binds
-all of it, see seal.py. A file of schema 1 was written before there were seals: its records count, and every table
-names them as unsealed. `seal_results` seals such a file as far as the summaries in it still have their hashes.
+results.json contains a study's definition and all records, from which tables and reports are made. A seal protects its
+content, see seal.py. Files of schema 1 are older than seals: their records are used, and every table lists them as
+unsealed. `seal_results` adds seals to those records in such a file whose summaries still match their hashes.
 
-Next to a study's file, `results/NAME.json` keeps its finished and diverged runs in the same form. The finished runs
-count as done, and the study does only the rest. A recorded run counts where it is done, has the settings that the study
-plans, and was made by the same code unless versions may be mixed. What its arm was tuned to must agree, too. The
-study's folder keeps the runs that it took in recorded.json.
+`results/NAME.json`, next to a study's file, stores the study's finished and diverged runs in the same format. Finished
+runs count as done, so the study carries out only the others. A recorded run counts if it is done, has the planned
+settings including tuned values, and was made by the same code, unless versions may be mixed. The study's folder stores
+the runs that it took in recorded.json.
 """
 
 import json
@@ -45,8 +45,8 @@ from raylt.typed_json import as_json, closed, hash_json
 FILE = "results.json"
 RECORDED = "recorded.json"
 SCHEMA = 2
-UNSEALED = 1  # the schema before there were seals
-LIMIT = 2**30  # bytes of a file of results
+UNSEALED = 1  # schema of files without seals
+MAX_FILE_BYTES = 2**30  # maximum size of a results file
 Key = tuple[str, str, int]  # cell, arm and seed
 
 
@@ -79,12 +79,12 @@ _RESULTS = TypeAdapter(_Results)
 
 @dataclass(frozen=True)
 class Recorded:
-    """Runs that a study takes from a file of results.
+    """Runs that a study takes from a results file.
 
     Attributes:
-        records: by cell, arm and seed.
-        holdings: class counts of their cells, see `Study.holdings`.
-        passed_over: one line for each reason why recorded runs were not taken.
+        records: Records by cell, arm and seed.
+        holdings: Class counts of their cells, see `Study.holdings`.
+        passed_over: One line for each reason why recorded runs were not taken.
     """
 
     records: dict[Key, RunRecord] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def write_results(
     }
     if tuned:
         content["tuned"] = tuned
-    content = json.loads(json.dumps(content))  # as a reader sees it: keys are texts
+    content = json.loads(json.dumps(content))  # as a reader sees it, with string keys
     content["seal"] = seal_file(content["definition"], content["holdings"], content.get("tuned", {}), records)
     store.write(path, json.dumps(content, separators=(",", ":")) + "\n")
 
@@ -113,10 +113,10 @@ def read_results(path: Path) -> tuple[Definition, list[RunRecord], Holdings, Out
     """Read a study's results from a file that `write_results` wrote.
 
     Raises:
-        CheckpointError: the file cannot be read, was changed after it was written, or has another schema.
+        CheckpointError: The file cannot be read, was changed after it was written, or has another schema.
     """
     where = str(path)
-    content = as_json(store.read(path, LIMIT), _RESULTS, f"{path}: not the results of a study")
+    content = as_json(store.read(path, MAX_FILE_BYTES), _RESULTS, f"{path}: not the results of a study")
     if content["schema"] not in (SCHEMA, UNSEALED):
         raise CheckpointError(
             f"{path}: this raylt reads schema {SCHEMA} ({content['schema']}). Read it with the raylt that wrote it.",
@@ -144,11 +144,11 @@ def read_results(path: Path) -> tuple[Definition, list[RunRecord], Holdings, Out
 
 
 def _with_current_names(tuned: Outcomes, methods: Mapping[str, str]) -> Outcomes:
-    """Return tuning outcomes whose values have the present names of the fields.
+    """Return tuning outcomes with the current names of method fields.
 
     Args:
-        tuned: outcomes by cell and arm.
-        methods: name of each arm's method.
+        tuned: Outcomes by cell and arm.
+        methods: Name of each arm's method.
     """
     return {
         cell: {
@@ -160,15 +160,15 @@ def _with_current_names(tuned: Outcomes, methods: Mapping[str, str]) -> Outcomes
 
 
 def seal_results(path: Path) -> list[str]:
-    """Add seals (hashes) to a results file from before seals existed.
+    """Add seals (hashes) to a results file from an earlier version, which had none.
 
-    Records whose summaries have no hashes stay unsealed.
+    Records whose summaries do not match their hashes stay unsealed.
 
     Returns:
         One line for each record that stays unsealed.
 
     Raises:
-        CheckpointError: the file cannot be read, or is sealed already and was changed.
+        CheckpointError: The file cannot be read, or is sealed already and was changed.
     """
     definition, records, holdings, tuned = read_results(path)
     lines = []
@@ -193,7 +193,7 @@ def _check_form(record: RunRecord, where: str) -> None:
     """Check the types of the fields that tables and reports read from a finished run's record.
 
     Raises:
-        CheckpointError: a part has another form than a run's, or contradicts another part; the message names it.
+        CheckpointError: A part has the wrong type, or contradicts another part. The message names it.
     """
     name = f"{where}: {record.folder}"
     if record.summary is None:
@@ -207,7 +207,8 @@ def _check_form(record: RunRecord, where: str) -> None:
         raise CheckpointError(f"{name}: {error}", code="file.malformed", path=where, key="config") from None
     except (KeyError, TypeError, AttributeError) as error:  # a section or a group is missing or malformed
         raise CheckpointError(
-            f"{name}: a part does not have the form of a run's record ({one_line(error)}). Restore the original file.",
+            f"{name}: a part of the record has the wrong type or is missing ({one_line(error)}). Restore the original "
+            "file.",
             code="file.malformed",
             path=where,
         ) from None
@@ -235,10 +236,10 @@ def record_path(file: Path, definition: Definition) -> Path:
 def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded:
     """Load the planned runs that a results file contains.
 
-    There are none if the file does not exist.
+    If the file does not exist, there are none.
 
     Raises:
-        CheckpointError: the file exists and cannot be read.
+        CheckpointError: The file exists but cannot be read.
     """
     if not exists(path):
         return Recorded()
@@ -274,13 +275,13 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
 
 
 def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcomes:
-    """Load the recorded outcomes of searches whose settings are unchanged, so that they need not run again.
+    """Load the recorded outcomes of searches with unchanged settings, so that these searches need not run again.
 
-    No outcome is loaded if this version of the code made none of the recorded runs, since another version then made the
-    searches, too. This does not apply if versions may be mixed.
+    Unless versions may be mixed, no outcome is loaded if this version of the code made none of the recorded runs, since
+    then another version also made the searches.
 
     Raises:
-        CheckpointError: the file exists and cannot be read.
+        CheckpointError: The file exists but cannot be read.
     """
     if definition.tune is None or not exists(path):
         return {}
@@ -295,13 +296,13 @@ def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcom
         outcomes[cell] = {}
         for arm, outcome in arms.items():
             if (cell, arm) in planned and outcome["asked"] in _search_hashes(definition, cell, arm, versions):
-                asked = _search_hash(definition, cell, arm)  # by which this version knows the search
+                asked = _search_hash(definition, cell, arm)  # this version's hash of the search
                 outcomes[cell][arm] = {**outcome, "asked": asked}
     return outcomes
 
 
 def store_taken(folder: Path, definition: Definition, recorded: Recorded) -> None:
-    """Write a study's recorded runs into its folder, in place of the recorded runs written earlier."""
+    """Write a study's recorded runs into its folder, replacing those written earlier."""
     if recorded.records:
         write_results(folder / RECORDED, definition, list(recorded.records.values()), recorded.holdings, {})
     else:
@@ -324,23 +325,23 @@ def update(
 ) -> list[str]:
     """Add finished and diverged runs to the record file, replacing runs with the same cell, arm and seed.
 
-    A diverged run is a result, so rankings and claims count it. The study takes only finished runs from the file.
+    Diverged runs are results, which rankings and claims count. But a study takes only finished runs from the file.
 
-    Other recorded runs stay if the study would still make them with the same settings. For this test the study has
-    their seeds, and the arms and cells from the time when they were recorded. All other recorded runs are removed,
-    since they cannot be compared with the new runs.
+    Other recorded runs are kept if the study would still make them with the same settings. For this test, the study
+    also has their seeds, and the arms and cells of its former definition. All other recorded runs are removed, since
+    they cannot be compared with the new runs.
 
-    A record is meant to be shared, so it has only the names of files and folders in settings, not their paths.
+    Since record files are meant to be shared, paths in settings are reduced to the names of files and folders.
 
     Args:
-        path: file of the record, which need not exist.
-        definition: the study as of now.
-        ended: finished and diverged runs.
-        holdings: class counts of their cells.
-        tuned: outcomes of tuning.
+        path: The record file, which need not exist.
+        definition: The current definition of the study.
+        ended: Finished and diverged runs.
+        holdings: Class counts of their cells.
+        tuned: Outcomes of tuning.
 
     Returns:
-        One line that names the removed runs, or nothing.
+        One line about removed runs, or an empty list.
     """
     former = definition
     records: list[RunRecord] = []
@@ -380,9 +381,9 @@ def _key(record: RunRecord) -> Key:
 
 
 def _with_former(definition: Definition, former: Definition) -> Definition:
-    """Return a study's definition, extended by the arms and cells of its former definition.
+    """Return a study's definition, extended by arms and cells of its former definition.
 
-    Arms and cells whose names are in use are not added.
+    Where both definitions have an arm or cell of the same name, the current one counts.
     """
     arms = {arm: changes for arm, changes in former.arms.items() if arm not in definition.arms}
     return _with(definition, arms=definition.arms | arms, cells=former.all_cells | definition.all_cells)
@@ -394,7 +395,7 @@ def _restricted(wide: Definition, definition: Definition, kept: Mapping[Key, Run
     arms = {arm for _, arm, _ in kept} | definition.arms.keys()
     fields: dict[str, Any] = {"arms": {arm: changes for arm, changes in wide.arms.items() if arm in arms}}
     former_cells = {cell: settings for cell, settings in wide.all_cells.items() if cell in cells}
-    # the field stays empty in a study without cells, unless kept runs are of a former cell
+    # keep `cells` empty in a study without cells, unless runs of a former cell are kept
     if former_cells.keys() - definition.all_cells.keys():
         fields["cells"] = former_cells | definition.all_cells
     return _with(definition, **fields)
@@ -426,7 +427,7 @@ def _portable(record: RunRecord) -> RunRecord:
         text = text.replace(json.dumps(path)[1:-1], json.dumps(name)[1:-1])
     portable: dict[str, Any] = json.loads(text)
     if record.summary is not None and portable["summary"] != record.summary and is_intact(record.summary):
-        # the hash was right before names replaced paths
+        # renew the hash, which was correct before names replaced paths
         portable["summary"]["sha256"] = hash_json(
             {key: value for key, value in portable["summary"].items() if key != "sha256"}
         )
@@ -442,23 +443,23 @@ def _changes(record: RunRecord, wide: Definition, outcomes: Outcomes, versions: 
     cell = record.cell
     arm = record.arm
     if cell not in wide.all_cells or arm not in wide.arms:
-        return "the study has no such cell or arm"
+        return "the study does not have this cell or arm"
     outcome = outcomes.get(cell, {}).get(arm)
     try:
         if outcome and wide.tune and outcome["asked"] not in _search_hashes(wide, cell, arm, versions):
-            return "its arm was tuned for something else"
+            return "its arm was tuned with other settings"
         return _differences(record, wide.run(cell, arm, record.seed, outcomes))
     except ConfigError as error:
         return str(error)
 
 
 def _versions(records: Iterable[RunRecord]) -> set[frozenset[str]]:
-    """Return the sets of dotted setting names in the runs, one set per version of raylt that made them."""
+    """Return the sets of dotted setting names in the runs, one for each version of raylt that made them."""
     return {frozenset(flat(record.config)) for record in records if record.config}
 
 
 def _search_hashes(definition: Definition, cell: str, arm: str, versions: Iterable[frozenset[str]]) -> set[str]:
-    """Return the hashes of an arm's search, as this version and each of the other versions would compute them."""
+    """Return the hashes of an arm's search as computed by this version and by each given version."""
     return {
         _search_hash(definition, cell, arm, version, former)
         for version in (None, *versions)
@@ -469,7 +470,7 @@ def _search_hashes(definition: Definition, cell: str, arm: str, versions: Iterab
 def _search_hash(
     definition: Definition, cell: str, arm: str, version: frozenset[str] | None = None, former_names: bool = False
 ) -> str:
-    """Return the hash of an arm's search, as `search_hash`."""
+    """Return the hash of an arm's search; see `search_hash`."""
     assert definition.tune is not None
     base = definition.base_of(cell, arm)
     reference = definition.base_of(cell, definition.compared_to)

@@ -1,12 +1,13 @@
-"""Seals of recorded results: hashes that bind each number in a file of results to a run's summary.
+"""Seals of recorded results: hashes that link each number in a results file to a run's summary.
 
-A run's summary has a hash over its own fields, and names the run and the last line of its metrics.jsonl. The seal of a
-record has that hash, and the hashes of the record's other parts. The seal of the file has the seals of all records in
-their order, the hashes of the definition with its claims, of the class counts and of the outcomes of tuning, and one
-hash over all of these. A record whose summary has lost its own hash gets no seal, and stays unsealed in every copy.
+A run's summary contains a hash of its own fields, and the hashes of the run and of the last line in metrics.jsonl. The
+seal of a record consists of the summary's hash and of hashes of the record's other parts. The seal of a file consists
+of the seals of all records in order, of hashes of the definition with its claims, the class counts and the tuning
+outcomes, and of one hash over all of these. A record whose summary does not match its own hash gets no seal, and stays
+unsealed in every copy.
 
-The hashes show damage and edits. They are no signature, since anyone who computes all hashes again can seal other
-numbers; see raylt/runs/folder/signature.py.
+The hashes reveal damage and edits. They are not a signature, since anyone can recompute all hashes for other numbers;
+for signatures see raylt/runs/signature.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from raylt.studies.records.record import CLIENT_CURVES, CURVES, LATER_CURVES, Ru
 from raylt.typed_json import closed, hash_json
 
 _PLACE = ("cell", "arm", "seed", "folder", "state", "problem", "steps", "planned_steps", "error")
-_TOLERANCE = 0.01  # seconds: curves are rounded
+_TOLERANCE = 0.01  # seconds, since curves are rounded
 
 
 @closed
@@ -53,10 +54,10 @@ class FileSeal(TypedDict):
 
 
 def seal_record(record: RunRecord) -> RecordSeal | None:
-    """Return the hashes that seal a record, or None if its summary has lost the hash that the run wrote."""
+    """Return the hashes that seal a record, or None if its summary does not match the hash that the run wrote."""
     if not record.sealed or (record.summary is not None and not is_intact(record.summary)):
         return None
-    content = RunRecord.from_json(record.to_json()).to_json()  # numbers of the types that a reader gives them
+    content = RunRecord.from_json(record.to_json()).to_json()  # numbers have the same types as after reading
     return {
         "place": hash_json({name: content[name] for name in _PLACE if name in content}),
         "config": hash_json(content["config"]),
@@ -83,16 +84,16 @@ def check_seal(seal: FileSeal, content: Mapping[str, Any], records: Sequence[Run
     """Check the content of a results file against the hashes in its seal.
 
     Args:
-        seal: as read from the file.
-        content: the file's definition, holdings and tuned.
-        records: the file's records.
-        where: name of the file in errors.
+        seal: The seal in the file.
+        content: The file's definition, holdings and tuned.
+        records: The file's records.
+        where: Name of the file in error messages.
 
     Returns:
-        For each record whether it is sealed.
+        Whether each record is sealed.
 
     Raises:
-        CheckpointError: a part was changed; the message names it.
+        CheckpointError: A part was changed. The message names it.
     """
     parts = {key: value for key, value in seal.items() if key != "sha256"}
     if seal["sha256"] != hash_json(parts):
@@ -102,7 +103,7 @@ def check_seal(seal: FileSeal, content: Mapping[str, Any], records: Sequence[Run
             raise changed(where, name, "was changed after it was recorded")
     if len(seal["records"]) != len(records):
         raise changed(
-            where, "records", f"have another number than was recorded ({len(records)}, not {len(seal['records'])})"
+            where, "records", f"differ in number from those sealed ({len(records)}, not {len(seal['records'])})"
         )
     for record, expected in zip(records, seal["records"], strict=True):
         if expected is None:
@@ -127,7 +128,7 @@ def is_intact(summary: Mapping[str, Any]) -> bool:
     """Return whether a summary still matches the hash that its run wrote into it."""
     body = {key: value for key, value in summary.items() if key != "sha256"}
     for first in range(len(ADDED), -1, -1):
-        # reading a run folder adds figures, as None, that did not exist when the run ended
+        # reading a run folder sets later figures, which did not exist when the run ended, to None
         later = {name for name in ADDED[first:] if body.get(name) is None}
         if summary.get("sha256") == hash_json({key: value for key, value in body.items() if key not in later}):
             return True
@@ -156,7 +157,7 @@ def contradiction(record: RunRecord) -> str | None:
         return "curve"
     if curve["step"] != list(range(1, record.steps + 1)) or not _agree_at_the_end(curve, summary):
         return "curve"
-    steps = rounds or 1  # a run without rounds has one exchange
+    steps = rounds or 1  # a run without rounds has one step
     judged = [value for value in curve["accuracy"][:steps] if value is not None]
     accuracy = summary["accuracy"]
     if not judged or not isclose(fmean(judged[-10:]), accuracy["last10"], abs_tol=1e-9):

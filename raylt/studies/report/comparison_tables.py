@@ -1,6 +1,6 @@
 """Tables of comparisons, with accuracies in percent and differences in percentage points.
 
-Tables of equal runs are equal: nothing depends on the duration of a run unless the measure is `seconds`.
+Equal runs give equal tables: nothing depends on the duration of a run unless the measure is `seconds`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,15 +27,15 @@ HEADINGS = {
     "validation": "round with the best accuracy on validation samples",
     "best": "best round on the test set",
 }
-Spread = Literal["interval", "sd"]  # what stands behind ± next to a mean
+Spread = Literal["interval", "sd"]  # meaning of the number after ±
 
 
 def comparison_table(comparison: Comparison, spread: Spread = "interval") -> TextTable:
     """Return the table of one measure: arms in cells, their differences to the reference arm, and the claims.
 
     Args:
-        comparison: of the measure.
-        spread: what stands behind ± next to a mean: half of its interval, or the standard deviation over the seeds.
+        comparison: Comparison by the measure.
+        spread: Number after ± next to a mean: half the width of its interval, or the standard deviation over the seeds.
     """
     cells = _has_cells(comparison)
     figures = _figure_names(comparison, spread)
@@ -61,16 +61,14 @@ def comparison_table(comparison: Comparison, spread: Spread = "interval") -> Tex
 def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval") -> TextTable:
     """Return the table of several measures of the same runs.
 
-    Each cell is sorted by the first measure with values.
-
-    The column of a measure that no run has is empty.
+    Each cell is sorted by the first measure with values. The column of a measure that no run has is empty.
 
     Args:
-        comparisons: one for each measure.
-        spread: see `comparison_table`.
+        comparisons: One comparison for each measure.
+        spread: See `comparison_table`.
 
     Raises:
-        ConfigError: a measure is named twice.
+        ConfigError: A measure is named twice.
     """
     first = next((comparison for comparison in comparisons if comparison.rows), comparisons[0])
     names = [comparison.measure for comparison in comparisons]
@@ -107,21 +105,21 @@ def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval
 
 
 def with_costs(table: TextTable, passes: Mapping[tuple[str, str], float | None]) -> TextTable:
-    """Append a table of the passes of each arm to a comparison's table; return the result.
+    """Return a comparison's table, extended by a table of the passes of each arm.
 
     Args:
-        table: the comparison's table.
-        passes: passes of a client in a run by cell and arm, as a multiple of FedAvg's; None where not measured.
+        table: The comparison's table.
+        passes: Passes of a client in a run by cell and arm, as a multiple of FedAvg's; None if not measured.
     """
     rows = [[cell, arm, "-" if each is None else f"{each:.2f}"] for (cell, arm), each in passes.items()]
     return replace(table, further=[*table.further, (f"passes {PASSES}", ["cell", "arm", "passes"], rows)])
 
 
 def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
-    """Return a table of the claims of several studies, by the name of the study.
+    """Return a table of the claims of several studies, by name of the study.
 
     Raises:
-        ConfigError: no study has a claim that its finished runs can decide.
+        ConfigError: No study has a claim that its finished runs can decide.
     """
     tables = [
         (f"{name}, {HEADINGS[each.at]}: {family(each)}", *_claims(each))
@@ -130,8 +128,8 @@ def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
     ]
     if not tables:
         raise ConfigError(
-            f"claims: finished runs can decide none ({', '.join(studies)}). Write claims in the study's file, or run "
-            "the study.",
+            f"claims: finished runs cannot decide any claim ({', '.join(studies)}). Write claims in the study's file, "
+            "or run the study.",
             code="study.no-figure",
             key="claims",
             studies=list(studies),
@@ -197,9 +195,9 @@ def margin(each: Interval, show: Callable[[float], str], sign: bool = False) -> 
     """Format a symmetric interval as "1.20 ± 0.80", or as the estimate alone if it has no bounds.
 
     Args:
-        each: the interval.
-        show: writes a value.
-        sign: whether positive values have a plus sign.
+        each: The interval.
+        show: Function that formats a value.
+        sign: Whether positive values get a plus sign.
     """
     text = show(each.estimate)
     if sign and not text.startswith("-"):
@@ -217,7 +215,7 @@ def probability(p: float | None) -> str:
 def printed_text(judged: Judged) -> str:
     """Return the paper's printed difference and whether it lies in the interval, or "" if none is printed.
 
-    Differences that are all the same have no interval, so nothing is in it or out of it.
+    Equal differences have no interval, so the printed difference is then neither in nor out.
     """
     if (printed := judged.claim.printed) is None:
         return ""
@@ -229,7 +227,7 @@ def printed_text(judged: Judged) -> str:
 
 
 def claim_text(judged: Judged, at: At) -> str:
-    """Return a claim as text, with the rounds on which it is tested if the table is about other rounds."""
+    """Return a claim as text, with its rounds if they differ from the table's."""
     return str(judged.claim) if judged.at == at else f"{judged.claim}, {HEADINGS[judged.at]}"
 
 
@@ -270,8 +268,7 @@ def _spread_text(comparison: Comparison, spread: Spread) -> str:
 def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Mapping[str, int]) -> Places:
     """Find the best and second-best mean of each cell and measure; return their ranks by row and column.
 
-    Means that look equal in the table have the same rank. There are no ranks in a cell with one arm, or in which all
-    arms are equal.
+    Means with equal text in the table have the same rank. A cell with one arm, or with equal arms only, has no ranks.
     """
     places: Places = {}
     for comparison in comparisons:
@@ -319,7 +316,7 @@ def _answers(comparison: Comparison) -> list[str]:
 
 
 def answers_text(flips: Flips) -> str:
-    """Return as text how many answers differ between two arms, and what this says."""
+    """Return as text how many answers differ between two arms, and how significant this is."""
     if not flips.better_alone + flips.worse_alone:
         open_points = f"{100 * flips.largest:.2f} points"
         return f"none of {flips.answers:,} answers differs; with {flips.images:,} images up to {open_points} stay open"
@@ -334,7 +331,7 @@ def answers_text(flips: Flips) -> str:
 def one_line_per_failure(lines: Sequence[str]) -> list[str]:
     """Join the lines `RUN: failed: REASON` that have the same reason into one line.
 
-    A wrong setting ends all runs of a study alike.
+    A wrong setting ends all runs of a study with the same error.
     """
     runs_by_line: dict[str, list[str]] = {}
     for line in lines:
@@ -349,12 +346,12 @@ def one_line_per_failure(lines: Sequence[str]) -> list[str]:
 
 
 def _lost_rows(comparison: Comparison, cells: bool, figures: int) -> list[list[str]]:
-    """Return a row without figures for each arm of which no run finished and some failed.
+    """Return a row without figures for each arm that has failed runs and no finished run.
 
     Args:
-        comparison: the comparison.
-        cells: whether rows begin with their cell.
-        figures: number of columns after the seeds.
+        comparison: The comparison.
+        cells: Whether rows begin with their cell.
+        figures: Number of columns after the seeds.
     """
     return [
         [*_if(cells, cell), arm, seeds_text(0, planned), *["-"] * figures] for cell, arm, planned in comparison.lost
@@ -362,7 +359,7 @@ def _lost_rows(comparison: Comparison, cells: bool, figures: int) -> list[list[s
 
 
 def _figure_names(comparison: Comparison, spread: Spread) -> list[str]:
-    """Return the names of the columns that follow the arm's column."""
+    """Return the headings of the columns after the arm's column."""
     has_optimism = any(row.optimism is not None for row in comparison.rows)
     return [
         "seeds",
@@ -400,8 +397,8 @@ def _mean_text(row: Row | None, measure: str, spread: Spread) -> str:
 def _left_out_of_several(comparisons: Sequence[Comparison]) -> list[str]:
     """Return the lines about runs that the comparisons of several measures leave out.
 
-    A "-" in the table means that no run of an arm has the figure. Runs are named if a mean covers fewer runs than the
-    table says.
+    A "-" in the table means that no run of an arm has the figure. Runs are listed if a mean covers fewer runs than the
+    table states.
     """
     first = next((comparison for comparison in comparisons if comparison.rows), comparisons[0])
     seeds = {(row.cell, row.arm): row.finished for row in first.rows}

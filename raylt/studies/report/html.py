@@ -39,7 +39,8 @@ from raylt.studies.report.comparison_tables import (
 from raylt.studies.report.svg import Bars, Curve, Detail, Estimate, Strip
 from raylt.studies.study import Study
 
-_PROVENANCE = {  # heading of each entry of a record's provenance
+# Headings of the entries in a record's provenance.
+_PROVENANCE = {
     "raylt": "raylt",
     "commit": "commit",
     "code": "SHA-256 of the code",
@@ -57,12 +58,12 @@ def write_report(study: Study, path: Path, mix_versions: bool = False) -> Path:
     """Write the HTML report of a study's finished runs. The report also lists the other runs.
 
     Args:
-        study: the study.
-        path: the HTML file.
-        mix_versions: whether runs of several versions of the code may be compared.
+        study: The study.
+        path: The HTML file.
+        mix_versions: Whether runs of several versions of the code may be compared.
 
     Raises:
-        ConfigError: no run is finished, or the file cannot be written.
+        ConfigError: No run is finished, or the file cannot be written.
     """
     text = render(study, mix_versions)
     try:
@@ -77,7 +78,11 @@ def write_report(study: Study, path: Path, mix_versions: bool = False) -> Path:
 
 
 def render(study: Study, mix_versions: bool = False) -> str:
-    """Return the report of a study as HTML; see `write_report`."""
+    """Return the report of a study as HTML; see `write_report`.
+
+    Raises:
+        ConfigError: No run is finished.
+    """
     done = [record for record in study.records if record.state == "done"]
     if not done:
         raise ConfigError(
@@ -239,9 +244,9 @@ def _panels(
 
 
 def _curve(arm: str, colour: int, runs: Sequence[RunRecord], key: str) -> Curve | None:
-    """Return an arm's curve over the rounds that all its runs evaluated, or None if there are none."""
+    """Return an arm's curve over the rounds that all its runs evaluated, or None if there are no such rounds."""
     columns = [dict(zip(run.curve["step"], run.curve[key], strict=True)) for run in runs]
-    # a results file has JSON's single type of number
+    # JSON may store whole numbers as floats
     steps = [int(step) for step in columns[0] if all(column.get(step) is not None for column in columns)]
     if not steps:
         return None
@@ -304,7 +309,7 @@ def _costs(done: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _provenance(done: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """List the versions and machines that made the runs, with all values that occur."""
+    """List the versions and machines that made the runs, with all occurring values."""
     entries = []
     for key, heading in _PROVENANCE.items():
         values = list(dict.fromkeys(str(run.made[key]) for run in done if run.made.get(key) is not None))
@@ -325,5 +330,5 @@ def _departures(names: set[str]) -> list[tuple[str, str, str]]:
 
 
 def _safe(drawing: str) -> Markup:
-    """Mark a drawing as safe HTML; its texts are already escaped."""
+    """Mark a drawing as safe HTML, since its texts are already escaped."""
     return Markup(drawing)

@@ -16,10 +16,10 @@ SECONDS = (
     "seed, median; where runs shared a machine with other work, multiples between a half and two say little"
 )
 WIDTH = 760
-NAMES = 190  # width of the column of names
+NAMES = 190  # width of the name column
 ROW = 20
 MARGIN = 34
-TICK = 3  # log-odds between two lines of the grid
+TICK = 3  # log-odds between two grid lines
 STYLE = """<style>
 .page { fill: #ffffff } text { fill: #1f2730 }
 .grid { stroke: #dddddd } .zero { stroke: #888888 } .arm { stroke: #1f5fa8; stroke-width: 2 } .mark { fill: #1f5fa8 }
@@ -31,7 +31,7 @@ STYLE = """<style>
 
 
 def ranking_table(ranking: Ranking) -> TextTable:
-    """Return a ranking as a table with one line per arm, and with the arms' costs if they were measured."""
+    """Return a ranking as a table with one row per arm, and with the arms' costs if they were measured."""
     costs = any(arm.cost is not None for arm in ranking.arms)
     times = any(arm.time is not None for arm in ranking.arms)
     rows = [
@@ -72,9 +72,9 @@ def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
     """Return the leaderboard page of a ranking in Markdown.
 
     Args:
-        ranking: the ranking.
-        picture: address of its picture.
-        command: the command that writes the page.
+        ranking: The ranking.
+        picture: Address of the picture.
+        command: Command that writes the page.
     """
     return "\n".join(
         [

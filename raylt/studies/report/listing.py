@@ -20,17 +20,17 @@ from raylt.studies.records.record import age, read_run
 
 STUDY = "study.yaml"
 RECORDED = "recorded.json"
-LIMIT = 2**30  # bytes of recorded.json
+MAX_FILE_BYTES = 2**30  # maximum size of recorded.json
 
 
 class _RecordedRun(TypedDict):
-    """The fields that a list reads from a recorded run."""
+    """The fields that are read from a recorded run."""
 
     folder: str
 
 
 class _RecordedRuns(TypedDict):
-    """The fields that a list reads from recorded.json."""
+    """The fields that are read from recorded.json."""
 
     records: list[_RecordedRun]
 
@@ -43,13 +43,14 @@ class ListedRun:
     """A row of the list: a run, or a study with its number of finished runs.
 
     Attributes:
-        name: folder, relative to the listed folder.
+        name: Folder, relative to the listed folder.
         kind: "run" or "study".
-        progress: committed rounds of all rounds, or for a study finished runs of all runs.
-        accuracy: of the last judged round; of clients' own models on their own test images or class mix.
-        age_s: seconds since a file was written.
-        images: test images behind the accuracy; None for a study, and where the run is not finished or did not
-            record them.
+        progress: Committed rounds of all rounds; for a study, finished runs of all runs.
+        accuracy: Main accuracy of the last evaluated round. For clients' own models it is the accuracy on their own
+            test images or class mix.
+        age_s: Seconds since a file was written.
+        images: Number of test images behind the accuracy; None for a study, and if the run is not finished or did not
+            record it.
     """
 
     name: str
@@ -69,14 +70,15 @@ class ListedRun:
 def listing(folder: Path) -> list[ListedRun]:
     """List the runs and studies in a folder, newest first.
 
-    In the folder of a study its runs are listed; in other folders they are counted. A run's folder lists that run.
+    The folder of a study lists the study's runs; in other folders, a study is one row with its number of runs. A run's
+    folder lists that run.
 
     Raises:
-        ConfigError: no such folder.
+        ConfigError: The folder does not exist.
     """
     if not is_folder(folder):
         raise ConfigError(
-            f"{folder}: no such folder. Give a folder that holds run folders.",
+            f"{folder}: no such folder. Give a folder that contains run folders.",
             code="file.not-found",
             path=str(folder),
         )
@@ -96,8 +98,8 @@ def listing(folder: Path) -> list[ListedRun]:
 def _runs(study: Path) -> list[Path]:
     """Return the run folders of a study, at any depth.
 
-    Folders inside a run are not entered. An active run deletes old checkpoints at any time, and a folder that vanishes
-    during the walk would end the listing.
+    The walk does not enter run folders: an active run may delete old checkpoints at any time, and a folder that
+    vanishes during the walk would end the listing.
     """
     runs = []
     for path, folders, files in os.walk(study):
@@ -152,14 +154,14 @@ def _study(folder: Path) -> ListedRun:
 def _recorded(study: Path) -> set[Path]:
     """Return the folders that a study's recorded runs would have; an empty set if recorded.json cannot be read."""
     with suppress(CheckpointError), Folder.open(study) as opened:
-        return {study / each["folder"] for each in opened.read_json(RECORDED, _RECORDED, LIMIT)["records"]}
+        return {study / each["folder"] for each in opened.read_json(RECORDED, _RECORDED, MAX_FILE_BYTES)["records"]}
     return set()
 
 
 def _planned(file: Path) -> int | None:
     """Return the number of runs that a study file defines.
 
-    It avoids `Definition`, which would import torch for a second.
+    `Definition` is not used, because importing torch takes a second.
     """
     try:
         tree = read_file(file)

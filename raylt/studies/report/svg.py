@@ -1,9 +1,9 @@
 """SVG drawings of a report: learning curves, estimates, bars by group, clients' accuracies and class counts.
 
-A panel is 320 by 210 units, about the width of a phone, so that its text is legible on a narrow page; a wide page shows
-several panels in a row. Every mark has a title under the mouse. Colours come from the style sheet of the page, which
-has the classes `c0`, `c1`, ... Its classes `d1`, `d2`, ... are dashes, by which the lines of a ninth arm and later arms
-differ from those of the first.
+A panel is 320 by 210 units, about the width of a phone, so that its text is legible on a narrow page. Wide pages show
+several panels in a row. Every mark has a tooltip. Colours come from the classes `c0`, `c1`, ... of the page's style
+sheet. Its classes `d1`, `d2`, ... are dashes, which distinguish the lines of the ninth and later arms from those of the
+first eight.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ TOP = 8
 BOTTOM = 26
 SIDE = 12  # left and right margin of drawings with a line per arm
 LINE = 36  # height of such a line
-LETTER_WIDTH = 7.2  # of the labels
-LONGEST_NAME = 14  # letters of the name of a class
+LETTER_WIDTH = 7.2  # width of a character in labels
+MAX_NAME_LENGTH = 14  # characters of a class name
 COLOURS = 8
 DASHES = 4
 
@@ -34,13 +34,13 @@ def looks(arm: int) -> str:
 class Detail:
     """Limits on the number of marks in a drawing, lower for pages with many drawings.
 
-    They keep a page below 2 MB.
+    The limits keep a page below 2 MB.
 
     Attributes:
-        touched: points of a curve that have a title under the mouse.
-        points: points of a curve.
-        clients: points in an arm's row of clients.
-        squares: squares of the class counts.
+        touched: Number of points with a tooltip in a curve.
+        points: Number of points in a curve.
+        clients: Number of points in an arm's row of clients.
+        squares: Number of squares for class counts.
     """
 
     touched: int
@@ -53,8 +53,8 @@ class Detail:
         """Return the limits on marks per drawing, for a page with this many cells and rows.
 
         Args:
-            cells: number of cells.
-            rows: number of pairs of an arm and a cell, each with four curves.
+            cells: Number of cells.
+            rows: Number of pairs of an arm and a cell, each with four curves.
         """
 
         def share(total: int, drawings: int, least: int, most: int) -> int:
@@ -73,12 +73,12 @@ class Curve:
     """The learning curve of one arm: mean, lowest and highest value over seeds, by round.
 
     Attributes:
-        colour: number of the arm, which has the same colour in all drawings.
-        rounds: judged rounds.
-        mean: values in [0, 1], as many as rounds.
-        low: lowest seed by round.
-        high: highest seed by round.
-        finish: whether the last value was judged after the finish of the method, not after a round.
+        colour: Number of the arm, which has the same colour in all drawings.
+        rounds: Evaluated rounds.
+        mean: Mean over seeds by round, in [0, 1].
+        low: Lowest value over seeds by round.
+        high: Highest value over seeds by round.
+        finish: Whether the last value was evaluated after the method's last phase instead of a round.
     """
 
     name: str
@@ -124,13 +124,13 @@ class Strip:
 def curves(each: Sequence[Curve], label: str, highest: float, detail: Detail) -> str:
     """Draw learning curves, each with a band from the lowest to the highest seed.
 
-    A diamond marks the end of a method's last phase, or the only judged step.
+    A diamond marks the end of a method's last phase, or the only evaluated step.
 
     Args:
-        each: the curves.
-        label: description for screen readers.
-        highest: value that the axis must reach, the same for drawings that are compared.
-        detail: number of marks.
+        each: The curves.
+        label: Description for screen readers.
+        highest: Value that the axis must reach; use the same value for drawings that are compared.
+        detail: Number of marks.
     """
     last = max((curve.rounds[-1] for curve in each), default=1)
     top = _nice(highest)
@@ -184,7 +184,7 @@ def estimates(each: Sequence[Estimate], label: str, show_unit: str = "%", scale:
     low = min(lows, default=0.0)
     high = max(highs, default=1.0)
     space = 0.06 * (high - low) or 0.01
-    low = max(min(0.0, low), low - space)  # no axis below 0 for values that have none
+    low = max(min(0.0, low), low - space)  # start the axis at or above 0 if no value is negative
     high += space
 
     def x(value: float) -> float:
@@ -245,7 +245,7 @@ def bars(groups: Sequence[str], each: Sequence[Bars], label: str) -> str:
 
 
 def strips(each: Sequence[Strip], label: str, detail: Detail) -> str:
-    """Draw one line per arm: a bar at the mean, and a point for every client or for evenly chosen clients."""
+    """Draw one line per arm: a bar at the mean, and points for all clients or an evenly spaced selection."""
 
     def x(value: float) -> float:
         return SIDE + (WIDTH - 2 * SIDE) * value
@@ -272,24 +272,24 @@ def strips(each: Sequence[Strip], label: str, detail: Detail) -> str:
 
 
 def holdings(counts: Sequence[Sequence[int]], names: Sequence[str], label: str, detail: Detail) -> str:
-    """Draw the clients' class counts as squares whose areas are numbers of samples.
+    """Draw the clients' class counts as squares whose areas are proportional to the numbers of samples.
 
-    If there are many clients, evenly chosen ones are drawn; if there are many classes, neighbouring classes share a
-    column.
+    If there are many clients, only some are drawn, evenly spaced. If there are many classes, neighbouring classes share
+    a column.
 
     Args:
-        counts: samples by client and class.
-        names: of the classes.
-        label: description for screen readers.
-        detail: number of marks.
+        counts: Number of samples by client and class.
+        names: Names of the classes.
+        label: Description for screen readers.
+        detail: Number of marks.
     """
     clients = thinned(len(counts), max(10, detail.squares // 10))
     columns = _columns(len(names), max(10, detail.squares // max(1, len(clients))))
     samples = [[sum(counts[client][c] for c in column) for column in columns] for client in clients]
     step = min(22.0, (WIDTH - LEFT - RIGHT) / max(1, len(columns)))
     tall = min(22.0, max(4.0, 420 / max(1, len(clients))))
-    named = len(columns) == len(names) and step >= LETTER_WIDTH + 5  # upright names need no more
-    longest = max(min(len(str(name)), LONGEST_NAME) for name in names) if named else 0
+    named = len(columns) == len(names) and step >= LETTER_WIDTH + 5  # minimum width for upright names
+    longest = max(min(len(str(name)), MAX_NAME_LENGTH) for name in names) if named else 0
     upright = longest * LETTER_WIDTH > step
     below = 14 + (round(longest * LETTER_WIDTH) if upright else 12)
     height = round(TOP + tall * len(clients)) + below
@@ -326,8 +326,8 @@ def svg(parts: Sequence[str], label: str, height: int = HEIGHT) -> str:
 
 
 def shortened(name: str) -> str:
-    """Return a name shortened to at most `LONGEST_NAME` characters."""
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+    """Return a name shortened to at most `MAX_NAME_LENGTH` characters."""
+    return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 1]}…"
 
 
 def thinned(count: int, most: int) -> list[int]:

@@ -14,7 +14,7 @@ from rich.text import Text
 from raylt.notebook import html_table
 from raylt.runs.callbacks.console import UNSAFE
 
-_TAG = re.compile(r"<(?=[A-Za-z/!?])")  # a text like "p < 0.05" has none
+_TAG = re.compile(r"<(?=[A-Za-z/!?])")  # does not match a text such as "p < 0.05"
 _TEX = str.maketrans(
     {
         **{sign: f"\\{sign}" for sign in "%&_#${}"},
@@ -28,21 +28,21 @@ _TEX = str.maketrans(
     }
 )
 _NEGATIVE = re.compile(r"-\d")
-Places = dict[tuple[int, int], int]  # by row and column: 1 for the best, 2 for the second
+Places = dict[tuple[int, int], int]  # by row and column: 1 for the best value, 2 for the second-best
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of texts with a heading, followed by more tables and by notes.
+    """A table of texts with a title, followed by more tables and by notes.
 
     Attributes:
-        columns: one letter for each column: l, or r for figures, which are not wrapped.
-        grouped: whether rows are grouped by their first cell, which is then written once for each group.
-        naming: number of first columns that name a row. On a terminal that is too narrow, the other columns are split
-            into several tables, each with the naming columns. With 0 the columns stay together and cells are wrapped.
-        further: title, heading and rows of the tables below.
-        notes: heading and lines of the lists below; empty lists are left out.
-        places: cells with the best and the second figure, which LaTeX sets in bold and underlines.
+        columns: Alignment of the columns, one letter each: l, or r for figures, which are not wrapped.
+        grouped: Whether rows are grouped by their first cell, which is then shown once for each group.
+        naming: Number of leading columns that name a row. On a narrow terminal, the other columns are split into
+            several tables, each with the naming columns. With 0, the columns stay together and cells are wrapped.
+        further: Title, heading and rows of each further table below.
+        notes: Heading and lines of each list below; empty lists are left out.
+        places: Cells with the best and second-best figures, which LaTeX prints in bold and underlined.
     """
 
     title: str
@@ -132,7 +132,7 @@ class TextTable:
     def _ranked(self, cell: str, row: int, column: int) -> str:
         """Return a LaTeX cell, in bold if its figure is the best and underlined if it is the second-best.
 
-        The number after ± is never bold, since a bold interval would mean that the interval is better.
+        The number after ± is never bold, since that would suggest that the interval is the best.
         """
         command = {1: r"\textbf", 2: r"\underline"}.get(self.places.get((row, column), 0))
         if command is None:
@@ -141,7 +141,7 @@ class TextTable:
         return f"{command}{{{figure}}}{sign}{spread}"
 
     def _starts(self) -> list[bool]:
-        """Return whether each row starts a new group of rows; the first row does not."""
+        """Return whether each row starts a new group of rows; the first row counts as False."""
         return [self.grouped and index > 0 and row[0] != self.rows[index - 1][0] for index, row in enumerate(self.rows)]
 
     def _rows(self) -> list[list[str]]:
@@ -178,7 +178,7 @@ class _AsWideAsFits:
 
 
 def _title(title: str) -> Text:
-    """Return the title of a table as a line of its own; rich would wrap it at the width of the table."""
+    """Return the title of a table as a separate line, since rich would wrap it at the width of the table."""
     return Text(title, style="table.title")
 
 
@@ -187,12 +187,12 @@ def _table(head: Sequence[str]) -> Table:
 
 
 def _line(text: str) -> str:
-    """Return a text without line breaks and characters that change the direction of a text or a terminal."""
+    """Return a text without line breaks and control characters."""
     return UNSAFE.sub("?", text.replace("\n", "?").replace("\t", " "))
 
 
 def markdown_text(text: str) -> str:
-    """Return a text as one line of Markdown without HTML and links, which a page would execute or follow."""
+    """Return a text as one line of Markdown, with HTML and links disabled."""
     return _TAG.sub("&lt;", _line(text)).replace("](", "]\\(")
 
 

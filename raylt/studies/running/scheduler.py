@@ -1,8 +1,8 @@
 """The scheduler of a study, which distributes runs over worker processes, longest run first.
 
-The run folders hold the whole state of a study, so it can be killed at any time and continued. On the cores of one
-machine, whole runs in parallel are faster than the clients of one run in parallel: no round waits for its slowest
-client.
+The run folders contain the whole state of a study, so it can be killed at any time and continued. On one machine,
+running whole runs in parallel is faster than running the clients of one run in parallel, because no round waits for its
+slowest client.
 """
 
 import json
@@ -27,8 +27,8 @@ from raylt.studies.running.shared_training import stems
 from raylt.studies.running.time_left import Pace
 from raylt.studies.running.worker_slots import WorkerSlot, worker_slots
 
-SHOW_S = 1.0  # between two reports of a study's progress
-ATTEMPTS = 2  # times that a run is started when its process dies
+PROGRESS_INTERVAL_S = 1.0  # minimum time between two progress reports of an unchanged state
+MAX_ATTEMPTS = 2  # how often a run is started if its process dies
 
 
 def run_all(
@@ -44,17 +44,17 @@ def run_all(
     """Carry out every unfinished run of a study that no other process is running.
 
     Args:
-        planned: runs of the study.
-        records: of the same runs, in the same order.
-        folder: of the study.
-        callback: receives messages and the progress.
-        parallel: runs at once; by default one per core, or per GPU where there are GPUs, and one with Ray.
+        planned: Runs of the study.
+        records: Records of the same runs, in the same order.
+        folder: The study's folder.
+        callback: Receives messages and progress.
+        parallel: Number of simultaneous runs. By default one per GPU, or per core without GPUs; with Ray, one.
         fleet: "local" or "ray".
-        address: of a running Ray cluster.
-        pace: durations of earlier runs; new durations are added.
+        address: Address of a running Ray cluster.
+        pace: Durations of earlier runs, to which new durations are added.
 
     Returns:
-        Folders of the runs that failed.
+        Folders of the failed runs.
     """
     done = sum(record.state == "done" for record in records)
     jobs = [
@@ -74,7 +74,7 @@ def run_all(
 
 
 def makespan(seconds: Iterable[float], slots: int) -> float:
-    """Return the time until all runs are done, if each free slot takes the longest remaining run."""
+    """Return the time until all runs are done if each free slot takes the longest remaining run."""
     loads = [0.0] * slots
     for each in sorted(seconds, reverse=True):
         loads[loads.index(min(loads))] += each
@@ -83,18 +83,18 @@ def makespan(seconds: Iterable[float], slots: int) -> float:
 
 @dataclass
 class Job:
-    """A run that a worker has to carry out, and its progress.
+    """A run for a worker, and its progress.
 
     Attributes:
-        planned: the run.
-        folder: of the run.
-        steps: number of steps that it has done.
-        seconds: duration of the steps since this process started the run.
-        attempts: times that it was started.
-        stem: folder of the run with which it shares its first steps, and which is done before.
-        shared: number of those steps.
-        work: progress of the server's own work in the step under way, in words; empty where it does none.
-        work_left: seconds until that work is done; None where it is not known.
+        planned: The run.
+        folder: The run's folder.
+        steps: Number of completed steps.
+        seconds: Total duration of the steps since this process started the run.
+        attempts: Number of times that the run was started.
+        stem: Folder of the run whose first steps this run shares. The stem runs first.
+        shared: Number of shared steps.
+        work: Progress of the server's own work in the current step, as text; empty if there is none.
+        work_left: Seconds until that work is done; None if unknown.
     """
 
     planned: Planned
@@ -144,7 +144,7 @@ class _Pool:
         self._total = done + len(jobs)
         self._failed: list[str] = []
         self._shown: set[str] = set()
-        self._last_shown: tuple[list[str], int, int] | None = None  # what `_show` reported last
+        self._last_shown: tuple[list[str], int, int] | None = None  # last state that `_show` reported
         self._last_shown_at = 0.0
         self._plugins = plugin_files()
 
@@ -152,7 +152,7 @@ class _Pool:
         """Carry out all jobs.
 
         Returns:
-            Folders of the runs that failed.
+            Folders of the failed runs.
         """
         with store.folder_for(self._folder) as folder, folder.log("workers.log") as log:
             try:
@@ -161,7 +161,7 @@ class _Pool:
                     self._show()
                     number, worker, message = self._messages.get()
                     if worker is not self._workers.get(number):
-                        continue  # the end of a process that was replaced
+                        continue  # last message of a replaced process
                     if message is None:
                         self._worker_died(number, worker, log)
                     else:
@@ -172,7 +172,7 @@ class _Pool:
         return self._failed
 
     def _assign_all(self, log: Any) -> None:
-        """Give a job to each free worker, since one finished run may release several waiting jobs."""
+        """Assign a job to each free worker, since one finished run may release several waiting jobs."""
         for number in range(len(self._slots)):
             self._assign(number, log)
 
@@ -199,7 +199,7 @@ class _Pool:
             "stem": None if job.stem is None else str(job.stem),
         }
         assert worker.process.stdin is not None
-        with suppress(BrokenPipeError):  # the process died; the reader reports the end of its output
+        with suppress(BrokenPipeError):  # the process died; `_read_messages` reports it
             worker.process.stdin.write(json.dumps(content) + "\n")
             worker.process.stdin.flush()
 
@@ -213,7 +213,7 @@ class _Pool:
         return next((job for job in self._waiting if job.stem not in pending), None)
 
     def _start(self, number: int, log: Any) -> Worker:
-        # in a session of its own, so that Ctrl-C reaches only the study, which then stops its workers
+        # a separate session, so that Ctrl-C reaches only the study, which then stops its workers
         slot = self._slots[number]
         process = start_python(
             "-m",
@@ -237,7 +237,7 @@ class _Pool:
         assert worker.process.stdout is not None
         try:
             for line in worker.process.stdout:
-                if line.endswith("\n"):  # a process that is killed may leave a part of a line
+                if line.endswith("\n"):  # a killed process may leave an incomplete line
                     self._messages.put((number, worker, json.loads(line)))
         finally:
             self._messages.put((number, worker, None))
@@ -248,7 +248,7 @@ class _Pool:
         match message["event"]:
             case "says":
                 text = message["text"]
-                if text not in self._shown:  # all runs may send the same text, which is shown once
+                if text not in self._shown:  # show a text only once, since all runs may send it
                     self._shown.add(text)
                     self._callback.on_message(f"{job.planned.folder}: {text}")
                 return
@@ -273,7 +273,7 @@ class _Pool:
             case "done":
                 self._done += 1
                 self._callback.on_message(f"{self._done}/{self._total}  {job.planned.folder}  {job.seconds:.0f} s")
-            case "elsewhere":  # the other process finishes this run, and counts it
+            case "elsewhere":  # not counted here, since another process finishes this run
                 self._total -= 1
                 self._callback.on_message(f"{job.planned.folder}: another process is doing this run")
             case "failed":
@@ -289,7 +289,7 @@ class _Pool:
         if job is None:
             return
         reason = f"its process died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
-        if job.attempts < ATTEMPTS:
+        if job.attempts < MAX_ATTEMPTS:
             self._callback.on_message(f"{job.planned.folder}: {reason}; starting it again")
             self._waiting.insert(0, job)
         else:
@@ -300,7 +300,7 @@ class _Pool:
 
     def _give_up(self, job: Job, reason: str) -> None:
         self._failed.append(job.planned.folder)
-        if reason not in self._shown:  # the study's table joins the runs that failed for the same reason
+        if reason not in self._shown:  # show a reason only once; the study's table lists all failed runs
             self._shown.add(reason)
             self._callback.on_message(f"{job.planned.folder} failed: {reason}")
 
@@ -310,13 +310,13 @@ class _Pool:
         return self._pace.left(job.planned, max(job.steps, job.shared))
 
     def _show(self) -> None:
-        """Report the study's progress: at once if other runs are under way, otherwise every `SHOW_S` seconds."""
+        """Report the study's progress: at once if the running jobs change, otherwise at intervals."""
         running = [worker.job for worker in self._workers.values() if worker.job]
         names = [f"{job.planned.folder} ({job.work})" if job.work else job.planned.folder for job in running]
         state = names, self._done, len(self._failed)
         now = time.monotonic()
-        # predicting the rest of a thousand runs takes longer than a step of a small model
-        if state == self._last_shown and now - self._last_shown_at < SHOW_S:
+        # predicting the remaining time of a thousand runs takes longer than a step of a small model
+        if state == self._last_shown and now - self._last_shown_at < PROGRESS_INTERVAL_S:
             return
         self._last_shown = state
         self._last_shown_at = now
@@ -329,7 +329,7 @@ class _Pool:
             done=self._done,
             total=self._total,
             running=names,
-            share=share / max(1, self._total),  # the total is 0 where another process does the only run
+            share=share / max(1, self._total),  # the total is 0 if another process does the only run
             left_s=makespan(left, len(self._slots)) if self._pace.measured else None,
             untimed_finish=any(self._pace.lacks_finish(job.planned, max(job.steps, job.shared)) for job in jobs),
         )

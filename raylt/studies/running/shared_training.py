@@ -16,8 +16,8 @@ class Stem(NamedTuple):
     """The run from which another run continues, and the number of steps that both runs share.
 
     Attributes:
-        folder: of the stem, relative to the study's folder.
-        steps: number of steps that both runs share.
+        folder: The stem's folder, relative to the study's folder.
+        steps: Number of steps that both runs share.
     """
 
     folder: str
@@ -25,11 +25,10 @@ class Stem(NamedTuple):
 
 
 def stems(planned: Sequence[Planned]) -> dict[str, Stem]:
-    """Return the stem of each run that can continue from another run's first steps, by folder.
+    """Map the folder of each run that can continue from another run's first steps to that run, its stem.
 
-    This other run is called the stem. A run that has a stem is never the stem of another run. A run keeps checkpoints
-    only before its own stages, so other runs cannot continue from earlier steps. Runs with early stages are therefore
-    tried first.
+    A run that has a stem is never the stem of another run. Other runs can only continue from a run's checkpoints, which
+    it keeps before each of its stages. Runs with early stages are therefore tried first as stems.
     """
     roots: dict[tuple[str, int], list[Planned]] = {}
     stem_by_folder: dict[str, Stem] = {}
@@ -44,17 +43,17 @@ def stems(planned: Sequence[Planned]) -> dict[str, Stem]:
 
 
 def _kept_steps(run: Planned) -> set[int]:
-    """Return the steps after which a run keeps its checkpoint."""
+    """Return the steps after which a run keeps a checkpoint."""
     return set(resolve(run.config).method.stages(run.config.federation.rounds).values())
 
 
 def _shared_steps(root: Planned, other: Planned) -> int:
     """Return the number of steps that two runs share.
 
-    It is 0 if the first run keeps no checkpoint after these steps.
+    Return 0 if the first run keeps no checkpoint after these steps.
     """
     try:
         shared = fork(root.config, resolve(root.config).method, other.config, resolve(other.config).method)
-    except ConfigError:  # the runs differ from the start
+    except ConfigError:  # the runs differ from the first step on
         return 0
     return shared.step if shared.step in _kept_steps(root) else 0

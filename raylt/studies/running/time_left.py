@@ -10,21 +10,21 @@ from raylt.registry import resolve
 from raylt.studies.definition import Planned
 from raylt.studies.records.record import RunRecord
 
-FINISH = 0  # stands for the step that a method does after the last round
-StepSeconds = dict[int, list[float]]  # durations by number of the round
+FINISH = 0  # key for the method's step after the last round
+StepSeconds = dict[int, list[float]]  # durations by round number, or FINISH
 
 
 class Pace:
     """The measured durations of rounds and of the phase after training, by arm and cell.
 
     Attributes:
-        measured: whether a round was timed. `left` is then in seconds, and in client epochs before.
+        measured: Whether a round was timed. Until then, `left` is in client epochs instead of seconds.
     """
 
     def __init__(self, records: Sequence[RunRecord]):
         self._seconds: dict[tuple[str, str], StepSeconds] = defaultdict(dict)
-        self._expected: dict[tuple[str, str], float] = {}  # finishes that were not timed yet
-        # all runs are predicted again after each step of one of them
+        self._expected: dict[tuple[str, str], float] = {}  # expected durations of final phases
+        # cached, since each step of a run renews the predictions of all runs
         self._means: dict[tuple[str | None, str | None], dict[int, float]] = {}
         self._finishes: dict[tuple[str, str], bool] = {}
         for record in records:
@@ -39,8 +39,8 @@ class Pace:
         """Return whether `left` omits the phase after training because its duration is unknown.
 
         Args:
-            planned: the run.
-            steps: as for `left`.
+            planned: The run.
+            steps: Number of completed steps, as in `left`.
         """
         if steps > planned.config.federation.rounds or not self._has_finish(planned):
             return False
@@ -60,7 +60,7 @@ class Pace:
         if not self.measured:
             return max(0, rounds - steps) * _work(planned.config)
         means = self._nearest(planned)
-        # a final phase says nothing about rounds: methods without rounds have only this phase
+        # leave out final phases, which say nothing about rounds; methods without rounds have only these
         usual = fmean(_of_rounds(means) or _of_rounds(self._mean(None, None)))
         finish = (self._finish(planned) or 0.0) if steps <= rounds else 0.0
         return sum(means.get(step, usual) for step in range(steps + 1, rounds + 1)) + finish
@@ -80,7 +80,7 @@ class Pace:
         return self._finishes[key]
 
     def _nearest(self, planned: Planned) -> dict[int, float]:
-        """Return mean durations by step: of the planned run's arm and cell, otherwise its arm, otherwise all runs."""
+        """Return mean durations by step, over the run's arm and cell, or otherwise its arm, or otherwise all runs."""
         return self._mean(planned.arm, planned.cell) or self._mean(planned.arm, None) or self._mean(None, None)
 
     def _mean(self, arm: str | None, cell: str | None) -> dict[int, float]:

@@ -2,9 +2,9 @@
 
     tune: {runs: 8, ranges: {local.lr: "loguniform(0.003, 0.1)"}}
 
-An arm is searched over the ranges that the fields of its method declare, except for fields that the study gives, and
-over the ranges given for all arms. Its runs then use the best values. The search of an arm is a folder next to its runs
-(`CELL/ARM/search`, see tune/search.py). Its outcome is in tuned.json, and the search is not repeated.
+Each arm is searched over the ranges that its method's fields declare, except for fields that the study sets, and over
+the ranges given for all arms. The arm's runs then use the best values. An arm's search has a folder next to the arm's
+runs (`CELL/ARM/search`, see tune/search.py). The outcome is stored in tuned.json, so that the search is not repeated.
 """
 
 import json
@@ -33,9 +33,9 @@ from raylt.studies.settings import portable, slug
 from raylt.typed_json import as_json, closed, hash_json
 
 FILE = "tuned.json"
-LIMIT = 2**26  # bytes of that file
-# the code of an arm's process; `python -m tune.arm` would import a tune.py of the current folder instead
-ARM = "from raylt.own_code.top_level_names import claim; claim(); from tune.arm import main; main()"
+MAX_FILE_BYTES = 2**26  # maximum size of tuned.json
+# Code of a search process. `python -m tune.arm` could import a tune.py from the current folder instead.
+SEARCH_CODE = "from raylt.own_code.top_level_names import claim; claim(); from tune.arm import main; main()"
 
 
 Count = Literal["steps", "passes"]
@@ -48,15 +48,15 @@ class Tuning(Section):
     """The settings of a study's searches.
 
     Attributes:
-        runs: budget of every arm, in whole runs of the reference arm in that cell.
-        count: unit of the budget. "steps": a step of SGD costs the same whatever a method computes in it. "passes": a
-            step costs the passes over samples that the trial's method makes for it, as a multiple of FedAvg's.
-        ranges: range of each setting that is searched for every arm, as in loguniform(0.003, 0.1). A range of a
-            method's field is for the arms whose method has it.
-        fields: fields of the methods, by arm, that are searched; by default all that the study does not give.
-        metric: figure on the validation samples that is maximised.
-        splits: number of splits on which a trial runs; its score is the worst of them. They have the first seed of the
-            study and the seeds that follow it.
+        runs: Budget of every arm, in runs of the reference arm in the same cell.
+        count: Unit of the budget. "steps": every SGD step costs the same. "passes": a step costs the passes over
+            samples that the trial's method needs for it, as a multiple of FedAvg's.
+        ranges: Range of each setting that is searched for all arms, such as loguniform(0.003, 0.1). The range of a
+            method's field applies to arms whose method has this field.
+        fields: Method fields to search, by arm; by default all fields that the study does not set.
+        metric: Figure on the validation samples to maximise.
+        splits: Number of splits on which each trial runs; its score is the worst over these splits. The splits use the
+            study's first seed and the seeds after it.
         searcher: Tree-structured Parzen estimator, or random search.
     """
 
@@ -74,8 +74,8 @@ class Tuned(TypedDict):
     """The outcome of tuning one arm in one cell.
 
     `asked` is the hash of the search, see `search_hash`. `values` are settings by dotted key. `score` is the metric on
-    validation samples; None where there was nothing to search. `count` is the unit of `client_steps` and `budget`,
-    "steps" where it is left out.
+    validation samples, or None if there was nothing to search. `count` is the unit of `client_steps` and `budget`, by
+    default "steps".
     """
 
     asked: str
@@ -116,22 +116,22 @@ def search_arms(
     Interrupted searches continue.
 
     Args:
-        bases: settings by cell and arm, with only those fields of the method that the study gives.
-        tuning: settings of the searches.
-        reference: the arm whose runs are the unit of the budget.
-        folder: of the study.
-        callback: receives a message for each outcome.
-        parallel: searches at once, as in `Study.run`.
-        fleet: as in `Study.run`.
-        address: as in `Study.run`.
+        bases: Settings by cell and arm, with only the method fields that the study sets.
+        tuning: Settings of the searches.
+        reference: Arm whose runs are the unit of the budget.
+        folder: The study's folder.
+        callback: Receives a message for each outcome.
+        parallel: Number of simultaneous searches; see `Study.run`.
+        fleet: See `Study.run`.
+        address: See `Study.run`.
 
     Returns:
         The outcomes of all arms and cells.
 
     Raises:
-        CheckpointError: an arm was tuned with other settings.
-        ConfigError: a range cannot be used, or one trial takes more than the budget; the error names the arm.
-        RayltError: a search failed; the error names the arm.
+        CheckpointError: An arm was tuned with other settings.
+        ConfigError: A range is invalid, or one trial exceeds the budget. The message names the arm.
+        RayltError: A search failed. The message names the arm.
     """
     outcomes = read_tuned(folder)
     hashes = {key: search_hash(tuning, key[1], base, bases[key[0], reference]) for key, base in bases.items()}
@@ -184,13 +184,17 @@ def search_hash(
 ) -> str:
     """Return a hash of everything that an arm's search depends on, except the location of files.
 
-    Settings for other arms do not count, nor `count` and `splits` at their defaults, which earlier versions did not
-    have. The reference arm counts, since its runs are the unit of the budget.
+    Settings of other arms are not included, nor are `count` and `splits` at their defaults, which earlier versions did
+    not have. The reference arm's settings are included, since its runs are the unit of the budget.
 
     Args:
-        version: dotted settings of the version that made the search. Other settings do not count at their defaults,
-            which are what that version did. None: All settings count.
-        former_names: whether that version had the former names of methods' fields.
+        tuning: Settings of the searches.
+        arm: Name of the arm.
+        base: Settings of the arm before tuning.
+        reference: Settings of the reference arm.
+        version: Dotted names of the settings in the version that made the search. Later settings are left out if they
+            have their defaults, which reproduce that version's behaviour. None to include all settings.
+        former_names: Whether that version used the former names of method fields.
     """
     method = resolve(base).method
     newer = {} if version is None else {key: field.default for key, field in settings() if key not in version}
@@ -237,7 +241,7 @@ def read_tuned(folder: Path) -> Outcomes:
     path = folder / FILE
     if not path.exists():
         return {}
-    content = as_json(store.read(path, LIMIT), _FILE, str(path))
+    content = as_json(store.read(path, MAX_FILE_BYTES), _FILE, str(path))
     if content["sha256"] != hash_json(content["outcomes"]):
         raise CheckpointError(
             f"{path}: was changed after the arms were tuned. Restore the original, or remove the file; raylt then "
@@ -291,16 +295,16 @@ def _run_searches(
     """
     free = list(slots)
     running: set[subprocess.Popen[str]] = set()
-    lock = threading.Lock()  # of `running` and `stopping`
+    lock = threading.Lock()  # guards `running` and `stopping`
     stopping = threading.Event()
 
     def search(job: dict[str, Any]) -> Tuned:
         slot = free.pop()
         try:
-            # in a session of its own, so that Ctrl-C reaches only the study, which then closes the process's input
+            # a separate session, so that Ctrl-C reaches only the study, which then closes the process's input
             with start_python(
                 "-c",
-                ARM,
+                SEARCH_CODE,
                 environment=slot.environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -311,7 +315,7 @@ def _run_searches(
                 _send(job, process)
                 with lock:
                     running.add(process)
-                    if stopping.is_set():  # this thread took the job before the others were cancelled
+                    if stopping.is_set():  # the job started before the others were cancelled
                         _close_input(process)
                 if slot.cores and hasattr(os, "sched_setaffinity"):
                     os.sched_setaffinity(process.pid, slot.cores)
@@ -342,12 +346,12 @@ def _send(job: dict[str, Any], process: "subprocess.Popen[str]") -> None:
     try:
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
-    except BrokenPipeError:  # it died; its output ends without an answer
+    except BrokenPipeError:  # the process died; its output ends without an answer
         _close_input(process)
 
 
 def _close_input(process: "subprocess.Popen[str]") -> None:
-    """Close a search process's standard input, at whose end it stops."""
+    """Close a search process's standard input, which stops the process."""
     assert process.stdin is not None
     with suppress(OSError):
         process.stdin.close()
@@ -357,8 +361,8 @@ def _outcome(arm: str, answer: str) -> Tuned:
     """Parse the tuning outcome that an arm's search process printed.
 
     Raises:
-        ConfigError: the process reported a mistake in the settings.
-        RayltError: the process failed or died.
+        ConfigError: The process reported a mistake in the settings.
+        RayltError: The process failed or died.
     """
     if not answer:
         raise RayltError(

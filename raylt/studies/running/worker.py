@@ -1,8 +1,8 @@
 """The worker process of a study, which carries out runs: `python -m raylt.studies.running.worker`.
 
 Jobs arrive as lines of JSON on its standard input, and events leave as lines of JSON on its standard output. The
-process ends at once when its input ends, which also happens when the study's process is killed. A run continues from
-its last committed round anyway, and no orphan process keeps a run folder locked.
+process exits as soon as its input ends, which also happens when the study's process is killed. So no orphan process
+keeps a run folder locked; the run later continues from its last committed round.
 """
 
 import json
@@ -28,7 +28,7 @@ from raylt.runs.run import Run
 from raylt.runs.start import resume, run
 from raylt.studies.records.record import failure_file
 
-EVERY_S = 2.0  # between two events on the server's own work
+ITEMS_INTERVAL_S = 2.0  # minimum time between two events on the server's own work
 
 
 class EventSender(Callback):
@@ -59,7 +59,7 @@ class EventSender(Callback):
             self._pace = StagePace(progress.stage)
         self._pace.share = progress.share
         now = time.monotonic()
-        if now - self._sent >= EVERY_S:
+        if now - self._sent >= ITEMS_INTERVAL_S:
             self._sent = now
             self.send("items", text=items_text(progress), left=self._pace.seconds_left())
 
@@ -70,7 +70,7 @@ class EventSender(Callback):
 def main() -> None:
     """Carry out the jobs that arrive on standard input, until standard input ends."""
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keeps what libraries print out of the events
+    os.dup2(2, 1)  # print statements of libraries go to standard error, apart from the events
     sender = EventSender(channel)
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_jobs, args=(jobs,), daemon=True).start()
@@ -96,18 +96,18 @@ def main() -> None:
 def do(
     folder: Path, config: Config, fleet: Any, address: str | None, callback: Callback, stem: Run | None = None
 ) -> None:
-    """Start or continue a run, and carry it out to its end.
+    """Start or continue a run, and carry it out to the end.
 
     Args:
-        folder: of the run.
-        config: settings of the run.
+        folder: The run's folder.
+        config: Settings of the run.
         fleet: "local" or "ray".
-        address: of a running Ray cluster.
-        callback: gets the events of the run.
-        stem: a run that shares its first steps; they are copied where the stem has done them.
+        address: Address of a running Ray cluster.
+        callback: Receives the events of the run.
+        stem: Run with the same first steps. If the stem has completed these steps, they are copied.
 
     Raises:
-        FolderHeld: another process holds the run.
+        FolderHeld: Another process holds the run.
     """
     with store.folder_for(folder.parent) as parent:
         parent.remove(failure_file(folder).name)
@@ -120,7 +120,7 @@ def do(
                 code="run.busy",
                 path=str(folder),
             )
-        parent.remove(folder.name)  # left by a process that died while it created the folder
+        parent.remove(folder.name)  # remove the remains of a process that died while it created the folder
     if stem is not None and can_branch(stem, config):
         branch_to(stem, config, folder, fleet=fleet, address=address, quiet=True, callbacks=[callback])
         return

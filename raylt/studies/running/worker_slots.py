@@ -13,8 +13,8 @@ class WorkerSlot:
     """The resources of one worker process.
 
     Attributes:
-        cores: that the process may use; empty for all.
-        environment: variables that select its GPU and its number of threads.
+        cores: CPU cores that the process may use; empty for all.
+        environment: Environment variables that select the GPU and the number of threads.
     """
 
     cores: frozenset[int]
@@ -24,8 +24,8 @@ class WorkerSlot:
 def slot_count(parallel: int | None, fleet: str, runs: Sequence[Config]) -> int:
     """Return the number of these runs that can run at the same time.
 
-    With Ray it is one run, since Ray spreads the clients of a run itself. Otherwise it is one run per GPU, or per core
-    where there is no GPU that a run may use.
+    With Ray it is one, since Ray distributes the clients of a run itself. Otherwise it is one per GPU, or one per core
+    if there is no GPU that a run may use.
     """
     return parallel or (1 if fleet == "ray" else len(_gpu_names(runs)) or len(cores()))
 
@@ -39,7 +39,7 @@ def worker_slots(parallel: int | None, fleet: str, runs: Sequence[Config]) -> li
     usable = cores()
     slots = []
     for number in range(count):
-        own_cores = frozenset(usable[number % len(usable) :: count])  # evaluation uses all cores of its process
+        own_cores = frozenset(usable[number % len(usable) :: count])  # evaluation uses all cores of the process
         environment = {"OMP_NUM_THREADS": str(max(1, len(own_cores)))}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
@@ -48,13 +48,13 @@ def worker_slots(parallel: int | None, fleet: str, runs: Sequence[Config]) -> li
 
 
 def _gpu_names(runs: Sequence[Config]) -> list[str]:
-    """Return the names of this process's GPUs in CUDA_VISIBLE_DEVICES; none if no run may use a GPU.
+    """Return the names of this process's GPUs for CUDA_VISIBLE_DEVICES; none if no run may use a GPU.
 
-    A cluster's scheduler may have given this process some GPUs of the machine, by number, UUID or MIG name.
+    A cluster's scheduler may have assigned this process only some of the machine's GPUs, by number, UUID or MIG name.
     """
     if all(config.resources.gpu_share == 0 for config in runs):
         return []
-    from raylt.core.device import gpus  # imports torch, which a study without open runs does not need
+    from raylt.core.device import gpus  # imports torch, which studies without open runs do not need
 
     count = gpus()
     given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -186,7 +186,7 @@ def test_only_runs_of_one_split_are_paired_and_the_others_are_named():
     base[2].summary["split_sha256"] = "ef" * 32
     judged = verdict(*runs, *base)
     assert (judged.kind, judged.difference.n) == ("outside", 2)
-    assert "1 of 3 seeds have another split" in judged.why
+    assert "1 of 3 seeds not paired" in judged.why
     assert verdict(*runs, *(run(FEDAVG, seed, 0.7165 + seed / 1000) for seed in range(3))).difference.n == 3
 
 
@@ -196,7 +196,7 @@ def test_of_several_runs_of_a_seed_the_first_is_taken_and_that_is_said():
     other = run(MUPFL, 1, 0.2)
     other.summary["model_sha256"] = "ef" * 32
     judged = verdict(*runs, other)
-    assert (judged.kind, judged.why) == ("reproduced", "several runs of seed 1: the first of each")
+    assert (judged.kind, judged.why) == ("reproduced", "several runs of seed 1; the first counts")
 
 
 def test_runs_of_several_versions_of_the_code_are_counted():

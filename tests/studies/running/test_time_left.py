@@ -181,7 +181,7 @@ def test_progress_is_shown_at_once_where_it_is_news_and_once_a_second_otherwise(
     pool._show()
     pool._show()
     assert len(shown) == 1
-    now += scheduler.SHOW_S
+    now += scheduler.PROGRESS_INTERVAL_S
     pool._show()
     assert len(shown) == 2
     pool._workers[0] = Worker(None, pool._waiting.pop())

@@ -291,7 +291,7 @@ def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_of
     assert done(TUNED | {"arms": fewer}, "second") == []
     assert len(Study.open(tmp_path / "tuned.json").records) == 6  # the arm's runs stay, because its search was the same
     (line,) = done(TUNED | {"arms": fewer, "tune": TUNED["tune"] | {"runs": 4}}, "third")
-    assert "prox1/seed-0 (its arm was tuned for something else)" in line
+    assert "prox1/seed-0 (its arm was tuned with other settings)" in line
     assert {each.arm for each in Study.open(tmp_path / "tuned.json").records} == {"fedavg", "prox"}
 
 
@@ -343,7 +343,7 @@ else:
 
 
 def test_a_search_that_fails_ends_the_searches_that_wait_for_its_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "ARM", PROCESS)
+    monkeypatch.setattr(tuning, "SEARCH_CODE", PROCESS)
     start = time.monotonic()
     jobs = [{"arm": "fails"}, {"arm": "waits"}, {"arm": "waits, too"}]
     with refused("study.tuning-failed", arm="fails"):
@@ -363,6 +363,6 @@ def test_files_of_the_current_folder_are_no_packages_to_a_search(tmp_path, monke
 
 
 def test_a_search_whose_process_dies_before_it_reads_its_job_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "ARM", "raise SystemExit")
+    monkeypatch.setattr(tuning, "SEARCH_CODE", "raise SystemExit")
     with refused("study.tuning-failed", arm="large"):
         list(tuning._run_searches([{"arm": "large", "tune": "x" * 2**20}], [WorkerSlot(frozenset(), {})], tmp_path))
