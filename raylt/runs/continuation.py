@@ -1,14 +1,14 @@
 """Runs that take over the first steps of another run and continue in a folder of their own.
 
-`branch` repeats the last stages of a run with other fields of its method. The steps before these stages are copied from
-the parent run. The result is the same as that of a whole run with the new fields.
+`branch` repeats the last stages of a run with changed fields of its method. The steps before these stages are copied
+from the parent run. The result equals that of a complete run with the new fields.
 
 `raylt resume RUN federation.rounds=300` continues a run beyond its last round. The shorter run's folder stays as it is,
-and the longer run gets a folder next to it. The result is the same as if the run had had the larger number of rounds
-from the start. So no shared round may depend on the number of rounds.
+and the longer run gets a folder next to it. The result is the same as if the run had started with the larger number of
+rounds, so no shared round may depend on this number.
 
-Both take over the lines of the shared steps, their counts, the checkpoint after the last of them and the one with the
-best accuracy on validation images. The identity of the new run names the parent by its SHA-256.
+Both copy the lines and the confusion counts of the shared steps, the checkpoint after the last shared step, and the
+checkpoint with the best accuracy on validation images. The identity of the new run contains the parent's SHA-256.
 """
 
 import inspect
@@ -42,9 +42,9 @@ from raylt.runs.in_process import open_in_process
 from raylt.runs.run import Run
 from raylt.runs.runner import FleetKind, carry_out, check_fleet
 
-FILE_KEYS = ("schema", "previous", "date")  # keys of a line that belong to the file, not to the step
+FILE_KEYS = ("schema", "previous", "date")  # keys of a line that are specific to the file
 ROUNDS = "federation.rounds"
-ROUNDS_STAGE = "rounds"  # a longer run's stage in its record of the parent
+ROUNDS_STAGE = "rounds"  # stage in the parent record of a longer run
 MetricsLine = dict[str, Any]
 
 
@@ -61,13 +61,18 @@ def branch(
     """Repeat the last stages of a run with changed fields of its method, in a new run folder.
 
     Args:
-        run: a run or its folder. It need not be finished, but must have committed the shared steps.
-        overrides: `key=value`, of the method's later stages; `method=NAME` for a method that trains as the run's does.
-        folder: of the new run; by default next to the run's, named after it, the stage and the time.
+        run: A run or its folder. It need not be finished, but must have committed the shared steps.
+        overrides: Fields of the method's later stages as `key=value`, or `method=NAME` for another method that trains
+            in the same way.
+        folder: Folder of the new run; by default next to the run's folder, with a name from run, stage and time.
+        fleet: See `raylt.run`.
+        address: See `raylt.run`.
+        quiet: See `raylt.run`.
+        callbacks: See `raylt.run`.
 
     Raises:
-        ConfigError: the fields act earlier, or nothing differs.
-        CheckpointError: the run has not reached the stage, the checkpoint is not kept, or the folder exists.
+        ConfigError: The fields affect an earlier stage, or nothing differs.
+        CheckpointError: The run has not reached the stage, the checkpoint was not kept, or the folder exists.
     """
     run = run if isinstance(run, Run) else Run.open(run)
     tree = run.config.model_dump()
@@ -110,7 +115,7 @@ def branch_to(
     def judge_again(report: MetricsLine) -> None:
         with one_thread():
             end = open_in_process(setup, run.task, folder, saved)
-            if end.done:  # the last step is a shared step: evaluate it as the end of this run
+            if end.done:  # the last shared step ends this run, so evaluate it as the last step
                 report |= end.judge_again()
 
     descent = _Descent(run, config, setup, folder, stage, saved, judge_again)
@@ -121,13 +126,13 @@ def _shared_steps(run: Run, config: Config) -> Fork:
     """Return the stage at which a configuration diverges from a run, and the last step that both share.
 
     Raises:
-        CheckpointError: the run has not committed that step, or has not kept its checkpoint.
+        CheckpointError: The run has not committed that step, or did not keep its checkpoint.
     """
     shared = fork(run.config, run.method, config, resolve(config).method)
     committed = len(run.reports)
     if committed < shared.step:
         raise CheckpointError(
-            f"{run.folder}: the stage {shared.stage} begins after step {shared.step}, and {committed} steps are "
+            f"{run.folder}: the stage {shared.stage} begins after step {shared.step}, but only {committed} steps are "
             "committed. Resume the run first.",
             code="run.not-finished",
             path=str(run.folder),
@@ -136,7 +141,7 @@ def _shared_steps(run: Run, config: Config) -> Fork:
         )
     if shared.step not in checkpoint.steps(run.folder / "checkpoints"):
         raise CheckpointError(
-            f"{run.folder}: the checkpoint before the stage {shared.stage} is not kept (step {shared.step}). Run it "
+            f"{run.folder}: the checkpoint before the stage {shared.stage} was not kept (step {shared.step}). Run it "
             f"again with output.keep={run.config.federation.rounds}.",
             code="checkpoint.not-kept",
             path=str(run.folder),
@@ -154,11 +159,11 @@ def resume(
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Continue a run as `Run.resume` does, or as `extend` does if the number of rounds is changed.
+    """Continue a run with `Run.resume`, or with `extend` if only the number of rounds is changed.
 
     Raises:
-        CheckpointError: as of `Run.resume`.
-        ConfigError: the run cannot be longer, see `extend`.
+        CheckpointError: See `Run.resume`.
+        ConfigError: The run cannot be extended, see `extend`.
     """
     run = run if isinstance(run, Run) else Run.open(run)
     config = load(run.folder / "config.yaml", overrides)
@@ -182,11 +187,11 @@ def extend(
     """Continue a run to a larger number of rounds, in a new folder.
 
     Args:
-        config: the run's own with more rounds.
+        config: The run's configuration with more rounds.
 
     Raises:
-        ConfigError: there are not more rounds, or the shared steps depended on the number of rounds.
-        CheckpointError: the run has no checkpoint, or the folder exists.
+        ConfigError: The number of rounds is not larger, or the shared steps depended on it.
+        CheckpointError: The run has no checkpoint, or the folder exists.
     """
     rounds = config.federation.rounds
     check_extension(run, rounds)
@@ -200,7 +205,7 @@ def extend(
         )
 
     def judge_again(report: MetricsLine) -> None:
-        if report["step"] == run.config.federation.rounds:  # it was judged as a last round is
+        if report["step"] == run.config.federation.rounds:  # it was evaluated as a last round
             _as_any_round(report, config, setup.method, run, folder)
 
     descent = _Descent(run, config, setup, folder, ROUNDS_STAGE, saved, judge_again)
@@ -211,7 +216,7 @@ def check_extension(run: Run, rounds: int) -> None:
     """Check that a run can continue to a larger number of rounds.
 
     Raises:
-        ConfigError: it cannot; the message has the reason.
+        ConfigError: It cannot. The message gives the reason.
     """
     before = run.config.federation.rounds
     method = run.method
@@ -227,15 +232,15 @@ def check_extension(run: Run, rounds: int) -> None:
             least=before,
         )
     if method.finishes:
-        reason = f"{method.name} does something after the last round, which is round {before}"
+        reason = f"{method.name} has a phase after the last round, which is round {before}"
     elif early:
-        reason = f"the stage {early[0]} of {method.name} begins some rounds before the last, which is round {before}"
+        reason = f"the stage {early[0]} of {method.name} begins before the last round, which is round {before}"
     elif run.config.federation.patience is not None:
-        reason = "federation.patience ends the rounds by the accuracy on validation samples"
+        reason = "federation.patience ends a run by the accuracy on validation samples"
     elif local.schedule != "step":
         reason = f"with local.schedule = {local.schedule} every learning rate depends on the number of rounds"
     elif _reads_rounds(method):
-        reason = f"rounds of {method.name} depend on the number of rounds, which it reads"
+        reason = f"rounds of {method.name} depend on the number of rounds"
     if reason is not None:
         raise ConfigError(
             f"{ROUNDS}: {reason} ({rounds}). Start a new run.", code="run.not-extensible", key=ROUNDS, value=rounds
@@ -245,7 +250,7 @@ def check_extension(run: Run, rounds: int) -> None:
 def _reads_rounds(method: Method) -> bool:
     """Return whether the source code of a method uses the number of rounds."""
     classes = [kind for kind in type(method).__mro__ if issubclass(kind, Method) and kind is not Method]
-    # for a plugin its whole file, since another function in it may use the number
+    # search the whole file of a plugin, since other functions in it may use the number
     sources = [kind if kind.__module__.startswith("raylt.") else inspect.getmodule(kind) or kind for kind in classes]
     try:
         texts = [inspect.getsource(source) for source in sources]
@@ -255,7 +260,7 @@ def _reads_rounds(method: Method) -> bool:
 
 
 def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run, folder: Path) -> None:
-    """Remove from a report the figures that only a last round has. The report is changed in place."""
+    """Remove from a report, in place, the figures that only a last round has."""
     step = report["step"]
     every = config.evaluation
     shared_due = step % every.every == 0
@@ -289,12 +294,13 @@ class _Descent:
     """A new run that takes over the first steps of a parent run.
 
     Attributes:
-        parent: the run whose steps are taken over.
-        config, setup: of the new run.
-        folder: of the new run.
-        stage: the place where they part, for the record of the parent.
-        saved: the checkpoint after the last shared step.
-        judge_again: changes the report of that step where the new run would have judged it otherwise.
+        parent: The parent run.
+        config, setup: Configuration and setup of the new run.
+        folder: Folder of the new run.
+        stage: Stage at which the runs diverge, for the parent record.
+        saved: Checkpoint after the last shared step.
+        judge_again: Function that updates the report of the last shared step, if the new run evaluates this step
+            differently.
     """
 
     parent: Run
@@ -309,8 +315,8 @@ class _Descent:
         """Take over the shared steps from the parent run and run the remaining steps.
 
         Raises:
-            CheckpointError: the folder exists, or the model's frozen weights have changed.
-            ConfigError: the rest cannot be run as asked; a folder without a step is removed.
+            CheckpointError: The folder exists, or the model's frozen weights have changed.
+            ConfigError: The remaining steps cannot be run as configured. A folder without a new step is removed.
         """
         check_fleet(fleet, address)
         callbacks = checked(callbacks)
@@ -334,7 +340,7 @@ class _Descent:
         return Run(self.folder)
 
     def _take_over_steps(self, journal: Journal) -> None:
-        """Copy the parent's reports, counts and provenance of the shared steps, and two of the checkpoints."""
+        """Copy the reports, counts and provenance of the shared steps from the parent, and up to two checkpoints."""
         step = self.saved.facts["step"]
         reports = [
             {key: value for key, value in line.items() if key not in FILE_KEYS} for line in self.parent.reports[:step]
@@ -348,7 +354,8 @@ class _Descent:
     def _best(self, reports: Sequence[MetricsLine]) -> list[Checkpoint]:
         """Return the checkpoint with the best accuracy on validation images before the last of these steps.
 
-        There is none if the last step is better, or if the checkpoint is damaged: the run can be continued without it.
+        The list is empty if the last step is better, or if the checkpoint is damaged, since the run can continue
+        without it.
         """
         best = best_validated(reports, checkpoint.steps(self.parent.folder / "checkpoints"))
         if best is None or best["step"] == len(reports):

@@ -31,7 +31,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass
 class ReplayedCall(Exception):
-    """The exception that ends a replayed round; it contains the reply and duration of the repeated client call."""
+    """The exception that ends a replayed round, with the reply and duration of the repeated client call."""
 
     function: str
     seconds: float
@@ -48,14 +48,16 @@ def replay(
     """Repeat one call to a client in a round, by default the first, without catching exceptions.
 
     Args:
-        round: 1..R; R + 1 for the method's last phase, 0 for the join.
-        client: id or name.
-        function: name of the client function to call; None for the first call to the client in the round.
-        device: instead of resources.device; needed where this machine lacks the run's kind of device.
+        run: The run.
+        round: Round from 1 to R; R + 1 for the method's last phase, and 0 for the joining of clients.
+        client: Id or name of the client.
+        function: Name of the client function to call; None for the first call to the client in the round.
+        device: Device to use instead of resources.device, if this machine does not have the run's kind of device.
 
     Raises:
-        CheckpointError: the checkpoint before that round is not kept.
-        ConfigError: there is no such client, it was not asked, or the kind of device is another.
+        CheckpointError: The checkpoint before that round was not kept.
+        ConfigError: The client is unknown, it was not asked in the round, or this device is of another kind than the
+            run's.
     """
     names = [(id, name) for id, name in enumerate(run.task.client_names) if run.task.sizes[id]]
     asked_id = choose_client(client, names, str(run.folder)) if isinstance(client, str) else client
@@ -65,7 +67,7 @@ def replay(
         return ReplayFleet(config, task, host, round, asked_id, function)
 
     setup = run.setup if device is None else with_device(run.setup, device)
-    with one_thread():  # as the server does, for the same bits
+    with one_thread():  # as in the server, for the same bits
         experiment = open_in_process(setup, run.task, run.folder, saved, fleet)
         provenance.check_device(run.folder, setup.config, experiment.describe())
         try:
@@ -91,7 +93,7 @@ def _checkpoint_before(run: Run, round: int) -> Checkpoint | None:
     if round - 1 not in kept:
         rounds = [step + 1 for step in [0, *kept]]
         raise CheckpointError(
-            f"{run.folder}: the checkpoint after round {round - 1} is not kept. Rounds that can be replayed: "
+            f"{run.folder}: the checkpoint after round {round - 1} was not kept. Rounds that can be replayed: "
             f"{', '.join(map(str, rounds))}; output.keep={run.config.federation.rounds} keeps all.",
             code="checkpoint.not-kept",
             path=str(run.folder),

@@ -20,7 +20,7 @@ from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.machine import cores
 
-THREADS_PER_CORE = 16  # of one process: the largest number that is not refused
+MAX_THREADS_PER_CORE = 16  # maximum number of threads of one process, per CPU core
 
 
 def open_in_process(
@@ -30,14 +30,17 @@ def open_in_process(
     saved: Checkpoint | None,
     fleet: Callable[[Config, Task, ClientHost], Fleet] = LocalFleet,
 ) -> Experiment:
-    """Restore the experiment of a run folder with all clients in this process.
+    """Restore the experiment of a run folder, with all clients in this process.
 
     Args:
-        saved: the checkpoint to continue from; None for the beginning.
-        fleet: called as `LocalFleet` is.
+        setup: Values that the configuration names.
+        task: The data and their split.
+        folder: The run folder.
+        saved: Checkpoint to continue from; None to start from the beginning.
+        fleet: Function that creates the fleet, with the arguments of `LocalFleet`.
 
     Raises:
-        ConfigError: the device of the configuration cannot be used.
+        ConfigError: The configured device cannot be used.
     """
     setup, task = encode(setup, task)
     device = open_device(setup.config)
@@ -52,7 +55,7 @@ def forked_fleet(config: Config, task: Task, host: ClientHost) -> ProcessFleet:
     """Return a fleet of forked processes.
 
     Raises:
-        ConfigError: clients cannot be called in forked processes on this machine, on its GPU, or on several threads.
+        ConfigError: Forked processes cannot be used on this platform, with a GPU, or with several threads per client.
     """
     problem = None
     if sys.platform != "linux":
@@ -77,23 +80,23 @@ def with_device(setup: Setup, device: Literal["auto", "cpu", "cuda"]) -> Setup:
 
 
 def on_any_device(setup: Setup) -> Setup:
-    """Return a setup with which any machine can read a run, even without the GPU that the run used."""
+    """Return a setup with which any machine can read a run, even without the run's GPU."""
     return with_device(setup, "auto") if setup.config.resources.device == "cuda" else setup
 
 
 def check_threads(config: Config) -> None:
-    """Raise ConfigError if a client would compute on threads that hinder each other.
+    """Raise ConfigError if a client would use threads that slow each other down.
 
     On 2 cores a run on the digits took 7 s with 1 to 8 threads, 15 s with 32, and 79 s with 256.
     """
     have = len(cores())
-    most = THREADS_PER_CORE * have
+    most = MAX_THREADS_PER_CORE * have
     threads = config.resources.cpus_per_client
     if threads <= most:
         return
     raise ConfigError(
-        f"resources.cpus_per_client: this process has {have} CPU cores, on which more than {most} threads hinder "
-        f"each other ({threads:g}). Set at most {most}.",
+        f"resources.cpus_per_client: with {have} CPU cores, more than {most} threads slow each other down "
+        f"({threads:g}). Set at most {most}.",
         code="config.out-of-range",
         key="resources.cpus_per_client",
         value=threads,

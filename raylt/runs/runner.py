@@ -34,7 +34,7 @@ from raylt.runs.in_process import check_threads, forked_fleet, open_in_process
 from raylt.seeds import seeded
 
 FleetKind = Literal["ray", "local", "processes"]
-SERVER_LIVES = 3  # times that the server's process may die in the same step
+MAX_SERVER_DEATHS = 3  # the run ends when the server's process dies this often in the same step
 
 
 class Steps(Protocol):
@@ -48,21 +48,21 @@ class Steps(Protocol):
 
 
 def check_fleet(fleet: str, address: str | None, kinds: Sequence[str] = get_args(FleetKind)) -> None:
-    """Raise ConfigError if there is no such fleet, or if it is given an address and uses no Ray cluster.
+    """Raise ConfigError if the fleet is unknown, or if an address is given to a fleet without Ray.
 
     Args:
-        kinds: fleets that the caller has.
+        kinds: Fleets that the caller supports.
     """
     if fleet not in kinds:
         raise ConfigError(
-            f"fleet: no such fleet ({fleet!r}). Give {', '.join(kinds[:-1])} or {kinds[-1]}.",
+            f"fleet: unknown fleet ({fleet!r}). Give {', '.join(kinds[:-1])} or {kinds[-1]}.",
             code="config.unknown-name",
             key="fleet",
             value=fleet,
         )
     if fleet != "ray" and address is not None:
         raise ConfigError(
-            f"address: a cluster is used by fleet ray alone, and this fleet is {fleet} ({address}). Give no address, "
+            f"address: only the fleet ray uses a cluster, and the fleet is {fleet} ({address}). Leave out the address, "
             "or set the fleet to ray.",
             code="config.conflict",
             key="address",
@@ -76,14 +76,18 @@ def carry_out(
     """Continue a run from its last committed step to the end, and unlock the run folder.
 
     Args:
+        setup: Values that the configuration names.
+        task: The data and their split.
+        journal: The run folder, open for writing.
         fleet: "ray" for client actors, "local" for all clients in this process, "processes" for forks of it.
-        address: of a running Ray cluster.
+        address: Address of a running Ray cluster.
+        callback: Receives the events of the run.
 
     Raises:
-        CheckpointError: steps were committed and no checkpoint is usable.
-        ConfigError: the fleet is unknown or cannot use the address, the cluster does not answer or is too small, or its
-            device cannot be used.
-        StopAsked: `raylt stop` asked the run to stop; it did so after a checkpoint.
+        CheckpointError: Steps were committed, but no checkpoint is usable.
+        ConfigError: The fleet is unknown or cannot use the address, the cluster does not respond or is too small, or
+            the device cannot be used.
+        StopAsked: The run stopped after a checkpoint, because `raylt stop` requested it.
     """
     summary = None
     try:
@@ -92,12 +96,12 @@ def carry_out(
             summary = _take_all_steps(setup, task, journal, fleet, address, callback)
             summary |= provenance.of_summary(journal.folder)
             summary = journal.write_summary(summary)
-            stopping.withdraw(journal.folder)  # one that came too late
+            stopping.withdraw(journal.folder)  # remove a request that came too late
             _show_predictions(setup, task, journal, callback)
     except BaseException:
         try:
             callback.on_end(summary)
-        except Exception as error:  # the user must see the error that ended the run
+        except Exception as error:  # the error that ended the run is more important
             with suppress(Exception):
                 callback.on_message(f"on_end failed: {describe_error(error)}")
         raise
@@ -109,7 +113,7 @@ def _take_all_steps(
 ) -> dict[str, Any]:
     """Take the remaining steps and compute the summary.
 
-    If the server's process dies, the run continues from the last checkpoint.
+    If the server's process dies, continue from the last checkpoint.
     """
     started = False
     deaths = 0
@@ -130,9 +134,9 @@ def _take_all_steps(
             before = committed
             committed = len(journal.reports())
             deaths = deaths + 1 if committed == before else 1
-            remedy = "the run ends" if deaths == SERVER_LIVES else "starting it again from the last checkpoint"
+            remedy = "the run ends" if deaths == MAX_SERVER_DEATHS else "starting it again from the last checkpoint"
             journal.note(f"{error.cause}; {remedy}")
-            if deaths == SERVER_LIVES:
+            if deaths == MAX_SERVER_DEATHS:
                 raise
             callback.on_message(f"{error.cause}; {remedy}")
 
@@ -148,7 +152,7 @@ def _take_steps(
     if setup.config.input is not None and (height, width) != (setup.config.input, setup.config.input):
         side = setup.config.input
         callback.on_message(f"images of {height}x{width} are resized to {side}x{side} for {setup.config.model}")
-    setup.method.prepare(task, setup.config, model)  # what it refuses is not encoded first
+    setup.method.prepare(task, setup.config, model)  # before encoding, since it may raise an error
     saved, _ = checkpoint.latest(journal.folder / "checkpoints")
     if saved is not None:
         check_frozen(saved.read("server"), model, setup.config)
@@ -195,7 +199,7 @@ def _experiment(
     if fleet != "ray":
         return _in_this_process(setup, task, folder, fleet, callback)
     claim()
-    from actors.launch import open_experiment  # the only import of Ray's side
+    from actors.launch import open_experiment  # the only import of Ray code
 
     return open_experiment(setup, task, folder, address, callback.on_message, callback.on_progress, callback.on_items)
 
@@ -214,7 +218,7 @@ def _in_this_process(setup: Setup, task: Task, folder: Path, fleet: FleetKind, c
 def _show_predictions(setup: Setup, task: Task, journal: Journal, callback: Callback) -> None:
     """Draw test images with predictions.
 
-    A failure only gives a message, since the run is already finished.
+    A failure is only reported as a message, since the run is already finished.
     """
     try:
         picture = draw_prediction_grid(setup, task, journal.folder)

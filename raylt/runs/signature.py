@@ -1,7 +1,7 @@
 """Signatures of results, made and checked by OpenSSH's `ssh-keygen -Y`.
 
-Hashes show that a file was changed. Only a signature shows who vouches for it: a person with the file and without the
-key cannot make another one. The signature of FILE is in FILE.sig, in the namespace "raylt".
+Hashes show that a file was changed. Only a signature shows who vouches for it, since it cannot be made without the key.
+The signature of FILE is in FILE.sig, in the namespace "raylt".
 """
 
 import subprocess
@@ -14,9 +14,9 @@ from raylt.errors import CheckpointError, ConfigError, on_one_line
 
 ENDING = ".sig"
 NAMESPACE = "raylt"
-LIMIT = 2**30  # bytes of a signed file
-_SIGNATURE_LIMIT = 2**16  # bytes
-_SECONDS = 120  # a passphrase may have to be typed
+MAX_FILE_BYTES = 2**30  # maximum size of a signed file
+_MAX_SIGNATURE_BYTES = 2**16
+_TIMEOUT_S = 120  # long enough to type a passphrase
 
 
 def signature_of(file: Path) -> Path:
@@ -28,7 +28,8 @@ def sign(file: Path, key: Path) -> Path:
     """Sign a file with an SSH key.
 
     Args:
-        key: a private key, or a public one whose private key an SSH agent has.
+        file: The file to sign.
+        key: File with a private key, or with a public key whose private key an SSH agent has.
 
     Returns:
         The path of the signature.
@@ -36,7 +37,7 @@ def sign(file: Path, key: Path) -> Path:
     Raises:
         ConfigError: ssh-keygen is missing, or cannot use the key.
     """
-    content = store.read(file, LIMIT)
+    content = store.read(file, MAX_FILE_BYTES)
     if not is_file(key):
         raise ConfigError(
             f"--sign: no such file ({key}). Give an SSH key.", code="signature.not-made", key="--sign", path=str(key)
@@ -58,21 +59,22 @@ def check_signature(file: Path, signers: Path | None = None) -> str:
     """Check the signature of a file, and return the signer.
 
     Args:
-        signers: file of allowed signers, see `man ssh-keygen`. Without it any key counts, and the key is returned.
+        file: The signed file.
+        signers: File of allowed signers, see `man ssh-keygen`. Without it any key is accepted, and the key is returned.
 
     Raises:
-        CheckpointError: the file was changed after it was signed, the signature is damaged, or no allowed signer
-            made it.
+        CheckpointError: The file was changed after it was signed, the signature is damaged, or no allowed signer made
+            it.
         ConfigError: ssh-keygen is missing.
     """
-    content = store.read(file, LIMIT)
+    content = store.read(file, MAX_FILE_BYTES)
     with tempfile.TemporaryDirectory() as folder:
-        # copies, since ssh-keygen would wait for a FIFO
+        # use copies, because ssh-keygen would block on a FIFO
         signature = Path(folder) / "signature"
-        signature.write_bytes(store.read(signature_of(file), _SIGNATURE_LIMIT))
+        signature.write_bytes(store.read(signature_of(file), _MAX_SIGNATURE_BYTES))
         if signers is None:
             answer = _ssh_keygen(["-Y", "check-novalidate", "-n", NAMESPACE, "-s", str(signature)], content)
-            return f"signed with {_key_of(answer, file)}; give --signers to check whose key it is"
+            return f"signed with {_key_of(answer, file)}; use --signers to check whose key it is"
         allowed = Path(folder) / "signers"
         allowed.write_bytes(store.read(signers))
         names = _ssh_keygen(["-Y", "find-principals", "-f", str(allowed), "-s", str(signature)], b"")
@@ -92,7 +94,7 @@ def _key_of(answer: "subprocess.CompletedProcess[bytes]", file: Path) -> str:
 def _wrong(file: Path, reason: str) -> CheckpointError:
     path = signature_of(file)
     return CheckpointError(
-        f"{path}: does not sign {file.name} as it is ({reason}). Put the signed file back, or sign it again.",
+        f"{path}: does not match {file.name} ({reason}). Put the signed file back, or sign it again.",
         code="signature.wrong",
         path=str(path),
         reason=reason,
@@ -105,7 +107,9 @@ def _reason(answer: "subprocess.CompletedProcess[bytes]") -> str:
 
 def _ssh_keygen(words: list[str], content: bytes) -> "subprocess.CompletedProcess[bytes]":
     try:
-        return subprocess.run(["ssh-keygen", *words], input=content, capture_output=True, timeout=_SECONDS, check=False)
+        return subprocess.run(
+            ["ssh-keygen", *words], input=content, capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
     except FileNotFoundError:
         raise ConfigError(
             "ssh-keygen: is not installed. Install OpenSSH to make and check signatures.",
@@ -114,7 +118,7 @@ def _ssh_keygen(words: list[str], content: bytes) -> "subprocess.CompletedProces
         ) from None
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"ssh-keygen: did not answer in {_SECONDS} s. Give a key without a passphrase, or one that an agent has.",
+            f"ssh-keygen: did not finish in {_TIMEOUT_S} s. Use a key without a passphrase, or a key in an SSH agent.",
             code="signature.not-made",
             key="--sign",
         ) from None

@@ -29,9 +29,9 @@ from raylt.runs.run import Run
 from raylt.runs.runner import FleetKind, carry_out
 from raylt.seeds import seeded
 
-# errors for missing files, which may exist on the machine that will run the plan
+# Error codes for missing files, which may exist on the machine that will run the plan.
 _LACKING_FILES = ("data.not-found", "model.weights-unavailable", "model.teacher-unavailable")
-# keywords of `run` that also take a function, by the kind of plugin that it becomes
+# Keywords of `run` that also accept a function, and the kind of plugin that it becomes.
 PLUGIN_KEYWORDS: dict[str, PluginKind] = {
     "model": "model",
     "data": "source",
@@ -58,24 +58,24 @@ def run(
         raylt.run("fedprox", data="cifar10", clients=20, rounds=200, local={"lr": 0.1}, mu=0.01)
 
     Args:
-        what: a method's name or a Method; or the path of a YAML file, recipe:NAME, or a Config.
-        out: folder of run folders.
-        name: name of the run folder in `out`; by default made of method, data and time.
+        what: A method's name, a Method, the path of a YAML file, recipe:NAME, or a Config.
+        out: Folder in which to create the run folder.
+        name: Name of the run folder in `out`; by default composed of method, data and time.
         fleet: "ray" for client actors on Ray; "local" for all clients in this process; "processes" for forks of this
-            process, one a core. The result is the same.
-        address: a running Ray cluster, HOST:PORT or auto; by default a new local one.
-        quiet: whether the terminal shows nothing.
-        callbacks: observers of the run.
-        overrides: settings by their full keys, as ["local.lr=0.1"], {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
-        settings: a section with its changes (`local={"lr": 0.1}`), `data="digits"` for the source, and any other
-            setting or field of the method by the last part of its key (`rounds=30`). `model`, `data`, `augment`,
-            `partition` and `schedule` also take functions, see `raylt.register`.
+            process, one per core. The result is the same.
+        address: Address of a running Ray cluster, HOST:PORT or auto; by default a new local cluster.
+        quiet: Whether to show nothing on the terminal.
+        callbacks: Observers of the run.
+        overrides: Settings by full key: ["local.lr=0.1"], {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
+        settings: Changes to a section (`local={"lr": 0.1}`), `data="digits"` for the source, and any other setting or
+            method field by the last part of its key (`rounds=30`). `model`, `data`, `augment`, `partition` and
+            `schedule` also accept functions, see `raylt.register`.
 
     Raises:
-        ConfigError: a setting cannot be used.
-        DataError: the data is missing or cannot be split as asked.
-        CheckpointError: the run folder exists.
-        RayltError: the run failed; `Run.resume` continues it once the cause is removed.
+        ConfigError: A setting cannot be used.
+        DataError: The data are missing or cannot be split as configured.
+        CheckpointError: The run folder exists.
+        RayltError: The run failed. `Run.resume` continues it once the cause is removed.
     """
     if name is not None:
         check_name(name, "name")
@@ -83,7 +83,7 @@ def run(
     setup, task, _ = plan_run(configure(what, overrides, settings))
     config = setup.config
     method = setup.method
-    source = Path(task.name.partition(":")[2] or task.name).stem  # of folder:PATH and npz:PATH, the last name
+    source = Path(task.name.partition(":")[2] or task.name).stem  # the last name of folder:PATH and npz:PATH
     source = "".join(letter if letter.isprintable() else "_" for letter in source)[:80]
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
     journal = Journal.create(
@@ -92,7 +92,7 @@ def run(
     screen = [] if quiet else [progress_display()]
     try:
         carry_out(setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
-    except ConfigError:  # no such cluster, one that is too small, or a setting that does not fit the data
+    except ConfigError:  # the cluster is unknown or too small, or a setting does not fit the data
         journal.discard()
         raise
     return Run(journal.folder)
@@ -103,14 +103,15 @@ def plan_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, Spl
     """Resolve a configuration, build its task and check for conflicting settings, without starting anything.
 
     Args:
-        task: of the same settings of data, where it was built already.
+        config: The configuration.
+        task: Task for the same data settings, if it is already built.
 
     Returns:
-        The values that the configuration names, its task and its untrained model.
+        The values that the configuration names, the task and the untrained model.
 
     Raises:
-        ConfigError: a setting cannot be used.
-        DataError: the data is missing or cannot be split as asked.
+        ConfigError: A setting cannot be used.
+        DataError: The data are missing or cannot be split as configured.
     """
     check_size(config.data)
     method = resolve(config).method
@@ -126,14 +127,14 @@ def plan_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, Spl
 
 @no_exit()
 def preview_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, SplitModel]:
-    """Check a configuration as `run` does before its first round: as `plan_run`, and by the method itself."""
+    """Check a configuration as `run` does before its first round: by `plan_run`, and by the method itself."""
     setup, task, model = plan_run(config, task)
     setup.method.prepare(task, setup.config, model)
     return setup, task, model
 
 
 def lacks_files(error: RayltError) -> bool:
-    """Return whether an error of `preview_run` is due to missing files, which another machine may have."""
+    """Return whether an error of `preview_run` is about missing files, which another machine may have."""
     return error.code in _LACKING_FILES
 
 
@@ -144,7 +145,7 @@ def check_setup(setup: Setup, spec: TaskSpec) -> SplitModel:
         The untrained model.
 
     Raises:
-        ConfigError: method, model, data and settings do not fit together.
+        ConfigError: Method, model, data and settings do not fit together.
     """
     checked = setup.new_model(spec)
     setup.check(spec, checked)
@@ -169,7 +170,7 @@ def resume(
 ) -> Run:
     """Continue the run in a folder after its last committed step, see `Run.resume`.
 
-    With a larger `federation.rounds` among the overrides, continue beyond the last round in a new folder, see
+    If the overrides contain a larger `federation.rounds`, continue beyond the last round in a new folder, see
     `raylt.runs.continuation`.
     """
     return continuation.resume(folder, overrides, fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
@@ -183,7 +184,7 @@ def configure(
     """Return the configuration that `run` would use for these arguments.
 
     Raises:
-        ConfigError: a setting is unknown, ambiguous, of the wrong type or out of range.
+        ConfigError: A setting is unknown, ambiguous, of the wrong type or out of range.
     """
     keywords = dict(settings or {})
     tree = _tree_of(what)

@@ -1,6 +1,6 @@
 """Requests to stop a run at its next checkpoint.
 
-It is a file in the run folder, so it reaches a run on another machine that shares the folder.
+A request is a file in the run folder, so it reaches a run on another machine that shares the folder.
 """
 
 from pathlib import Path
@@ -20,12 +20,12 @@ def ask_to_stop(folder: Path) -> None:
     """Ask the run in a folder to stop at its next checkpoint.
 
     Raises:
-        CheckpointError: the folder cannot be written to.
-        ConfigError: no process is running it.
+        CheckpointError: The folder cannot be written to.
+        ConfigError: No process is running the run.
     """
     if not is_locked(folder):
         raise ConfigError(
-            f"{folder}: no process is running this. Look at it with raylt ls {quoted(folder.parent)}.",
+            f"{folder}: no process is running this. Check its state with raylt ls {quoted(folder.parent)}.",
             code="run.not-running",
             path=str(folder),
         )
@@ -42,7 +42,7 @@ def is_asked(folder: Path) -> bool:
 def withdraw(folder: Path) -> None:
     """Remove the request to stop a run.
 
-    The request may be older than the run's current process.
+    It may be older than the run's current process.
     """
     with Folder.open(folder) as run_folder:
         run_folder.remove(FILE)

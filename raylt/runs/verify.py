@@ -1,7 +1,7 @@
 """`raylt verify`: check the files of a run folder, and repair damage without losing committed steps.
 
-Every file is compared with the files that it must agree with. A repair only removes files: files that a killed process
-left, and damaged files that come after an undamaged checkpoint.
+Each file is checked against the files that it must agree with. A repair only removes files: leftovers of killed
+processes, and damaged files after an undamaged checkpoint.
 """
 
 import os
@@ -26,7 +26,7 @@ from raylt.store import Folder
 
 CHECKPOINTS = "checkpoints"
 UNSEALED = "unsealed: no hash binds it"
-# codes of the errors due to what a machine or process lacks
+# Error codes for things that are missing on this machine or in this process.
 ABSENT = ("config.missing-package", "data.not-found", "plugin.missing")
 BOUND = {
     IDENTITY,
@@ -49,11 +49,11 @@ class Finding:
     """The result of checking one file of a run.
 
     Attributes:
-        what: name of the file.
-        whole: whether it is undamaged, as far as it was checked.
-        detail: its content, its damage, or the reason why it was not checked.
-        mendable: what `repair` would do about it; None where it is undamaged or cannot be repaired.
-        checked: False if this machine or process lacks what the check needs.
+        what: Name of the file.
+        whole: Whether it is undamaged, as far as it was checked.
+        detail: Description of its content, its damage, or the reason why it was not checked.
+        mendable: Action that `repair` would take; None if the file is undamaged or cannot be repaired.
+        checked: False if something that the check needs is missing.
     """
 
     what: str
@@ -67,8 +67,8 @@ def verify(folder: Path, data: bool = True) -> list[Finding]:
     """Check every file of a run without changing anything.
 
     Args:
-        folder: of the run.
-        data: whether to read the run's data as well, and compare them with their hashes.
+        folder: The run's folder.
+        data: Whether to also read the run's data and compare them with their hashes.
     """
     return list(_findings(Run.open(folder), data))
 
@@ -77,16 +77,16 @@ def verify_inner(folder: Path, what: str, state: str, continues: bool = True) ->
     """Check every file of a run that belongs to a study or search, but not its data.
 
     Args:
-        folder: of the run.
-        what: name of the run in the findings.
-        state: its state, for the finding.
-        continues: whether an unfinished run needs a checkpoint; a search removes those of trials that have ended.
+        folder: The run's folder.
+        what: Name of the run in the findings.
+        state: State of the run, for the finding.
+        continues: Whether an unfinished run needs a checkpoint. A search removes the checkpoints of ended trials.
 
     Returns:
-        A finding for each damaged file; if there is none, one for the whole run, which names the files that no hash
-        binds.
+        A finding for each damaged file; if there is none, one for the whole run, which names the files without a
+        recorded hash.
     """
-    # a study needs no models, so they may have been removed
+    # a study does not need models, so they may have been removed
     removed = not os.path.lexists(folder / summary.MODEL)
     needless = {*([summary.MODEL] if removed else []), *([] if continues else [CHECKPOINTS])}
     findings = [each for each in verify(folder, data=False) if each.what not in needless]
@@ -102,8 +102,8 @@ def repair(folder: Path) -> list[str]:
         A line for each repair.
 
     Raises:
-        FolderHeld: a process works on the run.
-        CheckpointError: it is not a run folder; nothing is changed.
+        FolderHeld: Another process is working on the run.
+        CheckpointError: The folder is not a run folder. Nothing is changed.
     """
     files = Files(Run.open(folder).folder)
     with Journal(folder), Folder.open(folder) as run_folder:
@@ -126,9 +126,9 @@ class _RepairTarget:
     """The state to which a run can be repaired.
 
     Attributes:
-        lines: the undamaged lines.
-        cut: whether metrics.jsonl has more.
-        unusable: steps of checkpoints that are damaged, or come after damaged lines.
+        lines: The undamaged lines.
+        cut: Whether metrics.jsonl has more lines, which must be removed.
+        unusable: Steps of checkpoints that are damaged or come after damaged lines.
     """
 
     lines: metrics_log.Lines
@@ -146,7 +146,7 @@ def _repair_target(files: Files) -> _RepairTarget | None:
             damaged = [step for step in steps if isinstance(_checkpoint_at(files, step, lines), str)]
             return _RepairTarget(lines, lines.torn, damaged if len(damaged) < len(steps) else [])
         if summary.FILE in folder.names():
-            return None  # the run has ended, but its last lines are lost
+            return None  # not repairable: the run has ended, and its last lines are lost
         lines = _undamaged_lines(folder, root)
     for step in reversed(steps):
         if isinstance(_checkpoint_at(files, step, lines), Checkpoint):
@@ -164,7 +164,7 @@ def _undamaged_lines(folder: Folder, root: str) -> metrics_log.Lines:
             return True
         return False
 
-    count = folder.read(metrics_log.FILE, metrics_log.LIMIT).count(b"\n")
+    count = folder.read(metrics_log.FILE, metrics_log.MAX_FILE_BYTES).count(b"\n")
     first_damaged = bisect_left(range(count + 1), True, key=is_damaged)
     return metrics_log.read_lines(folder, root, first_damaged - 1)
 
@@ -203,10 +203,10 @@ def _findings(run: Run, data: bool) -> Iterator[Finding]:
 
 
 def unbound_in(folder: Folder, bound: Collection[str]) -> Iterator[Finding]:
-    """Yield a finding for each file of a folder that no hash binds.
+    """Yield a finding for each file of a folder that has no recorded hash.
 
     Args:
-        bound: names of the files that hashes bind.
+        bound: Names of the files with a recorded hash.
     """
     for name in folder.names():
         if name not in bound and not name.endswith(ENDING):
@@ -222,7 +222,7 @@ def finding_of(what: str, read: Callable[[], str]) -> Finding:
 
 
 def _check_data(run: Run) -> Finding:
-    """Compare a run's data with their hashes. Data that are not on this machine are no damage of the run."""
+    """Compare a run's data with their hashes. Data that are not on this machine do not count as damage."""
     try:
         return Finding("data", True, f"{run.task.name}, as the run read it")
     except RayltError as error:
@@ -281,8 +281,8 @@ def _check_checkpoints(files: Files) -> Iterator[Finding]:
 def _check_matrices(files: Files) -> Iterator[Finding]:
     """Yield one finding if all files of confusion counts are undamaged, otherwise one per damaged file.
 
-    A long run drops its oldest counts, except those of steps with a checkpoint. So after `KEPT` evaluations the first
-    files may be missing, but no later file may.
+    A long run deletes its oldest counts, except for steps with a checkpoint. So after `KEPT` evaluations the first
+    files may be missing, but later files may not.
     """
     hashes: dict[int, str] = {}
     with suppress(CheckpointError):
@@ -308,7 +308,7 @@ def _checkpoint_at(files: Files, step: int, lines: metrics_log.Lines | None) -> 
     """Return the checkpoint after a step, a text if it is damaged, or an error if it belongs to another run.
 
     Args:
-        lines: the lines that it must fit; None where they cannot be read.
+        lines: Lines that the checkpoint must match; None if they cannot be read.
     """
     try:
         saved = checkpoint.at(files.path / CHECKPOINTS, step)

@@ -9,7 +9,7 @@ import pytest
 
 import raylt
 from raylt.config import load
-from raylt.runs.runner import SERVER_LIVES
+from raylt.runs.runner import MAX_SERVER_DEATHS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
@@ -31,7 +31,7 @@ def run_doomed(folder, times):
         text=True,
         timeout=500,
     )
-    assert len(list(deaths.iterdir())) == min(times, SERVER_LIVES)
+    assert len(list(deaths.iterdir())) == min(times, MAX_SERVER_DEATHS)
     return done.returncode, done.stderr.splitlines()
 
 
@@ -47,6 +47,6 @@ def test_one_that_always_does_is_given_up_in_one_line(tmp_path):
     code, said = run_doomed(tmp_path, 99)
     assert code == 1
     assert said[-1] == f"error [server.lost]: {DIED}continue with raylt resume"
-    assert [line.startswith(DIED) for line in said].count(True) == SERVER_LIVES - 1
+    assert [line.startswith(DIED) for line in said].count(True) == MAX_SERVER_DEATHS - 1
     assert not any("Traceback" in line for line in said)
     assert not (tmp_path / "doomed/summary.json").exists()

@@ -222,7 +222,7 @@ def test_a_client_that_joins_after_training_is_named_and_offered_nowhere(raylt, 
     trained = [name for name in run.outline.client_names if name != late]
     Image.fromarray(load(run.task.test.x)[0, ..., 0]).save(tmp_path / "x.png")
     ended = raylt("predict", run.folder, tmp_path / "x.png", "--client", late)
-    refused(ended, f"joins after training, and the model that it tunes then is not kept ({late})", ", ".join(trained))
+    refused(ended, f"joins after training, so its model is not kept ({late})", ", ".join(trained))
     ended = raylt("predict", run.folder, tmp_path / "x.png")
     refused(ended, f"one of {', '.join(trained)}.")
     with pytest.raises(ConfigError, match=rf"not kept \({late}\)"):

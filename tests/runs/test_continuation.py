@@ -159,9 +159,9 @@ class Warming(raylt.Method):
         (["method=bpfed"], "after the last round"),
         (["method=fedsm", "method.teacher=none", "method.retrain_rounds=1"], "retraining"),
         (["method=fedavg", "local.schedule=cosine"], "local.schedule"),
-        (["method=warming"], "it reads"),
-        (["method=indirect"], "it reads"),
-        (["method=fedrela"], "it reads"),
+        (["method=warming"], "depend on the number of rounds"),
+        (["method=indirect"], "depend on the number of rounds"),
+        (["method=fedrela"], "depend on the number of rounds"),
     ],
 )
 def test_a_run_whose_rounds_depend_on_their_number_stays_as_long_as_it_is(folder, settings, reason):

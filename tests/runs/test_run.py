@@ -237,13 +237,13 @@ def test_a_client_of_a_method_without_personal_models_has_the_global_one(plain):
 
 
 def test_clients_that_there_are_not_have_no_model(plain):
-    with pytest.raises(ConfigError, match=r"^client: holds no samples \(4\)\. Take one of 0, 1, 2, 3"):
+    with pytest.raises(ConfigError, match=r"^client: has no samples \(4\)\. Choose one of 0, 1, 2, 3"):
         plain.client_model(4)
 
 
 def test_with_local_statistics_only_clients_have_models(tmp_path):
     run = make_run(tmp_path, "local", "method=fedavg", "federation.batchnorm=local")
-    with pytest.raises(ConfigError, match=r"there is no global model .*Take client_model\(id\)"):
+    with pytest.raises(ConfigError, match=r"there is no global model .*Use client_model\(id\)"):
         run.model()
     judged = run.clients.query("metric == 'global' and client == 1").value.item()
     assert accuracy(run.client_model(1), run) == pytest.approx(judged)

@@ -185,7 +185,7 @@ def test_a_finished_trial_is_not_run_again(folder):
 def test_a_trial_that_was_stopped_is_not_begun_again_by_hand(folder):
     run = Run.open(folder / "trials/fedprox-000")
     (run.folder / "summary.json").unlink()
-    with pytest.raises(RayltError, match="the checkpoints are gone; 2 steps were committed"):
+    with pytest.raises(RayltError, match=r"all checkpoints are missing \(2 steps were committed\)"):
         run.resume(fleet="local", quiet=True)
     assert len(run.reports) == 2
 

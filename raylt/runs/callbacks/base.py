@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylt.errors import ConfigError
 
-if TYPE_CHECKING:  # an observer of a search need not wait for torch
+if TYPE_CHECKING:  # avoids importing torch for observers of searches
     from raylt.config import Config
     from raylt.core.experiment import RoundReport
     from raylt.core.fleet.item_progress import ItemsProgress
@@ -19,11 +19,12 @@ class StudyStatus:
     """Progress of a study.
 
     Attributes:
-        done, total: runs that are finished, and all runs of the study.
-        running: folders of the runs that are under way; where the server works alone, with its progress in brackets.
-        share: share of the work that is done, from 0 to 1.
-        left_s: estimated seconds until the end; None until a run has been timed.
-        untimed_finish: whether `left_s` lacks the last phases of some runs, because none like them was timed yet.
+        done, total: Number of finished runs, and of all runs of the study.
+        running: Folders of the active runs, with the server's progress in brackets while only the server works.
+        share: Completed share of the work, from 0 to 1.
+        left_s: Estimated seconds until the end; None until a run has been timed.
+        untimed_finish: Whether `left_s` does not include the last phases of some runs, because their duration is
+            unknown.
     """
 
     done: int
@@ -39,13 +40,13 @@ class TrialReport:
     """The outcome of a search's trial that has ended.
 
     Attributes:
-        trial: its name, which is the name of its folder.
-        values: the settings that it tried, by dotted key.
-        state: "done", "stopped" or "failed"; "open" where earlier trials must end before it can be compared.
-        round: round of its last counted score; None before there is one.
-        score: that score; None before there is one.
-        failed: one line on why it failed, or None.
-        other_scores: figures by the search's other metrics, by name; empty before there are any.
+        trial: Name of the trial and of its folder.
+        values: Settings that it tried, by dotted key.
+        state: "done", "stopped" or "failed"; "open" if earlier trials must end before it can be compared.
+        round: Round of the last score that counts; None if there is none yet.
+        score: The last score that counts; None if there is none yet.
+        failed: Reason why it failed, in one line; None if it did not fail.
+        other_scores: Scores by the search's other metrics, by name; empty if there are none yet.
     """
 
     trial: str
@@ -68,7 +69,8 @@ class Callback:
         """Receive a line for the user, such as a note on a repaired fault.
 
         Args:
-            minor: of interest only to a person who is watching.
+            text: The line.
+            minor: Whether the line is of interest only while someone is watching.
         """
 
     # a run
@@ -77,19 +79,19 @@ class Callback:
         """Receive the folder and the configuration of a run before the first step.
 
         Args:
-            folder: the run folder.
-            config: configuration with all fields of the method.
-            reports: the lines of metrics.jsonl of a resumed run.
+            folder: The run folder.
+            config: Configuration with all fields of the method.
+            reports: Lines of metrics.jsonl, if the run is resumed.
         """
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
         """Receive the progress inside a step; on Ray at most a few times a second.
 
         Args:
-            stage: the client function or the server's function that runs, "evaluation", or a stage of the method's
-                server ("synthesis").
-            done: clients that have replied, or items of the server's own work that are done.
-            total: clients that were asked, or items; 0 where there are none.
+            stage: Name of the running client or server function, "evaluation", or a stage of the method's server such
+                as "synthesis".
+            done: Number of clients that have replied, or of finished items of the server's own work.
+            total: Number of clients that were asked, or of items; 0 if there are none.
         """
 
     def on_items(self, progress: "ItemsProgress") -> None:
@@ -111,7 +113,7 @@ class Callback:
         """Receive the end of the run, whether it finished, failed or was interrupted.
 
         Args:
-            summary: the content of summary.json; None when the run was interrupted or failed.
+            summary: Content of summary.json; None if the run was interrupted or failed.
         """
 
     # a study
@@ -125,17 +127,19 @@ class Callback:
         """Receive the folder and size of a search before the search's first trial.
 
         Args:
-            methods: names of the methods that are searched.
-            trials: trials in all; None where the budget decides.
-            at_once: trials that run at the same time.
+            folder: The search's folder.
+            methods: Names of the searched methods.
+            trials: Total number of trials; None if the budget decides.
+            at_once: Number of trials that run at the same time.
         """
 
     def on_trial_end(self, trial: TrialReport, best: TrialReport | None, ended: int) -> None:
         """Receive a trial that has ended, whether it finished, stopped early or failed.
 
         Args:
-            best: the best trial so far; None before a trial has a score.
-            ended: trials that have ended so far.
+            trial: The trial.
+            best: The best trial so far; None if no trial has a score yet.
+            ended: Number of trials that have ended so far.
         """
 
     def on_search_end(self) -> None:
@@ -198,10 +202,10 @@ class Callbacks(Callback):
 
 
 def checked(callbacks: Any) -> Sequence[Callback]:
-    """Return callbacks that a user gave.
+    """Return a user's callbacks after checking their types.
 
     Raises:
-        ConfigError: they are not several, or one of them is not a callback.
+        ConfigError: The value is not a list, or an element is not a callback.
     """
     given = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     wrong = [each for each in given if not isinstance(each, Callback)]

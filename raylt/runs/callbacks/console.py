@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
-# characters that move the cursor, change the terminal or the direction of a text
+# Characters that move the cursor, change the terminal's state or change the direction of text.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

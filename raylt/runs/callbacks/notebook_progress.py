@@ -22,8 +22,8 @@ from raylt.runs.callbacks.terminal import (
     items_text,
 )
 
-EVERY = 0.25  # least seconds between two updates, since each update is sent to the browser
-NOTES = 20  # messages that are shown, the last ones
+UPDATE_INTERVAL_S = 0.25  # minimum time between two updates, since each update is sent to the browser
+SHOWN_NOTES = 20  # number of messages to show, the most recent ones
 
 
 def progress_display() -> Callback:
@@ -46,11 +46,11 @@ class NotebookProgress(Callback):
         self._steps = 0
         self._total = 0
         self._rounds = 0
-        self._taken = 0  # rounds
+        self._taken = 0  # completed rounds
         self._updated = 0.0
 
     def on_message(self, text: str, minor: bool = False) -> None:
-        self._notes = [*self._notes, text][-NOTES:]
+        self._notes = [*self._notes, text][-SHOWN_NOTES:]
         self._show()
 
     def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
@@ -79,7 +79,7 @@ class NotebookProgress(Callback):
         self._pace.share = share
         self._time_left.stage_left = self._pace.seconds_left()
         self._stage = STAGES.get(stage, stage.replace("_", " ")) + counts
-        if time.monotonic() - self._updated >= EVERY:
+        if time.monotonic() - self._updated >= UPDATE_INTERVAL_S:
             self._show_step()
 
     def on_step(self, report: RoundReport) -> None:
@@ -92,12 +92,12 @@ class NotebookProgress(Callback):
         self._steps = report.step
         self._taken = report.step if report.phase == "round" else self._taken
         self._stage = ""
-        if report.step >= self._total or time.monotonic() - self._updated >= EVERY:
+        if report.step >= self._total or time.monotonic() - self._updated >= UPDATE_INTERVAL_S:
             self._show_step()
 
     def on_end(self, summary: dict[str, Any] | None) -> None:
         self._stage = "" if summary is not None else "stopped"
-        if summary is not None:  # also where federation.patience ended the rounds
+        if summary is not None:  # also if federation.patience ended the run early
             self._steps = self._total
             self._taken = summary["rounds"]
         self._show_step()
@@ -123,7 +123,8 @@ class NotebookProgress(Callback):
 
     def _show_step(self) -> None:
         """Update the display with the progress of a run."""
-        self._share = self._steps / self._total if self._total else None  # it failed before it knew its steps
+        # a run may fail before its number of steps is known
+        self._share = self._steps / self._total if self._total else None
         left = self._time_left.text(self._total - self._steps)
         parts = (f"round {self._taken}/{self._rounds}", self._stage, self._best.text)
         ended = self._steps >= self._total or self._stage == "stopped"

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from PIL import Image
 
 COLUMNS = 6
-MOST_IMAGES = 24
-MOST_MAPS = 4
-SIDE = 96  # least number of pixels of a drawn test image, in whole multiples of its own
+MAX_IMAGES = 24
+MAX_MAPS = 4
+MIN_SIDE = 96  # minimum width of a drawn test image in pixels; images are enlarged by whole factors
 GAP = 6  # pixels between images
-LINE = 13  # pixels of a line of text
+LINE = 13  # height of a line of text in pixels
 RIGHT, WRONG = (0, 120, 0), (190, 0, 0)
-BACKGROUND, UNLABELLED = (0, 0, 0), (255, 255, 255)  # classes that a client does not have; VOID
+BACKGROUND, UNLABELLED = (0, 0, 0), (255, 255, 255)  # colours of classes that a client does not have, and of VOID
 
 
 class Picture(NamedTuple):
-    """A PNG of height x width pixels.
+    """A PNG image of height x width pixels.
 
     Attributes:
-        model: the model whose predictions it shows, as "global model" or "client 3".
+        model: Name of the model whose predictions it shows, such as "global model" or "client 3".
     """
 
     png: bytes
@@ -46,13 +46,13 @@ class Picture(NamedTuple):
 def draw_prediction_grid(setup: Setup, task: Task, folder: Path) -> Picture:
     """Draw test images of a finished run with true and predicted classes.
 
-    Classes are drawn as words, right ones green, and label maps as maps. Where clients have models of their own, the
-    first client's is drawn, on its own test images where it has any.
+    Classes are written as words, with correct predictions in green, and label maps are drawn as images. If clients have
+    models of their own, the first client's model is used, on its own test images if it has any.
     """
     saved, _ = checkpoint.latest(folder / "checkpoints")
     assert saved is not None
-    # a model needs no images to be loaded, and with a frozen encoder all of them would be encoded again on this device;
-    # a plugin's method may look at them
+    # load the model without images: a frozen encoder would encode all of them again on this device;
+    # only the method of a plugin may need them
     described = task if is_plugin("method", setup.method.name) else task_from(outline_of(task), task.split)
     experiment = open_in_process(with_device(setup, "cpu"), described, folder, None)
     experiment.load(saved, clients=False)
@@ -66,7 +66,7 @@ def draw_prediction_grid(setup: Setup, task: Task, folder: Path) -> Picture:
             rows = task.own_tests[client]
     else:
         model = global_model(experiment, None)
-    most = MOST_IMAGES if task.kind == "classification" else MOST_MAPS
+    most = MAX_IMAGES if task.kind == "classification" else MAX_MAPS
     rows = rows[np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)]
     images = load(take(task.test.x, rows))
     truth = load(take(task.test.y, rows))
@@ -134,7 +134,7 @@ def _with_maps(images: np.ndarray, truth: np.ndarray, predicted: np.ndarray, nam
 
 def _enlarge(images: np.ndarray) -> np.ndarray:
     """Return images with three channels in which each pixel is enlarged to a square, uint8 [n, H, W, 3]."""
-    factor = max(1, -(-SIDE // images.shape[2]))
+    factor = max(1, -(-MIN_SIDE // images.shape[2]))
     coloured = images if images.shape[3] == 3 else np.repeat(images[..., :1], 3, axis=3)
     return coloured.repeat(factor, axis=1).repeat(factor, axis=2)
 

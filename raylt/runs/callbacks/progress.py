@@ -1,8 +1,8 @@
 """Progress inside a step, as small files in the run folder.
 
 The process that runs the experiment writes one file, which a terminal reads. Processes that work on items of
-`Fleet.map` write one file for each item, which the experiment's process reads. The files are not part of the run: no
-other code reads them, and they need not reach the disk.
+`Fleet.map` write one file per item, which the experiment's process reads. The files are not part of the run's results:
+no other code reads them, and they need not be flushed to disk.
 """
 
 import json
@@ -18,14 +18,14 @@ from raylt.store import Folder
 from raylt.typed_json import parse_json
 
 FILE = ".progress"
-ITEM = ".progress-"  # before the number of an item
-EVERY_S = 0.5  # least time between two writes of the same stage; people read no faster
+ITEM_PREFIX = ".progress-"  # followed by the number of the item
+WRITE_INTERVAL_S = 0.5  # minimum time between two writes in the same stage
 
 
 def progress_writer(folder: Path) -> Callable[..., None]:
     """Return a function that writes the progress of a run into its folder.
 
-    It takes the arguments of a `ProgressHook`, or the fields of `ItemsProgress`.
+    The function takes the arguments of a `ProgressHook`, or the fields of `ItemsProgress`.
     """
     last_stage = ""
     last_time = 0.0
@@ -33,7 +33,7 @@ def progress_writer(folder: Path) -> Callable[..., None]:
     def write(stage: str, *figures: float) -> None:
         nonlocal last_stage, last_time
         now = time.monotonic()
-        if stage == last_stage and now - last_time < EVERY_S:
+        if stage == last_stage and now - last_time < WRITE_INTERVAL_S:
             return
         last_stage = stage
         last_time = now
@@ -49,9 +49,9 @@ def item_writer(folder: Path, number: int) -> StageProgress:
     def write(done: int, total: int) -> None:
         nonlocal last_time
         now = time.monotonic()
-        if now - last_time >= EVERY_S:
+        if now - last_time >= WRITE_INTERVAL_S:
             last_time = now
-            _write(folder, f"{ITEM}{number}", [done, total])
+            _write(folder, f"{ITEM_PREFIX}{number}", [done, total])
 
     return write
 
@@ -67,7 +67,7 @@ def read_progress(folder: Path) -> tuple[str, int, int] | ItemsProgress | None:
 
 def read_items(folder: Path, numbers: Iterable[int]) -> dict[int, tuple[int, int]]:
     """Return (finished steps, all steps) for each `Fleet.map` item that has reported its progress."""
-    figures_by_item = {number: _read(folder, f"{ITEM}{number}") for number in numbers}
+    figures_by_item = {number: _read(folder, f"{ITEM_PREFIX}{number}") for number in numbers}
     return {
         number: (int(figures[0]), int(figures[1])) for number, figures in figures_by_item.items() if len(figures) == 2
     }
@@ -77,11 +77,11 @@ def remove_items(folder: Path, numbers: Iterable[int]) -> None:
     """Remove the progress files of finished `Fleet.map` items."""
     with Folder.open(folder) as run_folder:
         for number in numbers:
-            run_folder.remove(f"{ITEM}{number}")
+            run_folder.remove(f"{ITEM_PREFIX}{number}")
 
 
 def remove_progress(folder: Path) -> None:
-    """Remove a run's progress file, once no process works on the run."""
+    """Remove a run's progress file when no process works on the run any more."""
     with Folder.open(folder) as run_folder:
         run_folder.remove(FILE)
 

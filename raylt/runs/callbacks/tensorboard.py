@@ -1,8 +1,8 @@
-"""The TensorBoard file of a run: settings under HPARAMS, a curve for each number of its reports, and a picture.
+"""The TensorBoard file of a run: settings under HPARAMS, a curve for each number in its reports, and a picture.
 
 The picture shows predictions of the final model. The names of the curves come from the fields of `RoundReport`.
 
-This module does not use a SummaryWriter, whose thread ends silently on a full disk and leaves the run waiting.
+This module does not use a SummaryWriter, because its thread dies silently on a full disk and leaves the run waiting.
 """
 
 import secrets
@@ -24,7 +24,7 @@ class Board:
     """Writes a TensorBoard file into a run folder, starting with the first report.
 
     Args:
-        settings: returns the run's settings for HPARAMS; called when the file is begun.
+        settings: Function that returns the run's settings for HPARAMS, called when the file is created.
     """
 
     def __init__(self, settings: Callable[[], dict[str, Any]]) -> None:
@@ -41,18 +41,18 @@ class Board:
         self._add(folder, step, [{"tag": f"predictions/{picture.model}", "image": image}])
 
     def _add(self, folder: Folder, step: int, values: list[dict[str, Any]]) -> None:
-        from tensorboardX.proto import event_pb2, summary_pb2  # a slow import
+        from tensorboardX.proto import event_pb2, summary_pb2  # slow to import
 
-        kinds: Any = event_pb2  # generated on import
+        kinds: Any = event_pb2  # protobuf classes without static types
         summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         begins = kinds.SessionLog(status=kinds.SessionLog.START)
         now, events = time.time(), []
         if self._file is None:
-            # an unguessable name, at which no link can wait
+            # an unguessable name, so that no link can be placed there beforehand
             self._file = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{secrets.token_hex(8)}"
             events = [
                 kinds.Event(wall_time=now, file_version="brain.Event:2"),
-                # drops the events of an earlier session for this step and later ones
+                # makes TensorBoard drop events of an earlier session for this and later steps
                 kinds.Event(wall_time=now, step=step, session_log=begins),
                 *(kinds.Event(wall_time=now, summary=part) for part in _hparams(self._settings())),
             ]
@@ -65,7 +65,7 @@ def curve_of(name: str) -> str:
     """Return the TensorBoard tag, `family/name`, for a number of a report.
 
     Args:
-        name: path of the number in a report, such as clients/owned/mean.
+        name: Path of the number in a report, such as clients/owned/mean.
     """
     field, _, rest = name.partition("/")
     figure = FIGURES.get(field)
@@ -82,7 +82,7 @@ def figures_of(report: dict[str, Any]) -> list[tuple[str, float]]:
     """Return (TensorBoard tag, value) for each number in a step's report.
 
     Args:
-        report: a line of metrics.jsonl.
+        report: A line of metrics.jsonl.
     """
     return [
         (curve_of(name), value)
@@ -92,7 +92,7 @@ def figures_of(report: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that have a value, by full key, with values other than numbers as text."""
+    """Return the settings that are not None, by full key. Values are numbers or text."""
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in _leaves(config)

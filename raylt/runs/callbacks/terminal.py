@@ -26,13 +26,13 @@ STAGES = {
     "judge": "judging",
     "checkpoint": "saving",
 }
-ITEMS = {"synthesise": "class"}  # name of one item, by function of the server
-BAR = 12  # columns; fewer where the rest of the line needs them
-STAGE = 21  # columns
-LINE_EVERY = 30.0  # seconds between two lines on a long stage where there is no bar
-TIMED_STEPS = 10  # steps whose mean duration predicts the next ones
+ITEMS = {"synthesise": "class"}  # what an item is, by server function
+BAR_WIDTH = 12  # columns; fewer if the rest of the line needs them
+STAGE_WIDTH = 21  # columns
+LINE_INTERVAL_S = 30.0  # minimum time between two lines on a long stage without a bar
+TIMED_STEPS = 10  # number of last steps whose mean duration predicts the next ones
 
-FIGURE_ORDER = "global", "accuracy", "matched", "local"  # a later one replaces an earlier one
+FIGURE_ORDER = "global", "accuracy", "matched", "local"  # later entries take precedence
 FIGURE_NAMES = {
     "local": "clients' own images",
     "matched": "clients' own class mix",
@@ -53,7 +53,7 @@ class TerminalProgress(Callback):
         self._time_left = TimeLeft()
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(BAR),
+            BarColumn(BAR_WIDTH),
             TextColumn("{task.fields[stage]}", markup=False),
             TextColumn("{task.fields[figures]}", markup=False),
             self._time_left,
@@ -101,7 +101,10 @@ class TerminalProgress(Callback):
         """Show a running stage: its counts on a progress bar, or its words as a line.
 
         Args:
-            share: the share of the stage that is done.
+            stage: Name of the stage.
+            share: Completed share of the stage.
+            counts: Counts for the progress bar.
+            words: Description for a line of text.
         """
         name = STAGES.get(stage, stage.replace("_", " "))
         if stage != self._stage.name or share < self._stage.share:
@@ -112,7 +115,7 @@ class TerminalProgress(Callback):
         if not self._console.is_terminal and self._stage.line_is_due():
             about = "" if left is None else f", about {in_words(left)} left"
             self.on_message(f"  {name}{words}{about}")
-        self._bar.update(self._task, stage=name[: STAGE - len(counts)] + counts)
+        self._bar.update(self._task, stage=name[: STAGE_WIDTH - len(counts)] + counts)
 
     def on_step(self, report: RoundReport) -> None:
         figure = self._best.update(report.record())
@@ -151,17 +154,17 @@ class StagePace:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.share = 0.0  # that is done
+        self.share = 0.0  # completed share
         self._since = time.monotonic()
         self._line = self._since
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the end of the stage at the present pace, or None before any progress."""
+        """Return the seconds until the end of the stage at the current pace, or None before any progress."""
         return (time.monotonic() - self._since) / self.share * (1 - self.share) if self.share else None
 
     def line_is_due(self) -> bool:
-        """Return whether another line on this stage is due; if it is, restart the waiting time."""
-        due = time.monotonic() - self._line >= LINE_EVERY
+        """Return whether another line on this stage is due; if so, restart the interval."""
+        due = time.monotonic() - self._line >= LINE_INTERVAL_S
         if due:
             self._line = time.monotonic()
         return due
@@ -181,13 +184,13 @@ def in_words(seconds: float) -> str:
 class TimeLeft(ProgressColumn):
     """Predicts the time until the end of a run from the durations of its last steps.
 
-    The column of the library rich forgets steps older than half a minute, but a round may take longer.
+    Rich's own column ignores steps older than half a minute, but a round may take longer.
     """
 
     def __init__(self) -> None:
         super().__init__(Column(no_wrap=True))
-        self.stage_left: float | None = None  # seconds until the end of the stage under way
-        self.last_phase: float | None = None  # seconds of the step after the rounds, where a method knows them
+        self.stage_left: float | None = None  # seconds until the end of the current stage
+        self.last_phase: float | None = None  # duration of the phase after the rounds, if the method knows it
         self._seconds: deque[float] = deque(maxlen=TIMED_STEPS)
         self._since = time.monotonic()
 
@@ -204,7 +207,7 @@ class TimeLeft(ProgressColumn):
         """Return the predicted time for the remaining steps as minutes and seconds, or `--:--` if unknown.
 
         Args:
-            steps: number of steps; None where it is not known.
+            steps: Number of remaining steps; None if unknown.
         """
         if steps is None or (steps and not self._seconds):
             return "--:--"
@@ -212,14 +215,14 @@ class TimeLeft(ProgressColumn):
             return _clock(self._left_with_last_phase(steps, self.last_phase))
         step = sum(self._seconds) / max(len(self._seconds), 1)
         left_of_step = step - (time.monotonic() - self._since)
-        if steps == 1 and left_of_step < 0:  # the last step takes longer than those before it
+        if steps == 1 and left_of_step < 0:  # the last step takes longer than earlier steps
             if self.stage_left is None:
                 return "--:--"
             left_of_step = self.stage_left
         return _clock(max(left_of_step, 0) + step * (steps - 1) if steps else 0)
 
     def _left_with_last_phase(self, steps: int, last_phase: float) -> float:
-        """Return the seconds that the remaining steps take if the last step takes `last_phase` seconds."""
+        """Return the predicted time for the remaining steps in seconds, if the last step takes `last_phase` seconds."""
         passed = time.monotonic() - self._since
         if steps == 1:
             return max(last_phase - passed, 0) if self.stage_left is None else self.stage_left
@@ -237,8 +240,8 @@ def _clock(seconds: float) -> str:
 class BestFigure:
     """Tracks the last and the best value of the displayed accuracy.
 
-    It is the mean accuracy over clients on their own test images, if there are any. Otherwise it is the accuracy, or
-    for clients' own models the mean over clients on their own class mix. Before the first of these values, it is the
+    This is the mean accuracy over clients on their own test images, if there are any. Otherwise it is the accuracy, or
+    for clients' own models the mean over clients on their own class mix. Until the first of these values, it is the
     accuracy of the global model.
     """
 
@@ -264,7 +267,7 @@ class BestFigure:
         assert value is not None
         if not self._kind or FIGURE_ORDER.index(kind) > FIGURE_ORDER.index(self._kind):
             self._kind = kind
-            self._best = value  # earlier values are of another figure
+            self._best = value  # earlier values belong to another figure
         if kind == self._kind:
             self._last = value
             self._best = max(self._best, value)

@@ -1,8 +1,8 @@
 """`--track mlflow|wandb`: send a run's settings, figures and picture of predictions to MLflow or Weights & Biases.
 
-Figures have the names that TensorBoard shows. The tools' own environment variables say where they go
-(MLFLOW_TRACKING_URI, WANDB_MODE, WANDB_DIR and others). Without them MLflow writes mlflow.db next to the run folder, so
-that all runs of that folder are in one table. W&B then sends to its server and writes into the run folder. A resumed
+Figures have the same names as in TensorBoard. The tools' environment variables set the destination
+(MLFLOW_TRACKING_URI, WANDB_MODE, WANDB_DIR and others). Without them, MLflow writes mlflow.db next to the run folder,
+so that all runs in that folder are in one table, and W&B sends to its server and writes into the run folder. A resumed
 run continues its entry.
 """
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
     from raylt.runs.callbacks.prediction_grid import Picture
 
-BATCH = 100  # settings that MLflow takes in one call
+PARAMS_PER_CALL = 100  # maximum number of parameters in one call of MLflow
 TAG = "raylt.id"
-NOT_IN_NAMES = re.compile(r"[^\w\-. /]")  # of MLflow's metrics
+NOT_IN_NAMES = re.compile(r"[^\w\-. /]")  # characters that MLflow does not allow in names of metrics
 
 
 def trackers(names: Sequence[str]) -> list[Callback]:
     """Return the callbacks that log a run to the named trackers.
 
     Args:
-        names: "mlflow", "wandb".
+        names: Names of trackers: "mlflow", "wandb".
 
     Raises:
-        ConfigError: a name is neither, or its package is not installed.
+        ConfigError: A name is unknown, or its package is not installed.
     """
     check_trackers(names)
     return [TRACKERS[name]() for name in dict.fromkeys(names)]
@@ -73,7 +73,7 @@ class _Tracker(Callback):
 
     def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
         folder = folder.resolve()
-        id = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]  # the same when the run is resumed
+        id = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]  # stays the same when the run is resumed
         with self._errors():
             is_new = self._open(folder, id, settings_of(config.model_dump(mode="json")))
             for report in reports if is_new else []:
@@ -98,11 +98,11 @@ class _Tracker(Callback):
         """Turn any exception inside the block into a `RayltError` that names the tracking tool."""
         try:
             yield
-        except Exception as error:  # these tools raise exceptions of many kinds
+        except Exception as error:  # these tools raise many types of exceptions
             reason = one_line(error)
             raise RayltError(
-                f"{spoken('--track', 'trackers')}: {self.name} failed ({reason}). The run folder is whole: "
-                f"{spoken('raylt resume', 'raylt.resume')} continues the run, with or without it.",
+                f"{spoken('--track', 'trackers')}: {self.name} failed ({reason}). The run folder is intact: "
+                f"{spoken('raylt resume', 'raylt.resume')} continues the run, with or without this tracker.",
                 code="run.tracker-failed",
                 name=self.name,
                 reason=reason,
@@ -150,7 +150,7 @@ class Wandb(_Tracker):
     def _show(self, image: "Image.Image", model: str) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        # no step: W&B drops figures of steps before its last step, as after a resumption
+        # no step, because W&B drops figures of earlier steps, for example after a resumption
         self._run.log({"predictions": wandb.Image(image, caption=model)})
 
     def _close(self, model_sha256: str | None) -> None:
@@ -179,8 +179,8 @@ class MLflow(_Tracker):
         else:
             self._run = client.create_run(experiment, run_name=folder.name, tags={TAG: id}).info.run_id
             params = [Param(key, str(value)) for key, value in settings.items()]
-            for start in range(0, len(params), BATCH):
-                client.log_batch(self._run, params=params[start : start + BATCH])
+            for start in range(0, len(params), PARAMS_PER_CALL):
+                client.log_batch(self._run, params=params[start : start + PARAMS_PER_CALL])
         self._client = client
         return not earlier
 

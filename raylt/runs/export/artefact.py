@@ -1,8 +1,8 @@
-"""The safetensors file that `raylt export` writes, and the models that it contains.
+"""The safetensors file that `raylt export` writes, and the models in it.
 
-The file holds the models' entries, and under "raylt" in its metadata a JSON text, `ModelDescription`. It describes the
-architecture by its names and fields, the classes, the images, the origin of the model and its figures. Reading the file
-needs neither training data nor Ray nor the run.
+The file contains the models' state-dict entries and, as JSON under "raylt" in its metadata, a `ModelDescription`. This
+describes the architecture by names and fields, the classes, the images, the origin of the model and its figures.
+Reading the file needs no training data, no Ray and no run.
 
 In a file of several clients' models, an entry that is the same for all clients is stored once, under its name. Each
 distinct value of any other entry is stored once as NAME@ID, where ID is the first client with this value.
@@ -39,8 +39,8 @@ from raylt.runs.folder.identity import PluginRecord
 from raylt.typed_json import as_json, closed, hash_json, printable
 
 FORMAT = 2
-KEY = "raylt"  # of the metadata
-LIMIT = 64 * store.MIB  # bytes of a description
+KEY = "raylt"  # metadata key
+MAX_DESCRIPTION_LENGTH = 64 * store.MIB  # maximum number of characters
 Size = Annotated[int, Field(ge=1, le=2**16)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -53,7 +53,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 class Input(TypedDict):
     """The images that a model takes: uint8 [n, height, width, channels].
 
-    `mean` and `std` are per channel, of pixels in [0, 1]. `fit` names the way in which image files are resized, see
+    `mean` and `std` are per channel, for pixels in [0, 1]. `fit` is the way in which image files are resized, see
     `raylt.data.images.decoding.fitted_image`. `depth` is the run's `data.depth`.
     """
 
@@ -70,8 +70,9 @@ class Input(TypedDict):
 class ClientEntry(TypedDict):
     """The description of one client's model in an exported file.
 
-    `own` maps each entry that differs between clients to the id of the first client with this client's value.
-    `figures` has its accuracies by the names of `raylt.metrics.KINDS`. `tested` is the number of its own test images.
+    `own` maps each entry that differs between clients to the id of the first client with the same value as this client.
+    `figures` contains the client's accuracies by the names in `raylt.metrics.KINDS`. `tested` is the number of its own
+    test images.
     """
 
     id: Annotated[int, Field(ge=0)]
@@ -85,13 +86,13 @@ class ClientEntry(TypedDict):
 class ModelDescription(TypedDict):
     """The description of the models in an exported file.
 
-    `model` and `method` are the architecture, as a configuration names it; `side` is its `input`. `batch` is the batch
-    size of evaluations. `run` and `split_sha256` identify the origin, and `figures` are those of the run. `guests` are
-    the plugins that the architecture needs. `clients` is None in the file of a global model. `tests` has the numbers of
-    test images behind the figures; a file of a run that has not ended lacks it. `tower` describes the image tower of an
-    image-text model, so that the model is built without the files that `model` names. `sha256` is the hash of the
-    entries and of all other fields; in a .pt2 or .onnx file, which has a hash over all its bytes, of the other fields
-    alone. Files of early versions lack it.
+    `model`, `side` and `method` define the architecture; they are `model`, `input` and `method` of the run's
+    configuration. `batch` is the batch size of evaluations. `run` and `split_sha256` identify the origin, and `figures`
+    are those of the run. `guests` are the plugins that the architecture needs. `clients` is None in the file of a
+    global model. `tests` contains the numbers of test images behind the figures, and is missing if the run had not
+    ended. `tower` describes the image tower of an image-text model, so that the model can be built without the files
+    that `model` names. `sha256` is the hash of the entries and of all other fields. In a .pt2 or .onnx file, which has
+    a hash over all its bytes, it covers only the other fields. It is missing in files of early versions.
     """
 
     format: int
@@ -128,14 +129,14 @@ class Artefact:
 
     @property
     def clients(self) -> list[ClientEntry]:
-        """The clients whose models the file contains; empty for the file of a global model."""
+        """The clients whose models the file contains; empty if it contains a global model."""
         return self.description["clients"] or []
 
     def model(self, client: str | int | None = None) -> TrainedModel:
         """Return the global model, or the model of the client with this name or id.
 
         Raises:
-            ConfigError: it has no such client; or it has several clients' models, and none is named.
+            ConfigError: The client is unknown, or the file has several clients' models and none is named.
         """
         entries = self._entries(client)
         setup = setup_of(self.description, self.path)
@@ -167,7 +168,7 @@ def read(path: Path) -> Artefact:
     """Read a safetensors file that `raylt export` wrote.
 
     Raises:
-        CheckpointError: the file cannot be read, or `raylt export` did not write it.
+        CheckpointError: The file cannot be read, or `raylt export` did not write it.
     """
     try:
         with safe_open(store.plain(path), framework="pt") as file:
@@ -192,14 +193,19 @@ def read(path: Path) -> Artefact:
 def write(path: Path, tensors: Mapping[str, Tensor], description: ModelDescription) -> None:
     """Write a safetensors file.
 
+    Args:
+        path: The file.
+        tensors: Tensors by their names in the file.
+        description: Description of the models.
+
     Raises:
-        CheckpointError: the file cannot be written.
+        CheckpointError: The file cannot be written.
     """
     store.write(path, safetensors.torch.save(dict(tensors), {KEY: to_json(sealed(description, tensors))}))
 
 
 def sealed(description: ModelDescription, tensors: Mapping[str, Tensor]) -> ModelDescription:
-    """Return a description with the hash that binds it to the entries of its models."""
+    """Return a description with the hash that links it to the entries of its models."""
     return {**description, "sha256": _hash(description, tensors)}
 
 
@@ -211,7 +217,7 @@ def changed(path: Path) -> CheckpointError:
 
 
 def _hash(description: ModelDescription, tensors: Mapping[str, Tensor]) -> str:
-    """Return the hash that binds a description and the entries of its models to each other."""
+    """Return the hash over a description and the entries of its models."""
     content = json.loads(to_json(description))
     content.pop("sha256", None)
     return hash_json([content, hash_tensors(dict(tensors))])
@@ -221,9 +227,9 @@ class DistinctEntries:
     """The state-dict entries of several models, with equal values stored once."""
 
     def __init__(self) -> None:
-        # by entry and hash of its value: the first model that has the value, and the value
+        # the first model with each value, and the value, by entry and hash of the value
         self._values: dict[str, dict[str, tuple[int, Tensor]]] = {}
-        # by model and entry: the first model that has the same value
+        # the first model with the same value, by model and entry
         self._first: dict[int, dict[str, int]] = {}
 
     def add(self, id: int, entries: Mapping[str, Tensor]) -> None:
@@ -243,7 +249,7 @@ class DistinctEntries:
     def own_of(self, id: int) -> dict[str, int]:
         """Map the name of each entry that not all models share to the id of the first model with the same value.
 
-        An entry is a model's own if it is not the same in all models.
+        Entries that are the same in all models are left out.
         """
         return {name: first for name, first in self._first[id].items() if self._stored_name(name, first) != name}
 
@@ -256,7 +262,7 @@ def parse(text: str, path: Path) -> ModelDescription:
     """Parse the description of an exported file from JSON.
 
     Raises:
-        CheckpointError: there is no description, or it has another format.
+        CheckpointError: The description is missing, or has another format.
     """
     if not text:
         raise CheckpointError(
@@ -264,17 +270,17 @@ def parse(text: str, path: Path) -> ModelDescription:
             code="export.malformed",
             path=str(path),
         )
-    if len(text) > LIMIT:
+    if len(text) > MAX_DESCRIPTION_LENGTH:
         raise CheckpointError(
-            f"{path}: its description has more than {LIMIT:,} characters ({len(text):,}). Give a file that raylt "
-            "export wrote.",
+            f"{path}: its description has more than {MAX_DESCRIPTION_LENGTH:,} characters ({len(text):,}). Give a file "
+            "that raylt export wrote.",
             code="file.too-large",
             path=str(path),
         )
     description = as_json(text, _DESCRIPTION, str(path))
     if description["format"] != FORMAT:
         raise CheckpointError(
-            f"{path}: this raylt reads format {FORMAT} only ({description['format']}). Export it again.",
+            f"{path}: this raylt reads only format {FORMAT} ({description['format']}). Export it again.",
             code="export.other-format",
             path=str(path),
             value=description["format"],
@@ -294,13 +300,13 @@ def _contradiction(description: ModelDescription) -> str | None:
     if not len(image["mean"]) == len(image["std"]) == image["channels"]:
         return f"mean and std have {len(image['mean'])} and {len(image['std'])} values for {image['channels']} channels"
     if len(set(description["class_names"])) < len(description["class_names"]):
-        return "a class name stands there twice"
+        return "duplicate class name"
     clients = description["clients"] or []
     if len({entry["id"] for entry in clients}) < len(clients):
-        return "a client's id stands there twice"
+        return "duplicate client id"
     words = [word for plugin in description["guests"] for word in (plugin["kind"], plugin["name"], plugin["origin"])]
     if not all(word.isprintable() for word in words):
-        return "a plugin has a name that cannot be printed"
+        return "a plugin's kind, name or origin is not printable"
     return None
 
 
@@ -337,10 +343,11 @@ def setup_of(description: ModelDescription, path: Path) -> Setup:
     """Return a setup with the method and the model that the description of an exported file names.
 
     Args:
-        path: of the file, for errors.
+        description: The description.
+        path: Path of the file, for error messages.
 
     Raises:
-        ConfigError: a plugin that the file needs is not installed or has changed.
+        ConfigError: A plugin that the file needs is not installed or has changed.
     """
     sections = {
         "model": description["model"],
@@ -365,7 +372,7 @@ def setup_of(description: ModelDescription, path: Path) -> Setup:
             code="export.malformed",
             path=str(path),
         ) from None
-    # a method that learns prompts deploys their texts as a linear classifier, which is a model of FedAvg
+    # a method that learns prompts deploys their text features as a linear classifier, like a model of FedAvg
     method = FedAvg() if setup.method.learns_prompts else setup.method
     return replace(setup, method=method, model=partial(described_model, description=tower))
 
@@ -374,7 +381,8 @@ def rebuild(setup: Setup, spec: TaskSpec, entries: StateDict) -> nn.Module:
     """Return the network that a setup builds, with the given state-dict entries loaded.
 
     Raises:
-        ConfigError: it is neither the network of method and model nor that network with another linear classifier.
+        ConfigError: The entries fit neither the network of method and model, nor that network with another linear
+            classifier.
     """
     _check_sizes(setup, spec, entries)
     model = setup.new_model(spec)
@@ -393,14 +401,14 @@ def _check_sizes(setup: Setup, spec: TaskSpec, entries: StateDict) -> None:
     """Check that a network's layers match the sizes of the entries, before memory is allocated for it.
 
     Raises:
-        ConfigError: a layer has another size, or is larger than all entries together.
+        ConfigError: A layer has another size, or is missing.
     """
     try:
         with torch.device("meta"):
             expected = setup.new_model(spec).state_dict()
     except RayltError:
         raise
-    except Exception:  # a plugin's network that computes while it is built
+    except Exception:  # the network of a plugin may compute while it is built
         return
     for name, value in expected.items():
         if name.startswith("classifier."):
@@ -425,7 +433,7 @@ def choose_client_in(description: ModelDescription, client: str | int | None, pa
     """Return the id of a client in an exported file, by name or id; None if the file has only a global model.
 
     Raises:
-        ConfigError: there is no such client; or there are several, and none is named.
+        ConfigError: The client is unknown, or there are several clients and none is named.
     """
     if description["clients"] is not None:
         return choose_client(client, [(entry["id"], entry["name"]) for entry in description["clients"]], str(path))
@@ -445,13 +453,13 @@ def choose_client(
     """Return the id of a client, by name or id, among the clients that have a model.
 
     Args:
-        client: None where there is only one.
-        choices: id and name of each client.
-        where: the run or file, for errors.
-        joining: id and name of each client that joins after training, and has no model.
+        client: Name or id; None if there is only one client.
+        choices: Id and name of each client.
+        where: The run or file, for error messages.
+        joining: Id and name of each client that joins after training, and so has no model.
 
     Raises:
-        ConfigError: there is no such client; or there are several, and none is named.
+        ConfigError: The client is unknown, or there are several clients and none is named.
     """
     choices = list(choices)
     shown = names_of(choices)
@@ -464,7 +472,7 @@ def choose_client(
         return choices[0][0]
     by_name = {name: id for id, name in reversed(choices)}
     by_id = {str(id): id for id, _ in choices}
-    ids = by_id | by_name  # a name comes before an id
+    ids = by_id | by_name  # names take precedence over ids
     if str(client) not in ids:
         for id, name in joining:
             if str(client) in (name, str(id)):

@@ -16,8 +16,8 @@ from raylt.runs.export.load import describe_faults, try_images
 from raylt.runs.export.trained_model import TrainedModel
 
 Model = TrainedModel | GraphModel
-AT_ONCE = 256  # images that are decoded before they are judged
-LAYOUTS = "Expected are <class>/<image> and <client>/<class>/<image>, in the folder itself or in test/"
+CHUNK_SIZE = 256  # number of images to decode and evaluate together
+LAYOUTS = "Use <class>/<image> or <client>/<class>/<image>, in the folder itself or in test/"
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Evaluation:
     """The confusion counts of a model on the images of a folder.
 
     Attributes:
-        class_names: C names.
-        matrix: counts of (true, predicted) classes over all images, int64 [C, C].
-        clients: the counts of each client's images, where the folders tell clients apart.
-        left_out: the reasons of images that are not counted.
-        notes: sentences on other files in the folder.
+        class_names: Names of the C classes.
+        matrix: Counts of (true, predicted) classes over all images, int64 [C, C].
+        clients: Counts for each client's images, if the folders distinguish clients.
+        left_out: Reasons why images were left out.
+        notes: Sentences about other files in the folder.
     """
 
     class_names: tuple[str, ...]
@@ -65,23 +65,24 @@ def evaluate(
     """Evaluate models on the images of a folder.
 
     Args:
-        model_for: maps a client's name, or None, to the model for its images.
-        data: folder:PATH.
-        by_client: whether each client's images are judged by `model_for` its name; else all by the model for None.
-        bad: whether an image that cannot be decoded is an error or is left out.
-        joining: names of clients that join after training, and have no models; their images are left out.
+        model_for: Function that maps a client's name, or None, to the model for its images.
+        data: Path of the folder, as folder:PATH.
+        by_client: Whether each client's images are evaluated with `model_for(name)`; otherwise all use the model for
+            None.
+        bad: Whether to stop at images that cannot be decoded, or to skip them.
+        joining: Names of clients that join after training, and so have no models. Their images are left out.
 
     Raises:
-        ConfigError: the data is of another kind, a client has no model, or all clients join after training.
-        DataError: the folder has another layout, a class is unknown to the model, images cannot be decoded (the
-            message names all of them), or no image can.
+        ConfigError: The data are not given as folder:PATH, a client has no model, or all clients join after training.
+        DataError: The folder has another layout, the model does not know a class, or images cannot be decoded (with
+            "skip", if none can). The message names all such images.
     """
     folder = _folder_of(data)
     listing = list_images(folder)
     files_by_client = _by_client(folder, listing)
     if by_client and None in files_by_client:
         raise ConfigError(
-            f"{folder}: does not tell clients apart, and each has a model of its own. Give --client.",
+            f"{folder}: does not distinguish clients, but each has its own model. Give --client.",
             code="client.not-named",
             path=str(folder),
         )
@@ -117,15 +118,15 @@ def _with_models(
     late = [client for client in files_by_client if client not in kept]
     if not kept:
         raise ConfigError(
-            f"{folder}: has only clients that join after training, and the models that they tune then are not kept "
-            f"({', '.join(map(str, late))}). Give {spoken('--client', 'client')} with "
-            "a client that trains, to judge all images by its model.",
+            f"{folder}: has only clients that join after training, whose models are not kept "
+            f"({', '.join(map(str, late))}). Give {spoken('--client', 'client')} with a client that trains, to "
+            "evaluate its model on all images.",
             code="client.unknown",
             path=str(folder),
         )
     return kept, [
         f"left out: {count_of(len(files_by_client[client]), 'image')} of client {client}, which joins after training; "
-        "the model that it tunes then is not kept"
+        "its model is not kept"
         for client in late
     ]
 
@@ -143,7 +144,7 @@ def _folder_of(data: str) -> Path:
     folder = Path(path).expanduser()
     folder = folder / "test" if (folder / "test").is_dir() else folder
     if not folder.is_dir():
-        raise DataError(f"{folder}: there is no such folder. {LAYOUTS}", code="data.not-found", path=str(folder))
+        raise DataError(f"{folder}: no such folder. {LAYOUTS}", code="data.not-found", path=str(folder))
     return folder
 
 
@@ -151,7 +152,7 @@ def _by_client(folder: Path, listing: Listing) -> dict[str | None, list[PurePosi
     """Return the image files by client, or all files under the key None if the folders do not distinguish clients."""
     depths = {len(file.parts) for file in listing.files}
     if depths not in ({2}, {3}):
-        fault = "images lie at different depths" if depths else "holds no images"
+        fault = "images are at different depths" if depths else "contains no images"
         raise DataError(f"{folder}: {fault}. {LAYOUTS}", code="data.malformed", path=str(folder))
     if depths == {2}:
         return {None: list(listing.files)}
@@ -164,24 +165,27 @@ def _by_client(folder: Path, listing: Listing) -> dict[str | None, list[PurePosi
 def _count(model: Model, folder: Path, files: Sequence[PurePosixPath], faults: list[str], skip: bool) -> Tensor:
     """Return the confusion counts on some images, int64 [C, C].
 
-    The reasons why images cannot be decoded are added to `faults`.
-
     Args:
-        skip: whether to go on after a fault; else the other images are only decoded to find all faults.
+        model: The model.
+        folder: The folder that contains the images.
+        files: Paths of the images in the folder.
+        faults: List to which the reasons are added why images cannot be decoded.
+        skip: Whether to continue counting after a fault. Otherwise the remaining images are only decoded, to find all
+            faults.
     """
     numbers = {name: c for c, name in enumerate(model.class_names)}
     class_of = {file: plain_name(folder, file.parts[-2]) for file in files}
     if unknown := sorted({*class_of.values()} - numbers.keys()):
         raise DataError(
-            f"{folder}: the model has no such class ({', '.join(unknown)}). Name the folders after its classes: "
-            f"{', '.join(model.class_names)}.",
+            f"{folder}: the model does not have these classes ({', '.join(unknown)}). Name the folders after its "
+            f"classes: {', '.join(model.class_names)}.",
             code="data.unknown-class",
             path=str(folder),
             classes=unknown,
         )
     total = torch.zeros(len(numbers), len(numbers), dtype=torch.int64)
-    for start in range(0, len(files), AT_ONCE):
-        part = files[start : start + AT_ONCE]
+    for start in range(0, len(files), CHUNK_SIZE):
+        part = files[start : start + CHUNK_SIZE]
         images, part_faults = try_images([folder / file for file in part], model.shape, model.fit, model.depth)
         faults += part_faults.values()
         if not len(images) or (faults and not skip):
@@ -189,8 +193,8 @@ def _count(model: Model, folder: Path, files: Sequence[PurePosixPath], faults: l
         prediction = model.predict(images)
         if prediction.labels.ndim != 1:
             raise ConfigError(
-                "model: predicts a class for each pixel, and folders give one for each image. Judge it in a run on "
-                "label maps.",
+                "model: predicts a class for each pixel, but folders define one class per image. Evaluate it in a run "
+                "on label maps.",
                 code="config.conflict",
                 key="model",
             )

@@ -30,7 +30,7 @@ from raylt.runs.run import Run
 
 Format = Literal["safetensors", "pt2", "onnx"]
 FORMATS: tuple[Format, ...] = ("safetensors", "pt2", "onnx")
-GLOBAL = -1  # the global model, where clients' models go by the client's id
+GLOBAL = -1  # stands for the global model; clients' models have the client's id
 
 
 def export(
@@ -43,23 +43,24 @@ def export(
 ) -> Path:
     """Write a run's model into a file, with a model card in Markdown next to it.
 
-    Where clients have models of their own, all of them go into one safetensors file.
+    If clients have models of their own, all of them are written into one safetensors file.
 
     Args:
-        run: a run or its folder. Its data need not be present, unless the method is a plugin.
-        to: the file; by default exported.FORMAT in the run folder.
-        client: name or id of the only client whose model is written.
-        round: the round whose model is written, of those with a checkpoint; "best" is the one with the highest accuracy
+        run: A run or its folder. Its data need not be present, unless the method is a plugin.
+        to: The file to write; by default exported.FORMAT in the run folder.
+        client: Name or id of the client whose model to write; by default the models of all clients.
+        format: "safetensors" for weights, or "pt2" (torch.export) or "onnx" for the computation graph of one model,
+            starting from uint8 images.
+        round: Round whose model to write, which must have a checkpoint. "best" is the round with the highest accuracy
             on validation images, whose checkpoint is always kept. By default the last step.
-        format: pt2 (torch.export) and onnx hold the computation itself, of one model, from the images' bytes on.
 
     Returns:
         The path of the file.
 
     Raises:
-        ConfigError: there is no such client, format or place; or a file of one model is asked for, and there are
-            several.
-        CheckpointError: the run has committed nothing, or no checkpoint of the round was kept.
+        ConfigError: The client or the format is unknown, the file's name does not end in the format, or the format
+            holds one model and there are several.
+        CheckpointError: The run has not committed a step, or the round's checkpoint was not kept.
     """
     run = run if isinstance(run, Run) else Run.open(run)
     path = _path_of(run, to, format)
@@ -108,7 +109,7 @@ def export(
 def card_of(path: Path) -> Path:
     """Return the path of the model card that belongs to an exported file: NAME.md.
 
-    So README.onnx does not replace README.md.
+    The suffix is kept, so that the card of README.onnx does not replace README.md.
     """
     return path.with_name(f"{path.name}.md")
 
@@ -119,14 +120,14 @@ def has_client_models(run: Run) -> bool:
 
 
 def clients_of(run: Run) -> list[tuple[int, str]]:
-    """Return id and name of each client that has samples and, where clients have their own models, trains."""
+    """Return id and name of each client with samples; if clients have their own models, only of those that train."""
     if has_client_models(run):
         return trained_clients(run.outline)
     return [(id, name) for id, name in enumerate(run.outline.client_names) if run.outline.sizes[id]]
 
 
 def joining_clients_of(run: Run) -> list[tuple[int, str]]:
-    """Return id and name of each client that joins after training, so that it has no model of its own."""
+    """Return id and name of each client that joins after training, and so has no model of its own."""
     return [(id, run.outline.client_names[id]) for id in run.outline.new_clients] if has_client_models(run) else []
 
 
@@ -134,10 +135,12 @@ def choose_client_of(run: Run, client: str | int | None, where: str | None = Non
     """Return the id of a client of a run, by name or id.
 
     Args:
-        where: what errors name in place of the run's folder.
+        run: The run.
+        client: Name or id; None if there is only one client.
+        where: Name for error messages; by default the run folder.
 
     Raises:
-        ConfigError: there is no such client, it joins after training, or there are several and none is named.
+        ConfigError: The client is unknown or joins after training, or there are several clients and none is named.
     """
     return choose_client(client, clients_of(run), where or str(run.folder), joining_clients_of(run))
 
@@ -146,7 +149,7 @@ def model_of(run: Run, client: str | int | None = None) -> TrainedModel:
     """Return the global model, or the model of the client with this name or id.
 
     Raises:
-        ConfigError: each client has a model of its own and none is named, or there is no such client.
+        ConfigError: The client is unknown, or each client has its own model and none is named.
     """
     if client is None and not has_client_models(run):
         return run.model()
@@ -247,10 +250,10 @@ def _figures_of(report: dict[str, Any], client: int) -> dict[str, float | None]:
 
 @torch.no_grad()
 def _check_rebuilt(model: TrainedModel, description: ModelDescription, path: Path) -> None:
-    """Check that the model that is read back from the file gives exactly the same logits.
+    """Check that the model gives exactly the same logits after it is rebuilt from its entries.
 
     Raises:
-        ConfigError: it does not, as with a network that `Method.build` does not make.
+        ConfigError: It does not, for example because `Method.build` did not create the network.
     """
     spec = task_spec_of(description)
     setup = setup_of(description, path)

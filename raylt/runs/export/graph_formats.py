@@ -1,10 +1,10 @@
 """Models as computation graphs: torch.export's .pt2 and ONNX.
 
-They hold the computation itself, from an image's bytes to logits, and a `ModelDescription`. Reading them needs neither
-raylt's networks nor a method's code. They are programs, so load only files from people whose programs you would run.
+They contain the computation itself, from uint8 images to logits, and a `ModelDescription`. Reading them needs neither
+raylt's networks nor a method's code. They are programs, so load only files that you trust.
 
-Each file ends with the SHA-256 of the bytes before: as the comment of the archive that a .pt2 file is, and as a last
-entry of the metadata of an .onnx file. Other readers pass over it.
+Each file ends with the SHA-256 of all preceding bytes: as the archive comment of a .pt2 file, and as the last metadata
+entry of an .onnx file. Other readers ignore it.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from raylt.errors import ConfigError, spoken
 from raylt.runs.export.artefact import KEY, ModelDescription, changed, parse, sealed, to_json, unreadable
 from raylt.runs.export.trained_model import Prediction, TrainedModel, predict_in_parts, uint8_images
 
-EXTRA = f"{KEY}.json"  # of a .pt2 file
-MARK = f"{KEY}_sha256".encode()  # the name of the hash at the end of a file
+EXTRA = f"{KEY}.json"  # name of the description in a .pt2 file
+MARK = f"{KEY}_sha256".encode()  # name of the hash at the end of a file
 INPUT, OUTPUT = "images", "logits"
 
 
@@ -34,11 +34,11 @@ class GraphModel:
     """A model from a .pt2 or .onnx file.
 
     Attributes:
-        description: of the file.
-        class_names: C names.
-        shape: height, width and channels of an image.
-        fit: how image files are brought to that size.
-        depth: bits of grey image files; None for those of their type.
+        description: The file's description.
+        class_names: Names of the C classes.
+        shape: Height, width and channels of an image.
+        fit: How image files are resized to that shape.
+        depth: Bits of grey image files; None for the bits of their pixel type.
     """
 
     def __init__(self, description: ModelDescription, logits: Callable[[Tensor], Tensor]):
@@ -61,7 +61,7 @@ def read(path: Path) -> GraphModel:
     """Read a .pt2 or .onnx file that `raylt export` wrote.
 
     Raises:
-        CheckpointError: the file cannot be read, or `raylt export` did not write it.
+        CheckpointError: The file cannot be read, or `raylt export` did not write it.
         ConfigError: onnxruntime is not installed.
     """
     return _read_pt2(path) if path.suffix == ".pt2" else _read_onnx(path)
@@ -74,12 +74,12 @@ def _read_pt2(path: Path) -> GraphModel:
         raise unreadable(path, ValueError("it is not an archive"))
     store.check_archive(file)
     has_hash = _check_hash(file)
-    log = logging.getLogger("torch.export")  # it would print a traceback before it raises
+    log = logging.getLogger("torch.export")  # silenced, since it would print a traceback before raising
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         network = torch.export.load(str(file), extra_files=extra).module()
-    except Exception as error:  # zip file, JSON and tensors raise different exceptions
+    except Exception as error:  # zip, JSON and tensor errors have no common base class
         raise unreadable(path, error) from None
     finally:
         log.setLevel(level)
@@ -124,10 +124,10 @@ class _FromBytes(nn.Module):
 
 
 def write(path: Path, model: TrainedModel, description: ModelDescription) -> None:
-    """Write a model to a .pt2 or .onnx file; the path's suffix gives the format.
+    """Write a model to a .pt2 or .onnx file; the path's suffix selects the format.
 
     Raises:
-        ConfigError: torch cannot export the model, or the writer of ONNX is not installed.
+        ConfigError: torch cannot export the model, or the ONNX packages are not installed.
     """
     program = _program_of(model, description)
     description = sealed(description, {})
@@ -135,7 +135,7 @@ def write(path: Path, model: TrainedModel, description: ModelDescription) -> Non
         _write_onnx(path, program, description)
         return
     with torch.no_grad(), warnings.catch_warnings():
-        # torch warns about channels-last weights, which are complete
+        # torch warns about channels-last weights, although they are complete
         warnings.filterwarnings("ignore", "No complete tensor")
         extra = {EXTRA: to_json(description)}
         _write_with(path, lambda to: torch.export.save(program, to, extra_files=extra))
@@ -150,7 +150,7 @@ def _program_of(model: TrainedModel, description: ModelDescription) -> torch.exp
     except Exception as error:  # torch may raise any exception for a network
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"model: torch.export cannot follow it ({description['model']}: {reason}). Export it as safetensors.",
+            f"model: torch.export cannot trace it ({description['model']}: {reason}). Export it as safetensors.",
             code="export.not-a-graph",
             key="model",
             value=description["model"],
@@ -182,12 +182,12 @@ def _write_with(path: Path, save: Callable[[str], None]) -> None:
         save(str(temporary))
         content = temporary.read_bytes()
     if path.suffix == ".pt2":
-        content = content[:-2]  # an archive ends with the length of its comment
+        content = content[:-2]  # without the length of the archive comment, which `_ending` adds
     store.write(path, content + _ending(path.suffix, hashlib.sha256(content).hexdigest()))
 
 
 def _ending(suffix: str, sha256: str) -> bytes:
-    """Return the end of a .pt2 or .onnx file, which has the hash of the bytes before it."""
+    """Return the end of a .pt2 or .onnx file, which contains the hash of the bytes before it."""
     if suffix == ".pt2":
         comment = MARK + b" " + sha256.encode()
         return len(comment).to_bytes(2, "little") + comment
@@ -200,7 +200,7 @@ def _check_hash(path: Path) -> bool:
     """Check the hash at the end of a .pt2 or .onnx file; return False if the file has none.
 
     Raises:
-        CheckpointError: the file was changed.
+        CheckpointError: The file was changed.
     """
     digest = hashlib.sha256()
     left = path.stat().st_size - len(_ending(path.suffix, digest.hexdigest()))

@@ -17,14 +17,15 @@ SUFFIXES = (".safetensors", ".pt2", ".onnx")
 
 
 def load_model(file: Path | str, client: str | int | None = None) -> TrainedModel | GraphModel:
-    """Load the model of a run folder, or of a file that `raylt export` wrote, which needs neither the run nor its data.
+    """Load the model of a run folder, or of a file that `raylt export` wrote.
 
     Args:
-        client: name or id of the client whose model it is, where there are several.
+        file: A run folder or an exported file. An exported file needs neither the run nor its data.
+        client: Name or id of the client whose model to load, if there are several.
 
     Raises:
-        ConfigError: the file is of another kind, there is no such client, or a plugin that the model needs is missing.
-        CheckpointError: the file cannot be read, or the folder is no run with a checkpoint.
+        ConfigError: The file is of another kind, the client is unknown, or a plugin that the model needs is missing.
+        CheckpointError: The file cannot be read, or the folder is not a run with a checkpoint.
     """
     path = Path(file)
     if is_folder(path):
@@ -34,14 +35,14 @@ def load_model(file: Path | str, client: str | int | None = None) -> TrainedMode
         return model_of(Run.open(path), client)
     if path.suffix not in SUFFIXES and not exists(path):
         raise ConfigError(
-            f"{path}: there is no such run folder or file. Give a run folder, or a file of raylt export.",
+            f"{path}: no such run folder or file. Give a run folder, or a file that raylt export wrote.",
             code="file.not-found",
             path=str(path),
         )
     if path.suffix not in SUFFIXES:
         raise ConfigError(
-            f"{path}: is not an exported model ({path.suffix or 'no ending'}). Give a file of raylt export, which ends "
-            f"in {', '.join(SUFFIXES)}.",
+            f"{path}: is not an exported model ({path.suffix or 'no ending'}). Give a file that raylt export wrote, "
+            f"which ends in {', '.join(SUFFIXES)}.",
             code="export.unknown-format",
             path=str(path),
         )
@@ -61,12 +62,14 @@ def load_images(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, de
     """Return image files as uint8 [n, H, W, channels], decoded like the model's training images.
 
     Args:
-        shape: height, width and channels that the model takes.
-        fit: how an image is brought to a square, see `fitted_image`; for other shapes it is resized without a cut.
+        files: The image files.
+        shape: Height, width and channels that the model takes.
+        fit: How to resize an image to a square, see `fitted_image`. For other shapes, images are resized without
+            cropping.
         depth: `data.depth` of the run.
 
     Raises:
-        DataError: some files cannot be decoded; the message names all of them.
+        DataError: Files cannot be decoded. The message names all of them.
     """
     images, faults = try_images(files, shape, fit, depth)
     if faults:
@@ -100,7 +103,7 @@ def load_image(file: Path | bytes, shape: tuple[int, int, int], fit: Fit, depth:
     """Decode an image file, or the bytes of one, to uint8 [H, W, channels]; see `load_images`.
 
     Raises:
-        DataError: it cannot be decoded, or the model takes no image files.
+        DataError: The image cannot be decoded, or the model does not take image files.
     """
     from PIL import Image
 
@@ -115,7 +118,7 @@ def load_image(file: Path | bytes, shape: tuple[int, int, int], fit: Fit, depth:
 def _check_channels(shape: tuple[int, int, int]) -> None:
     if shape[2] not in (1, 3):
         raise DataError(
-            f"images: image files have 1 or 3 channels, and the model takes {shape[2]}. Give arrays to "
+            f"images: image files have 1 or 3 channels, but the model takes {shape[2]}. Pass arrays to "
             "raylt.load_model(...).predict.",
             code="data.wrong-shape",
             channels=shape[2],

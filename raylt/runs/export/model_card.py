@@ -19,14 +19,15 @@ FIGURES = {
     "clients_global": "mean over clients, all classes",
     "clients_miou": "mean IoU over clients, classes that they own",
 }
-MOST = 50  # clients or classes that are named
+MAX_NAMES = 50  # number of clients or classes to list
 
 
 def model_card(description: ModelDescription, file: str) -> str:
     """Return the model card of an exported file in Markdown.
 
     Args:
-        file: the name of the exported file.
+        description: Description of the models.
+        file: Name of the exported file.
     """
     sections = [
         _title(description, file),
@@ -56,7 +57,7 @@ def _use(description: ModelDescription, file: str) -> list[str]:
     image = description["input"]
     clients = description["clients"] or []
     several = len(clients) > 1
-    # quoted, so that pasting the line into a shell runs nothing else
+    # quoted, so that the line can safely be pasted into a shell
     argument = f", client={clients[0]['name']!r}" if several else ""
     option = f" --client {shlex.quote(clients[0]['name'])}" if several else ""
     return [
@@ -94,7 +95,7 @@ def _figures(description: ModelDescription) -> list[str]:
 
 
 def _basis(tests: JudgedImages | None) -> list[str]:
-    """Return sentences on how many test images the figures are based on."""
+    """Return sentences on the numbers of test images behind the figures."""
     if tests is None:
         return []
     low, high = tests["thresholds"]
@@ -116,12 +117,12 @@ def _clients(description: ModelDescription) -> list[str]:
     kinds = [kind for kind in ("local", "owned", "matched", "global") if kind in clients[0]["figures"]]
     heads = [f"{kind}, n" if kind == LOCAL else kind for kind in kinds]
     lines = ["## Clients", "", f"| client | {' | '.join(heads)} |", "|---" * (1 + len(kinds)) + "|"]
-    for entry in clients[:MOST]:
+    for entry in clients[:MAX_NAMES]:
         tested = {LOCAL: entry.get("tested")}
         cells = [with_images(entry["figures"][kind], tested.get(kind)) for kind in kinds]
         lines.append(f"| {_cell(entry['name'])} | {' | '.join(cells)} |")
-    if len(clients) > MOST:
-        lines += ["", f"and {len(clients) - MOST} more"]  # without the empty line it is a row of the table
+    if len(clients) > MAX_NAMES:
+        lines += ["", f"and {len(clients) - MAX_NAMES} more"]  # the empty line ends the table
     return [*lines, ""]
 
 
@@ -144,14 +145,14 @@ def _origin(description: ModelDescription) -> list[str]:
         *versions,
         *plugins,
         "",
-        "Probabilities are those of a softmax and are not calibrated. Figures are of test images like the training "
-        "images; `raylt evaluate` gives those of other images.",
+        "Probabilities come from a softmax and are not calibrated. Figures are for test images similar to the training "
+        "images; `raylt evaluate` computes them for other images.",
     ]
 
 
 def _names(names: list[str]) -> str:
-    shown = ", ".join(_cell(name) for name in names[:MOST])
-    return shown + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
+    shown = ", ".join(_cell(name) for name in names[:MAX_NAMES])
+    return shown + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
 
 
 def _cell(name: str) -> str:
@@ -160,7 +161,7 @@ def _cell(name: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a text as inline code in Markdown, also if it contains backticks."""
+    """Return a text as inline code in Markdown, even if it contains backticks."""
     ticks = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     pad = " " if ticks != "`" else ""
     return f"{ticks}{pad}{text}{pad}{ticks}"

@@ -24,7 +24,7 @@ from raylt.errors import CheckpointError, ConfigError, DataError, one_line
 from raylt.models.trainable import whole_model
 from raylt.tree import view
 
-MOST = 12  # clients that an error names
+MAX_NAMES = 12  # number of clients that an error lists
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Prediction:
     """The predictions of a model for n images.
 
     Attributes:
-        labels: the likeliest class of each image, int64 [n], or of each pixel [n, H, W].
-        probabilities: float32 [n, C], or [n, C, H, W].
-        class_names: C names.
+        labels: Most likely class of each image, int64 [n], or of each pixel, [n, H, W].
+        probabilities: Class probabilities, float32 [n, C] or [n, C, H, W].
+        class_names: Names of the C classes.
     """
 
     labels: Tensor
@@ -43,7 +43,7 @@ class Prediction:
 
     @property
     def names(self) -> list[str]:
-        """The name of each image's predicted class. Label maps have no such names."""
+        """The name of each image's predicted class; not available for label maps."""
         return [self.class_names[label] for label in self.labels.tolist()]
 
     @property
@@ -60,11 +60,11 @@ class TrainedModel(nn.Module):
     """A trained model, in evaluation mode.
 
     Attributes:
-        network: the bare model; it takes the output of `preprocess`.
-        class_names: C names.
-        shape: height, width and channels of an image.
-        fit: how image files are brought to that size.
-        depth: bits of grey image files; None for those of their type.
+        network: The bare model, which takes the output of `preprocess`.
+        class_names: Names of the C classes.
+        shape: Height, width and channels of an image.
+        fit: How image files are resized to that shape.
+        depth: Bits of grey image files; None for the bits of their pixel type.
     """
 
     mean: Tensor
@@ -95,15 +95,15 @@ class TrainedModel(nn.Module):
         """Convert uint8 images to the network's input, float32 [n, channels, H, W].
 
         Args:
-            images: uint8 [n, H, W, channels], an array or a tensor.
+            images: Array or tensor, uint8 [n, H, W, channels].
 
         Raises:
-            DataError: the images have another type or shape.
+            DataError: The images have another type or shape.
         """
         return normalise(uint8_images(images, self.shape).to(self.mean.device), self.mean, self.std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [n, C], or [n, C, H, W], of preprocessed images."""
+        """Return logits [n, C] or [n, C, H, W] for preprocessed images, float32 [n, channels, H, W]."""
         return self._method.predict(self.network, x)
 
     @torch.no_grad()
@@ -128,42 +128,45 @@ def predict_in_parts(
     """Predict the classes of images, in batches of `size` images.
 
     Args:
-        logits_of: maps images to float32 [n, C, ...] on the CPU.
-        images: uint8 [n, H, W, channels].
-        shape: height, width and channels of the images that the model was trained on.
+        logits_of: Function that maps images to logits, float32 [n, C, ...] on the CPU.
+        images: Images, uint8 [n, H, W, channels].
+        size: Number of images in a batch.
+        class_names: Names of the C classes.
+        shape: Height, width and channels of the training images.
 
     Raises:
-        DataError: the model does not take images of this size.
-        CheckpointError: the probabilities are not finite, or not one for each class.
+        DataError: The model does not take images of this size.
+        CheckpointError: The probabilities are not finite, or their number differs from the number of classes.
     """
     n = len(images)
-    if n == 0:  # not every network takes an empty batch
+    if n == 0:  # not all networks support an empty batch
         images = torch.zeros(1, *shape, dtype=torch.uint8)
     try:
         logits = torch.cat([logits_of(part) for part in images.split(size)])[:n]
-    except Exception as error:  # torch and onnxruntime raise many types for another size than that of training
+    except Exception as error:  # torch and onnxruntime raise many types of errors for wrong image sizes
         if tuple(images.shape[1:]) == shape:
             raise
         raise DataError(
             f"images: the model does not take images of {images.shape[1]}x{images.shape[2]} "
-            f"({one_line(error)}). Give images of {shape[0]}x{shape[1]}, like those that it was trained on.",
+            f"({one_line(error)}). Give images of {shape[0]}x{shape[1]}, the size of the training images.",
             code="data.wrong-shape",
             value=list(images.shape),
         ) from None
     if logits.ndim < 2 or logits.shape[1] != len(class_names):
         raise CheckpointError(
-            f"model: gives logits {list(logits.shape)} for {len(class_names)} classes. Give a file of raylt export.",
+            f"model: gives logits {list(logits.shape)} for {len(class_names)} classes. Give a file that raylt export "
+            "wrote.",
             code="export.malformed",
             shape=list(logits.shape),
             classes=len(class_names),
         )
-    probabilities = logits.softmax(1)  # a class may be excluded by a logit of minus infinity
+    probabilities = logits.softmax(1)  # a logit of minus infinity is allowed, and excludes a class
     if not probabilities.isfinite().all():
         raise CheckpointError(
             "model: its predictions are infinite or not a number. Use a model that did not diverge.",
             code="model.not-finite",
         )
-    # argmax of logits, since softmax may make two different logits equal
+    # argmax of logits, since softmax may map different logits to equal probabilities
     return Prediction(logits.argmax(1), probabilities, class_names)
 
 
@@ -171,10 +174,11 @@ def uint8_images(images: Any, shape: tuple[int, int, int]) -> Tensor:
     """Return images as a tensor, uint8 [n, H, W, channels].
 
     Args:
-        shape: height, width and channels of the images that the model was trained on.
+        images: Array or tensor.
+        shape: Height, width and channels of the training images.
 
     Raises:
-        DataError: the images have another type or number of channels.
+        DataError: The images have another type or number of channels.
     """
     if not isinstance(images, Tensor):
         try:
@@ -184,8 +188,8 @@ def uint8_images(images: Any, shape: tuple[int, int, int]) -> Tensor:
     if not str(images.dtype).endswith("uint8") or images.ndim != 4 or images.shape[3] != shape[2]:
         given = f"{str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
         raise DataError(
-            f"images: have the wrong type or shape ({given}). Give uint8 [n, H, W, {shape[2]}], like the images that "
-            f"the model was trained on ({shape[0]}x{shape[1]}); image files are for raylt predict.",
+            f"images: have the wrong type or shape ({given}). Give uint8 [n, H, W, {shape[2]}], like the training "
+            f"images ({shape[0]}x{shape[1]}); for image files use raylt predict.",
             code="data.wrong-shape",
             value=given,
             channels=shape[2],
@@ -197,15 +201,16 @@ def global_model(experiment: Experiment, trained: dict[str, Tensor] | None) -> T
     """Return the global model of a run, ready to predict.
 
     Args:
-        trained: the final entries of a finished run.
+        experiment: The experiment of the run.
+        trained: Final entries of a finished run, by name; None to use the experiment's entries.
 
     Raises:
-        ConfigError: each client keeps its own running statistics, so there is no global model.
+        ConfigError: Each client keeps its own running statistics, so there is no global model.
     """
     if experiment.server.model.local_buffers:
         raise ConfigError(
             "federation.batchnorm: each client keeps its own running statistics, so there is no global model (local). "
-            "Take client_model(id).",
+            "Use client_model(id).",
             code="model.none-global",
             key="federation.batchnorm",
             value="local",
@@ -222,15 +227,17 @@ def client_models(
     """Yield clients' own models with their ids, as an evaluation at this point would use them.
 
     Args:
-        saved: the checkpoint that the experiment continues from; None before the first.
-        ids: ids of the clients; by default of all that hold samples.
+        experiment: The experiment.
+        setup: Values that the configuration names.
+        saved: Checkpoint from which the experiment continues; None before the first.
+        ids: Ids of the clients; by default all clients with samples.
 
     Raises:
-        ConfigError: a client does not exist, holds no samples or joins after training.
+        ConfigError: A client is unknown, has no samples or joins after training.
     """
     method, task, server = experiment.method, experiment.task, experiment.server
     states = None if saved is None else SavedStates(saved)
-    # room=0: the samples of one client at a time
+    # room=0 keeps the samples of only one client in memory
     host = ClientHost(setup, task.spec, task.test, server.device, room=0)
     message = {"model": judged_entries(server, method)}
     models: list[nn.Module] = []
@@ -247,7 +254,7 @@ def client_models(
 
 
 def trained_clients(task: Task) -> list[tuple[int, str]]:
-    """Return id and name of each client that trains: it holds samples, and does not join after training."""
+    """Return id and name of each client that has samples and does not join after training."""
     late = set(task.new_clients)
     return [(id, name) for id, name in enumerate(task.client_names) if task.sizes[id] and id not in late]
 
@@ -256,12 +263,13 @@ def joins_later(where: str, name: str, choices: str) -> ConfigError:
     """Return the error for a client that joins after training.
 
     Args:
-        where: the run or file.
-        choices: names of clients that train.
+        where: The run or file.
+        name: Name of the client.
+        choices: Names of clients that train.
     """
     return ConfigError(
-        f"{where}: the client joins after training, and the model that it tunes then is not kept ({name}). Take one "
-        f"that trains: {choices}.",
+        f"{where}: the client joins after training, so its model is not kept ({name}). Choose one that trains: "
+        f"{choices}.",
         code="client.unknown",
         client=name,
     )
@@ -269,8 +277,8 @@ def joins_later(where: str, name: str, choices: str) -> ConfigError:
 
 def names_of(clients: Sequence[tuple[int, str]]) -> str:
     """Return the names of the first clients for an error, and the number of the others."""
-    shown = ", ".join(name for _, name in clients[:MOST])
-    return shown + (f" and {len(clients) - MOST} more" if len(clients) > MOST else "")
+    shown = ", ".join(name for _, name in clients[:MAX_NAMES])
+    return shown + (f" and {len(clients) - MAX_NAMES} more" if len(clients) > MAX_NAMES else "")
 
 
 def _check_trains(task: Task, id: int) -> None:
@@ -281,7 +289,7 @@ def _check_trains(task: Task, id: int) -> None:
     if not exists or not task.sizes[id]:
         name = task.client_names[id] if exists else id
         raise ConfigError(
-            f"client: holds no samples ({name}). Take one of {names_of(trained_clients(task))}.",
+            f"client: has no samples ({name}). Choose one of {names_of(trained_clients(task))}.",
             code="client.unknown",
             client=id,
         )

@@ -1,12 +1,12 @@
 """identity.json: everything that determines a run's result, with one SHA-256 over it all.
 
-The file has the configuration without resources and output, the split's seal, the hashes of the data, the plugins and
-raylt's version, with their SHA-256.
+The file contains the configuration without resources and output, the split's seal, the hashes of the data, the plugins,
+raylt's version, and the SHA-256 of all of these.
 
-That hash is in every checkpoint and in summary.json, and it is the root of the chain of metrics.jsonl. A run folder can
-be read only if all of these agree; mixed files of two runs, or a changed file, raise an error. The hash is not a
-signature: a person who rewrites every file of a folder can forge a run. The hash of the code is in provenance.jsonl, so
-that a code change that affects no number does not invalidate a run.
+This hash is also in every checkpoint and in summary.json, and is the root of the hash chain in metrics.jsonl. A run
+folder can be read only if all of these agree. Mixed files of two runs, or a changed file, raise an error. The hash is
+not a signature: anyone who rewrites all files of a folder can forge a run. The hash of the code is in provenance.jsonl
+instead, so that a code change without effect on results does not invalidate a run.
 """
 
 import importlib.metadata
@@ -43,10 +43,10 @@ class Parent(TypedDict):
     """The parent of a branched run, see continuation.py.
 
     Attributes:
-        name: of its folder.
-        run: its SHA-256.
-        stage: the stage that the new run does with other fields.
-        step: the last shared step.
+        name: Name of the parent's folder.
+        run: SHA-256 of the parent.
+        stage: First stage that the new run repeats with other fields.
+        step: Last shared step.
     """
 
     name: str
@@ -88,9 +88,11 @@ def identify(
     """Return the identity of a new run.
 
     Args:
-        data: from `raylt.data.fingerprint.hash_data`.
-        plugins: from `raylt.registry.origins`.
-        parent: the run that it is branched from.
+        config: The configuration of the run.
+        split: The split of the data.
+        data: Hashes of the data, from `raylt.data.fingerprint.hash_data`.
+        plugins: Records of the plugins, from `raylt.registry.origins`.
+        parent: Record of the run that this run branches from.
     """
     content: Any = {
         "format": _FORMAT,
@@ -119,12 +121,12 @@ def read_identity(folder: Folder) -> Identity:
     """Read the identity of the run in a folder.
 
     Raises:
-        CheckpointError: there is none, or it was changed.
+        CheckpointError: It is missing, or was changed.
     """
     path = folder.path / FILE
     if FILE not in folder.names():
         raise CheckpointError(
-            f"{folder.path}: the folder has no {FILE}, so it is not a whole run. Run it again.",
+            f"{folder.path}: the folder has no {FILE}, so the run is incomplete. Run it again.",
             code="run.not-found",
             path=str(folder.path),
         )
@@ -133,7 +135,7 @@ def read_identity(folder: Folder) -> Identity:
     if identity["sha256"] != hash_json(content):
         raise _changed(f"{path}: the file was changed after the run was made. Put the original back.", path)
     if identity["format"] != _FORMAT:
-        raise _changed(f"{path}: the format is {identity['format']}, this raylt reads {_FORMAT}. Run it again.", path)
+        raise _changed(f"{path}: has format {identity['format']}, but this raylt reads {_FORMAT}. Run it again.", path)
     return identity
 
 
@@ -141,7 +143,7 @@ def plugins_of(identity: Identity, folder: Folder) -> list[PluginRecord]:
     """Read the records of a run's plugins from origins.json.
 
     Raises:
-        CheckpointError: they are not those of the run.
+        CheckpointError: The records differ from those in the run's identity.
     """
     path = folder.path / ORIGINS
     plugins = folder.read_json(ORIGINS, _PLUGINS) if ORIGINS in folder.names() else []
@@ -151,10 +153,10 @@ def plugins_of(identity: Identity, folder: Folder) -> list[PluginRecord]:
 
 
 def check_config(identity: Identity, config: Config, folder: Folder) -> None:
-    """Check that config.yaml still is the configuration that the run was made with.
+    """Check that config.yaml is still the configuration that the run was made with.
 
     Raises:
-        CheckpointError: settings differ; the message names them.
+        CheckpointError: Settings differ. The message names them.
     """
     changed = list(differences(completed(identity["config"]), settled(config)))
     if changed:
@@ -165,25 +167,25 @@ def check_config(identity: Identity, config: Config, folder: Folder) -> None:
 
 
 def check_split(identity: Identity, split: Split, folder: Folder) -> None:
-    """Check that split.json still is the split that the run was made with.
+    """Check that split.json is still the split that the run was made with.
 
     Raises:
-        CheckpointError: it is that of another run.
+        CheckpointError: The split belongs to another run.
     """
     if split.seal != identity["split"]:
         path = folder.path / "split.json"
         raise _changed(
-            f"{path}: the split ({split.seal[:12]}) is not that of the run ({identity['split'][:12]}). Put the "
+            f"{path}: the split ({split.seal[:12]}) differs from the run's split ({identity['split'][:12]}). Put the "
             "original back.",
             path,
         )
 
 
 def check_data(identity: Identity, data: Mapping[str, str], folder: Folder) -> None:
-    """Check that the data is the same data that the run was made with.
+    """Check that the data are the same as when the run was made.
 
     Raises:
-        CheckpointError: they differ; the message names the difference.
+        CheckpointError: The data differ. The message names the difference.
     """
     changed = [name for name, sha256 in identity["data"].items() if data.get(name) != sha256]
     if changed:
@@ -199,7 +201,7 @@ def check_version(identity: Identity, folder: Folder) -> None:
     """Check that this version of raylt made the run, since another version may compute other numbers.
 
     Raises:
-        CheckpointError: another version made it.
+        CheckpointError: Another version made it.
     """
     if identity["raylt"] != version():
         raise CheckpointError(

@@ -1,11 +1,11 @@
 """metrics.jsonl: one line per committed step, each with a hash that links it to the line before.
 
-Each line has the SHA-256 of the line before under `previous`; the first line has the SHA-256 of the run (identity.py).
-A checkpoint has the same hash as the line of its step, and the report of that line; summary.json has the hash of the
-last line. Each line also has a hash of its own content, since nothing follows the last line of an unfinished run. So
-no line can be changed, left out, swapped or taken from another run without being noticed.
+Each line contains the SHA-256 of the previous line under `previous`; the first line contains the SHA-256 of the run
+(identity.py). A checkpoint contains the same hash as the line of its step, and that line's report. summary.json
+contains the hash of the last line. Each line also contains a hash of its own content, since no other line follows the
+last line of an unfinished run. So any line that is changed, left out, swapped or taken from another run is detected.
 
-Each line also names the line of provenance.jsonl of the process that wrote it, as its checkpoint does.
+Each line, and each checkpoint, also contains the hash of its process's line in provenance.jsonl.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from raylt.core.checkpoint.checkpoint import Checkpoint
 
 FILE = "metrics.jsonl"
-LIMIT = 4 * 2**30  # bytes
-SELF = "sha256"  # in a line: the hash of its other fields
+MAX_FILE_BYTES = 4 * 2**30
+SELF = "sha256"  # key in a line: hash of the other fields
 
 
 class MetricsLine(RoundReport):
@@ -40,8 +40,8 @@ class MetricsLine(RoundReport):
     model_config = ConfigDict(populate_by_name=False)
 
     version: Annotated[int, Field(alias="schema"), Figure("version of the format")]
-    previous: Annotated[Sha256, Figure("SHA-256 of the line before; of the first line, that of the run")]
-    date: Annotated[str | None, Figure("time in UTC; null where the line was restored from a checkpoint")]
+    previous: Annotated[Sha256, Figure("SHA-256 of the line before; in the first line, that of the run")]
+    date: Annotated[str | None, Figure("time in UTC; null if the line was restored from a checkpoint")]
     provenance: Annotated[
         Sha256 | None, Figure("SHA-256 of the process's line in provenance.jsonl; early versions wrote none")
     ] = None
@@ -59,9 +59,9 @@ class _Seal(TypedDict):
 class _Facts(TypedDict):
     """The fields of a checkpoint's manifest that describe its run.
 
-    `best` is the step with the best accuracy on validation images so far, among the steps with a checkpoint, and this
-    accuracy. With federation.patience, `peak` is the same among all evaluated rounds, and `last_round` is the number of
-    the last round, if known.
+    `best` contains the step with the best accuracy on validation images so far, among the steps with a checkpoint, and
+    this accuracy. With federation.patience, `peak` is the same over all evaluated rounds, and `last_round` is the
+    number of the last round, if known.
     """
 
     step: Annotated[int, Field(ge=1)]
@@ -80,11 +80,11 @@ class Lines:
     """The lines of a run's metrics.jsonl.
 
     Attributes:
-        root: the run's SHA-256.
-        texts: the lines without their ends.
-        reports: the content of the lines.
-        torn: whether an incomplete line follows: one that a kill cut off, or that is being written.
-        sealed: whether the last line has a hash of its own, which lines of early versions lack.
+        root: The run's SHA-256.
+        texts: The lines without line breaks.
+        reports: The content of the lines.
+        torn: Whether an incomplete line follows, which a kill cut off or a process is still writing.
+        sealed: Whether the last line has a hash of itself. Lines of early versions have none.
     """
 
     root: str
@@ -94,7 +94,7 @@ class Lines:
     sealed: bool = True
 
     def head(self, step: int | None = None) -> str:
-        """Return the hash of a step's line (by default the last), which the next line must repeat."""
+        """Return the hash of a step's line (by default the last), which the next line must contain."""
         step = len(self.texts) if step is None else step
         return hash_line(self.texts[step - 1]) if step else self.root
 
@@ -102,7 +102,7 @@ class Lines:
         """Check that this metrics.jsonl and a checkpoint belong to the same run.
 
         Raises:
-            CheckpointError: they do not.
+            CheckpointError: They do not.
         """
         facts = as_json(json.dumps(saved.facts), _FACTS, str(saved.folder))
         step, seal, lines = facts["step"], facts["seal"], len(self.texts)
@@ -116,7 +116,7 @@ class Lines:
             )
         if lines < step - 1:
             raise _changed_log(
-                f"{file}: the file has {lines} lines, and the checkpoint of step {step} needs {step - 1}. "
+                f"{file}: the file has {lines} lines, but the checkpoint of step {step} needs {step - 1}. "
                 "Put the missing lines back.",
                 path=str(file),
             )
@@ -148,8 +148,10 @@ def write_line(report: dict[str, Any], previous: str, date: str | None, made: st
     """Return a report as one line of JSON for metrics.jsonl, without the line break.
 
     Args:
-        previous: hash of the line before.
-        made: hash of the process's line in provenance.jsonl; None where an early version took the step.
+        report: The report of the step.
+        previous: Hash of the line before.
+        date: Time in UTC; None if the line is restored from a checkpoint.
+        made: Hash of the process's line in provenance.jsonl; None if an early version took the step.
     """
     named = {} if made is None else {NAMED: made}
     content = json.loads(json.dumps({"schema": SCHEMA, "previous": previous, **named, "date": date, **report}))
@@ -159,7 +161,7 @@ def write_line(report: dict[str, Any], previous: str, date: str | None, made: st
 def restored_line(saved: "Checkpoint", previous: str) -> str:
     """Return the line of metrics.jsonl for the step of a checkpoint, made from the checkpoint's report.
 
-    A run that was killed after its checkpoint has not written this line. The date in it is null.
+    A run that was killed right after its checkpoint has not written this line. The line's date is null.
     """
     text = write_line(saved.facts["report"], previous, None, saved.facts["seal"].get("provenance"))
     as_json(text, _LINE, f"{saved.folder}: its report")
@@ -175,13 +177,14 @@ def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:
     """Read the lines of metrics.jsonl in a run folder.
 
     Args:
-        root: the run's SHA-256.
-        most: number of lines to read; None for all.
+        folder: The run folder.
+        root: The run's SHA-256.
+        most: Number of lines to read; None for all.
 
     Raises:
-        CheckpointError: a line is damaged, missing, changed or of another run; the message names its number.
+        CheckpointError: A line is damaged, missing, changed or from another run. The message gives its number.
     """
-    content = folder.read(FILE, LIMIT) if FILE in folder.names() else b""
+    content = folder.read(FILE, MAX_FILE_BYTES) if FILE in folder.names() else b""
     *lines, rest = content.split(b"\n")
     texts: list[str] = []
     reports: list[dict[str, Any]] = []
@@ -193,7 +196,7 @@ def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:
         report.pop(NAMED, None)
         if own is None and sealed:
             raise _changed_log(
-                f"{folder.path / FILE}, line {number}: has no hash, and the line before it has one. Put the original "
+                f"{folder.path / FILE}, line {number}: has no hash, but the line before it has one. Put the original "
                 "back.",
                 path=str(folder.path / FILE),
                 line=number,
@@ -229,13 +232,13 @@ def _read_line(line: bytes, number: int, where: str) -> dict[str, Any]:
         report.setdefault(name, None)  # a figure that was added after the line was written
     if report["schema"] != SCHEMA:
         raise CheckpointError(
-            f"{where}: the schema is {report['schema']}, this raylt reads {SCHEMA}. Run it again.",
+            f"{where}: the schema is {report['schema']}, but this raylt reads {SCHEMA}. Run it again.",
             code="run.changed",
             schema=report["schema"],
         )
     if report["step"] != number:
         raise _changed_log(
-            f"{where}: the line is that of step {report['step']}. Put the lines back in their order, each once.",
+            f"{where}: the line belongs to step {report['step']}. Put the lines back in order, each once.",
             line=number,
             step=report["step"],
         )
@@ -249,7 +252,7 @@ def _changed_log(message: str, **details: object) -> CheckpointError:
 def _difference(saved: dict[str, Any], line: dict[str, Any], path: str = "") -> str | None:
     """Return the first figure that differs between a checkpoint's report and its line of metrics.jsonl.
 
-    The line may have further fields: the seconds that the checkpoint took, and the decisions of a search.
+    The line may have more fields: the duration of the checkpoint, and the decisions of a search.
     """
     for key, value in saved.items():
         inner = f"{path}.{key}" if path else key

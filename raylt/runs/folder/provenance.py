@@ -1,13 +1,13 @@
 """provenance.jsonl: one line, with versions and machine, for each time a run was started or continued.
 
-A result is only comparable with another when the same code computed both. `code` is a SHA-256 over the sources that a
-number can depend on (data, models, core, operations, methods). So a change of an equation makes runs stale, but a
-change of the command line, of a picture or of the documentation does not.
+Results are comparable only if the same code computed them. `code` is a SHA-256 over the sources that can affect results
+(data, models, core, operations, methods). So a changed equation makes runs stale, but changes of the command line,
+pictures or documentation do not.
 
-Each line names the hash of the line before, the first that of the run (identity.py). Each line of metrics.jsonl and
-each checkpoint name the last line at their time, and summary.json the last of all. So no line can be changed, left out
-or added unnoticed, except the line of a process that committed no step and after which none was committed. Early
-versions wrote lines without hashes, and lines of metrics.jsonl that name none.
+Each line contains the hash of the line before; the first line contains the hash of the run (identity.py). Each line of
+metrics.jsonl and each checkpoint contain the hash of the last provenance line at their time, and summary.json that of
+the final one. So any line that is changed, left out or added is detected, except for processes after which no step was
+committed. Early versions wrote lines without hashes, here and in metrics.jsonl.
 """
 
 import functools
@@ -34,10 +34,10 @@ from raylt.typed_json import as_json, chain, hash_json, is_chained
 SCHEMA = 2  # version of summary.json and of the lines of metrics.jsonl
 FILE = "provenance.jsonl"
 STEPS = "metrics.jsonl"  # see metrics_log.py, which imports this module
-START = "directory"  # the key of the working directory, in which the relative paths of a run's settings start
-BOUND = "provenance"  # in summary.json: the hash of the last line
-NAMED = "provenance"  # in a line of metrics.jsonl: the hash of the last line at its time
-LINKS = frozenset({"previous", "sha256"})  # in a line: what binds it to the line before
+START = "directory"  # key of the working directory, to which relative paths in a run's settings refer
+BOUND = "provenance"  # key in summary.json: hash of the last line
+NAMED = "provenance"  # key in a line of metrics.jsonl: hash of the last line at its time
+LINKS = frozenset({"previous", "sha256"})  # keys of the hashes in a line
 _LINE = TypeAdapter(dict[str, Any])
 _ROOT = Path(__file__).parents[2]
 _DECISIVE = (
@@ -76,8 +76,9 @@ def describe_process(fleet: str, config: Config, devices: Mapping[str, str | Non
     """Return the versions, machine and devices of this process.
 
     Args:
-        fleet: "ray", "local" or "processes". With Ray, clients may be on machines that this process does not see.
-        devices: from `Experiment.describe`.
+        fleet: "ray", "local" or "processes". With Ray, clients may run on other machines, which are not described.
+        config: The configuration of the run.
+        devices: Devices of the experiment, from `Experiment.describe`.
     """
     return {
         "date": now(),
@@ -109,7 +110,11 @@ def note(folder: Path, fleet: str, step: int, config: Config, devices: Mapping[s
     """Append a line to the run's provenance when the run starts or continues after `step` committed steps.
 
     Args:
-        devices: from `Experiment.describe`.
+        folder: The run folder.
+        fleet: "ray", "local" or "processes".
+        step: Number of committed steps.
+        config: The configuration of the run.
+        devices: Devices of the experiment, from `Experiment.describe`.
     """
     with Folder.open(folder) as run:
         _append(run, [{**describe_process(fleet, config, devices), "after_step": step}])
@@ -119,10 +124,12 @@ def check_device(folder: Path, config: Config, devices: Mapping[str, str | None]
     """Check that this device is of the same kind as the device on which the run started.
 
     Args:
-        devices: from `Experiment.describe`.
+        folder: The run folder.
+        config: The configuration of the run.
+        devices: Devices of the experiment, from `Experiment.describe`.
 
     Raises:
-        ConfigError: it is another kind, and resources.device does not name it.
+        ConfigError: The device is of another kind, and resources.device does not name this kind.
     """
     lines = read(folder)
     old, new = lines[-1].get("device") if lines else None, devices["device"]
@@ -149,48 +156,48 @@ def copy(source: Path, folder: Path) -> None:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's provenance, oldest first, without lines that a kill left incomplete.
+    """Return the lines of a run's provenance, oldest first, without incomplete lines from killed processes.
 
     Raises:
-        CheckpointError: a line was changed, removed or added.
+        CheckpointError: A line was changed, removed or added.
     """
     with Folder.open(folder) as run:
         return _read(run).lines
 
 
 def head(run: Folder) -> str:
-    """Return the hash of the last line of a run's provenance, or the run's own if there is none.
+    """Return the hash of the last line of a run's provenance, or the hash of the run if there is no line.
 
     Raises:
-        CheckpointError: a line was changed, removed or added.
+        CheckpointError: A line was changed, removed or added.
     """
     return _read(run).heads[-1]
 
 
 def check_named(run: Folder, sha256: str | None, where: str) -> None:
-    """Check that a run's provenance has the line that another file of the run names by its hash.
+    """Check that a run's provenance has the line whose hash another file of the run contains.
 
     Args:
-        sha256: the hash; None in files of early versions, which name no line.
-        where: the file, for the error.
+        sha256: The hash; None in files of early versions, which contain no hash.
+        where: Name of the file in error messages.
 
     Raises:
-        CheckpointError: there is no such line, or a line was changed, removed or added.
+        CheckpointError: The line is missing, or a line was changed, removed or added.
     """
     if sha256 is not None and sha256 not in _read(run).heads:
-        raise _changed(run, f"lacks the line that {where} names")
+        raise _changed(run, f"the line that {where} names is missing")
 
 
 def check_summary(folder: Folder, summary: Mapping[str, Any]) -> None:
     """Check that the summary of a finished run has the hash of the last provenance line.
 
     Raises:
-        CheckpointError: a line was changed, removed or added.
+        CheckpointError: A line was changed, removed or added.
     """
     last = head(folder)
     bound = summary.get(BOUND)
     if bound is not None and bound != last:
-        raise _changed(folder, "does not end with the line that the run ended with")
+        raise _changed(folder, "the last line is not that with which the run ended")
 
 
 def _append(run: Folder, contents: Sequence[Mapping[str, Any]]) -> None:
@@ -212,9 +219,9 @@ class _Chain:
     """The lines of a run's provenance.
 
     Attributes:
-        lines: oldest first.
-        heads: the hash of the run, and then that of each line.
-        cut_off: whether the file has more: a line that a kill cut off, or a last line without its line break.
+        lines: The lines, oldest first.
+        heads: The hash of the run, followed by the hash of each line.
+        cut_off: Whether the file contains more: a line that a kill cut off, or a last line without a line break.
     """
 
     lines: list[dict[str, Any]]
@@ -226,10 +233,11 @@ def _read(run: Folder) -> _Chain:
     """Read the lines of a run's provenance.
 
     Raises:
-        CheckpointError: a line does not follow the line before it.
+        CheckpointError: A line does not follow the line before it.
     """
     heads = [read_identity(run)["sha256"]]
-    has_steps, named = _has_steps(run), _named(run)  # first, since a process writes its line before its steps
+    # read metrics.jsonl first, since a process writes its provenance line before its steps
+    has_steps, named = _has_steps(run), _named(run)
     texts = (run.read_text(FILE) if FILE in run.names() else "").split("\n")
     rest = texts.pop()
     lines: list[dict[str, Any]] = []
@@ -238,7 +246,7 @@ def _read(run: Folder) -> _Chain:
         try:
             line = as_json(text, _LINE, FILE)
         except CheckpointError:
-            # a kill cuts off the last line; early versions left it and continued below
+            # a kill may cut off the last line; early versions left it in the file and continued below
             if text.endswith("}") or (number <= len(texts) and named is not None):
                 raise _changed(run, f"line {number} cannot be read") from None
             unread = True
@@ -249,13 +257,13 @@ def _read(run: Folder) -> _Chain:
             heads.append(line["sha256"])
         else:
             if lines and LINKS & lines[-1].keys():
-                raise _changed(run, f"line {number} has no hash, and the line before it has one")
-            heads.append(hash_json([*lines, line]))  # an early version wrote it
+                raise _changed(run, f"line {number} has no hash, but the line before it has one")
+            heads.append(hash_json([*lines, line]))  # from an early version
         lines.append(line)
     if has_steps and (not lines or lines[0].get("after_step", 0) != 0):
-        raise _changed(run, "lacks the line of the process that started the run")
+        raise _changed(run, "the line of the process that started the run is missing")
     if named is not None and named not in heads and _first_previous(run) == heads[0]:
-        raise _changed(run, f"lacks the line of the process that wrote the last line of {STEPS}")
+        raise _changed(run, f"the line of the process that wrote the last line of {STEPS} is missing")
     return _Chain(lines, heads, unread or bool(rest))
 
 
@@ -265,20 +273,20 @@ def _has_steps(run: Folder) -> bool:
 
 
 def _named(run: Folder) -> str | None:
-    """Return the hash that the last line of metrics.jsonl names; None if there is none."""
+    """Return the provenance hash in the last line of metrics.jsonl, or None if there is none."""
     if not _has_steps(run):
         return None
     return _field(run.last_line(STEPS), NAMED)
 
 
 def _first_previous(run: Folder) -> str | None:
-    """Return the hash that the first line of metrics.jsonl follows: that of its run."""
+    """Return the hash of the run that the first line of metrics.jsonl contains."""
     with run.stream(STEPS) as stream:
         return _field(stream.readline(), "previous")
 
 
 def _field(line: bytes, name: str) -> Any:
-    """Return a field of a line of metrics.jsonl; None if the line is damaged, which its reader says."""
+    """Return a field of a line of metrics.jsonl, or None if the line is damaged (`read_lines` reports that)."""
     try:
         return as_json(line, _LINE, STEPS).get(name)
     except CheckpointError:
@@ -293,7 +301,7 @@ def _changed(run: Folder, problem: str) -> CheckpointError:
 def start_of(folder: Path) -> Path | None:
     """Return the folder that a run's relative paths refer to, or None if the run did not record it.
 
-    A run that continues another run starts with that run's lines, and so has that run's folder.
+    A run that continues another run starts with that run's lines, and so returns that run's folder.
     """
     lines = read(folder) if folder.is_dir() else []
     start = lines[0].get(START) if lines else None
@@ -304,8 +312,8 @@ def of_summary(folder: Path) -> dict[str, Any]:
     """Return the fields of a run's summary.json that describe how the run was made.
 
     Returns:
-        The schema's version, the date of the end, the description of the last process, the number of processes, under
-        `mixed` each field that changed between processes, and the hash of the last line.
+        The schema version, the date of the end, the description of the last process with the number of processes and,
+        under `mixed`, each field that changed between processes, and the hash of the last line.
     """
     with Folder.open(folder) as run:
         made_by = _read(run)
@@ -325,7 +333,7 @@ def of_summary(folder: Path) -> dict[str, Any]:
 def _commit() -> str | None:
     """Return the Git commit that raylt runs from, or None if raylt was installed.
 
-    The suffix -dirty marks files that differ from the commit.
+    The suffix -dirty means that files differ from the commit.
     """
     root = _ROOT.parent
     if not (root / ".git").exists():

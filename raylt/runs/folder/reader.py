@@ -1,7 +1,7 @@
 """`Files`: reads the files of a run folder, validates each, and checks them against one another.
 
-A file that was changed, or that belongs to another run, raises a CheckpointError that names the file and the
-difference. A study's records, `Run` and `raylt verify` all read run folders through this class.
+A file that was changed, or that belongs to another run, raises a CheckpointError with the file and the difference. The
+records of studies, `Run` and `raylt verify` read run folders only through this class.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from raylt.core.evaluation.counts import Matrices
     from raylt.data.task import Task, TaskOutline
 
-# Modules that import torch, or much else, are imported inside the functions: a list of runs should not wait for it.
+# Avoid importing torch and other slow modules at the top, so that runs are listed quickly.
 
 LOCK = ".lock"
 OUTLINE = "outline.json"
@@ -54,7 +54,8 @@ class Files:
     def state(self) -> RunState:
         """Return whether the run is missing, running, stopped or done.
 
-        "missing": there is no such run; "running": a process works at it; "stopped": it can be resumed; "done".
+        "missing": the folder is not a run; "running": a process is working on it; "stopped": it can be resumed; "done":
+        it is finished.
         """
         if not is_folder(self.path):
             return "missing"
@@ -85,7 +86,12 @@ class Files:
             return plugins_of(self.identity, folder)
 
     def split(self) -> Split:
-        """Return the training samples of each client."""
+        """Return the training samples of each client.
+
+        Raises:
+            CheckpointError: split.json belongs to another run.
+            DataError: It cannot be read.
+        """
         with self._open() as folder:
             try:
                 split = Split.from_json(folder.read("split.json", SPLIT))
@@ -96,7 +102,11 @@ class Files:
         return split
 
     def outline(self) -> "TaskOutline | None":
-        """Return the description of the data, or None for a run that was made without one."""
+        """Return the description of the data, or None if the run has none.
+
+        Raises:
+            CheckpointError: outline.json was changed.
+        """
         from raylt.data.fingerprint import OUTLINE as OUTLINE_HASH
         from raylt.data.task import OUTLINE as OUTLINES
 
@@ -115,10 +125,10 @@ class Files:
         return outline
 
     def check_data(self, task: "Task") -> None:
-        """Check that the data is the same data that the run was made with.
+        """Check that the data are the same as when the run was made.
 
         Raises:
-            CheckpointError: they are not.
+            CheckpointError: They differ.
         """
         from raylt.data.fingerprint import hash_data
 
@@ -129,7 +139,7 @@ class Files:
         """Check that this version of raylt made the run.
 
         Raises:
-            CheckpointError: another version made it.
+            CheckpointError: Another version made it.
         """
         with self._open() as folder:
             check_version(self.identity, folder)
@@ -138,9 +148,9 @@ class Files:
         """Return the lines of metrics.jsonl, one for each committed step.
 
         Raises:
-            CheckpointError: a line was changed, or the lines are not those with which the run ended.
+            CheckpointError: A line was changed, or the last line is not that with which the run ended.
         """
-        ended = self.ended  # before the lines are read, since a run may end in the meantime
+        ended = self.ended  # checked before reading the lines, since a run may end in the meantime
         lines = self.lines_alone()
         if ended:
             with self._open() as folder:
@@ -148,13 +158,17 @@ class Files:
         return lines
 
     def lines_alone(self) -> Lines:
-        """Return the lines of metrics.jsonl as they follow each other, without a comparison with summary.json."""
+        """Return the lines of metrics.jsonl without comparing them with summary.json."""
         root = self.identity["sha256"]
         with self._open() as folder:
             return read_lines(folder, root)
 
     def matrices(self, step: int | None = None) -> "Matrices":
-        """Return the confusion matrices of the evaluation after a step, by default the last."""
+        """Return the confusion matrices of the evaluation after a step, by default the last.
+
+        Raises:
+            CheckpointError: There was no evaluation after this step, or the matrices were changed.
+        """
         hashes = {report["step"]: report["confusion"] for report in self.lines().reports if report["confusion"]}
         if not hashes:
             raise CheckpointError(
@@ -204,7 +218,11 @@ class Files:
         return saved
 
     def checkpoint_after(self, step: int) -> "Checkpoint":
-        """Return the checkpoint that was saved after a step."""
+        """Return the checkpoint that was saved after a step.
+
+        Raises:
+            CheckpointError: It is damaged, or belongs to another run.
+        """
         from raylt.core.checkpoint import checkpoint
 
         try:
@@ -220,7 +238,11 @@ class Files:
         return saved
 
     def model(self) -> "dict[str, Tensor]":
-        """Return the tensors of a finished run's model."""
+        """Return the tensors of a finished run's model, by name.
+
+        Raises:
+            CheckpointError: The file cannot be read, or is not the model of the run's summary.
+        """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -238,7 +260,7 @@ class Files:
             ) from None
         if hash_tensors(tensors) != self.summary()["model_sha256"]:
             raise CheckpointError(
-                f"{file}: the model is not that of {summary.FILE}. Put the original back.",
+                f"{file}: the model does not match {summary.FILE}. Put the original back.",
                 code="run.changed",
                 path=str(file),
             )

@@ -1,7 +1,7 @@
 """summary.json: the result of a run, linked to the run by hashes, and its tables.
 
-The file has the run's SHA-256, that of the last line of metrics.jsonl, the model's, and under `sha256` the hash of all
-other fields.
+The file contains the SHA-256 of the run, of the last line in metrics.jsonl and of the model, and under `sha256` the
+hash of all other fields.
 """
 
 import json
@@ -44,14 +44,10 @@ if TYPE_CHECKING:
 FILE = "summary.json"
 MODEL = "model.safetensors"
 SHOWN = {"accuracy": "balanced test set", "local": "own test images", "matched": "own class mix"}
-NAMED = 5  # clients that a row of the table names
-SHORT_GROUPS = {"many": "many", "medium": "med.", "few": "few", "-": "-"}  # in columns of four letters
-ADDED = (
-    *SHARES,
-    "tests",
-    "shown",
-    "answers",
-)  # figures that earlier versions did not write, in the order of their addition
+MAX_NAMED_CLIENTS = 5  # number of clients that a row of the table names
+SHORT_GROUPS = {"many": "many", "medium": "med.", "few": "few", "-": "-"}  # for columns of four letters
+# Figures that earlier versions did not write, in the order in which they were added.
+ADDED = (*SHARES, "tests", "shown", "answers")
 TROUBLES = ("lost", "retried", "rejected")
 SERVER_DEATHS = "server_deaths"
 MetricsLine = dict[str, Any]
@@ -76,7 +72,7 @@ class _Shown(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    figure: Annotated[Literal["accuracy", "local", "matched"], Field(description="Its name.")]
+    figure: Annotated[Literal["accuracy", "local", "matched"], Field(description="Name of the figure.")]
     last: Fraction
     last10: Fraction
     best: Fraction
@@ -124,13 +120,13 @@ class _SummaryFields(BaseModel):
     task: str
     rounds: Count
     accuracy: _Accuracy
-    shown: Annotated[_Shown | None, Field(description="The figure that is shown where there is room for one.")] = None
-    before_finish: Annotated[Share, Field(description="Accuracy after the last round, where a finish follows.")]
+    shown: Annotated[_Shown | None, Field(description="The run's main figure.")] = None
+    before_finish: Annotated[Share, Field(description="Accuracy after the last round, if a phase follows.")]
     groups: Groups
     groups_before_finish: Groups | None
     clients: _Clients
     others: Annotated[dict[str, dict[str, Any]], Field(description="Figures of a client's other models, by name.")]
-    quality: Annotated[dict[str, Share] | None, Field(description="Of the global model's probabilities.")] = None
+    quality: Annotated[dict[str, Share] | None, Field(description="Quality of the global model's scores.")] = None
     answers: Annotated[
         str | None, Field(description="Test images that the global model classifies correctly, as base64 of bits.")
     ] = None
@@ -140,17 +136,17 @@ class _SummaryFields(BaseModel):
     bytes: _Bytes
     seconds: Seconds
     seconds_per_round: Seconds
-    figures: Annotated[dict[str, Any], Field(description="Figures that the method reports of its last step.")]
+    figures: Annotated[dict[str, Any], Field(description="Figures that the method reports in its last step.")]
     troubles: Annotated[
         dict[str, Count], Field(description="Calls retried, clients lost, replies rejected, deaths of the server.")
     ]
     privacy: Annotated[
         dict[str, Any] | None, Field(description="Guarantee for the uploads with noise, and what it does not cover.")
     ] = None
-    run: Annotated[Sha256, Field(description="The run's: sha256 of identity.json.")]
+    run: Annotated[Sha256, Field(description="SHA-256 of the run, in identity.json.")]
     line: Annotated[Sha256, Field(description="SHA-256 of the last line of metrics.jsonl.")]
-    provenance: Annotated[Sha256 | None, Field(description="Of the last line of provenance.jsonl.")] = None
-    sha256: Annotated[Sha256, Field(description="Over all other fields, as JSON with its keys in order.")]
+    provenance: Annotated[Sha256 | None, Field(description="SHA-256 of the last line of provenance.jsonl.")] = None
+    sha256: Annotated[Sha256, Field(description="SHA-256 of all other fields, as JSON with sorted keys.")]
 
 
 def _repeated_figures() -> Iterator[tuple[str, Any]]:
@@ -173,15 +169,15 @@ def summarise(
     """Compute the content of summary.json.
 
     Args:
-        reports: lines of metrics.jsonl, oldest first; the last has an accuracy.
-        method: name of the method.
-        split_sha256: hash of the split.
-        tests: numbers of test images; None where they are not known.
-        model: the fields that `Experiment.export_model` returned.
+        reports: Lines of metrics.jsonl, oldest first; the last one has an accuracy.
+        method: Name of the method.
+        split_sha256: Hash of the split.
+        tests: Numbers of test images; None if unknown.
+        model: Fields that `Experiment.export_model` returned.
     """
     rounds = [report for report in reports if report["phase"] == "round"]
     final = reports[-1]
-    steps = rounds or [final]  # without rounds the one exchange counts
+    steps = rounds or [final]  # a run without rounds has one step
     curve = [report["accuracy"] for report in steps if report["accuracy"] is not None]
     last10 = curve[-10:]
     before_finish = rounds[-1] if rounds and final["phase"] == "finish" else {}
@@ -240,7 +236,7 @@ def _shown(reports: list[MetricsLine]) -> dict[str, Any]:
 
 
 def _pooled(by_client: dict[str, list[float | None]], tests: JudgedImages | None) -> float | None:
-    """Return the accuracy over all clients' own test images together, or None if clients have none."""
+    """Return the accuracy over the pooled test images of all clients, or None if clients have none."""
     if tests is None or tests["own"] is None or LOCAL not in by_client:
         return None
     judged = [(value, n) for value, n in zip(by_client[LOCAL], tests["own"], strict=True) if value is not None]
@@ -282,16 +278,17 @@ def read_summary(folder: Folder, lines: Lines) -> dict[str, Any]:
     """Read the summary of a finished run.
 
     Args:
-        lines: the lines of metrics.jsonl.
+        folder: The run folder.
+        lines: Lines of its metrics.jsonl.
 
     Raises:
-        CheckpointError: the file was changed, or belongs to another run.
+        CheckpointError: The file was changed, or belongs to another run.
     """
     path = folder.path / FILE
     summary: dict[str, Any] = parse_json(folder.read(FILE), str(path))
     check_json(summary, _SUMMARY, str(path))
     if summary["schema"] != SCHEMA:
-        raise _changed(f"{path}: the schema is {summary['schema']}, this raylt reads {SCHEMA}. Run it again.", path)
+        raise _changed(f"{path}: the schema is {summary['schema']}, but this raylt reads {SCHEMA}. Run it again.", path)
     if summary["sha256"] != hash_json({key: value for key, value in summary.items() if key != "sha256"}):
         raise _changed(f"{path}: the file was changed after the run ended. Put the original back.", path)
     if summary["run"] != lines.root:
@@ -310,12 +307,12 @@ def read_summary(folder: Folder, lines: Lines) -> dict[str, Any]:
 
 
 def check_figures(summary: dict[str, Any], where: str) -> None:
-    """Check the fields of a summary that was recorded without its hashes.
+    """Check the fields of a summary that was recorded without hashes.
 
-    Older summaries may lack fields.
+    Fields may be missing in older summaries.
 
     Raises:
-        CheckpointError: a field has another type or range; the message names it.
+        CheckpointError: A field has a wrong type or range. The message names it.
     """
     hashes = dict.fromkeys(("run", "line", "sha256"), "0" * 64)
     as_json(json.dumps({"others": {}, **hashes, **summary}), _SUMMARY, where)
@@ -395,7 +392,7 @@ def _client_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "clients, mean (own class mix)", percent(clients["mean"])
     yield "clients, worst decile", percent(clients["worst_decile"])
     if alone := (summary.get("tests") or {}).get("one_class"):
-        names = ", ".join(alone[:NAMED]) + ", .." * (len(alone) > NAMED)
+        names = ", ".join(alone[:MAX_NAMED_CLIENTS]) + ", .." * (len(alone) > MAX_NAMED_CLIENTS)
         yield "clients evaluated on one class", f"{len(alone)}, whose figures say nothing: {names}"
     if quality := summary.get("quality"):
         values = (quality["auc"], quality["calibration_error"])
@@ -428,7 +425,7 @@ def _cost_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if deaths := summary["troubles"].get(SERVER_DEATHS):
         yield "server's process died", f"{deaths} times" if deaths > 1 else "once"
     for name, value in summary["figures"].items():
-        if isinstance(value, str):  # a remark that the result must be read with
+        if isinstance(value, str):  # a remark on how to read the result
             yield name, value
     yield "split sha256", summary["split_sha256"][:16]
     yield "model sha256", summary["model_sha256"][:16]
@@ -443,7 +440,7 @@ def _last10_title(values: int | None) -> str:
 def split_table(task: Task, width: int) -> Table:
     """Return a table of each client's samples by class, abbreviated if it would exceed `width`.
 
-    Columns are named by their classes, or where these do not fit by numbers, with the names below the table.
+    Column headings are class names. If these do not fit, they are numbers, with the names below the table.
     """
     console = Console(width=10_000)
     numbers = tuple(map(str, range(task.classes)))
@@ -502,13 +499,13 @@ def in_percent(value: float | None) -> str:
 
 
 def with_images(value: float | None, images: int | None) -> str:
-    """Return a share in percent with its number of test images.
+    """Return a share in percent with the number of test images.
 
-    If these are few, the confidence interval follows.
+    If there are few images, the confidence interval follows.
 
     Args:
-        value: in [0, 1]; None where nothing was judged.
-        images: None where the number is not known.
+        value: Share in [0, 1]; None if nothing was evaluated.
+        images: Number of test images; None if unknown.
     """
     if value is None or not images:
         return percent(value)

@@ -1,20 +1,20 @@
 """`Journal`: writes a run folder; `Run` (run.py) reads it.
 
-    identity.json    what the result follows from, see identity.py
+    identity.json    everything that determines the result, see identity.py
     config.yaml      the resolved configuration, which `raylt resume` runs
     split.json       index lists per client and their SHA-256
     outline.json     the description of the data that models need, see raylt/data/task.py
-    origins.json     sources of the plugins, with their SHA-256; absent where there are none
+    origins.json     sources of the plugins with their SHA-256, if there are plugins
     metrics.jsonl    one line per committed step, see metrics_log.py
     checkpoints/     see raylt/core/checkpoint/checkpoint.py
-    confusions/      the counts of each evaluation, whose hash the line has, see raylt/core/evaluation/counts.py
+    confusions/      confusion counts of each evaluation, see raylt/core/evaluation/counts.py
     events.*         TensorBoard
     provenance.jsonl versions and machine, one line for each start, see provenance.py
-    notes.log        problems and their remedies; absent where there were none
-    summary.json     once the run is done, see summary.py; with model.safetensors
+    notes.log        problems and their remedies, if there were any
+    summary.json     written when the run is done, with model.safetensors; see summary.py
 
-A step is committed in this order: the checkpoint is renamed into its place, then the line is appended. For a run that
-was killed in between, the checkpoint holds the line.
+To commit a step, the checkpoint is first moved to its final name, then the line is appended. If a run is killed in
+between, the line can be restored from the checkpoint.
 """
 
 import json
@@ -43,14 +43,14 @@ from raylt.store import Folder
 
 LOCK_ATTEMPTS = 5
 NOTES = "notes.log"
-SERVER_DIED = "the server's process died"  # the start of the note
+SERVER_DIED = "the server's process died"  # start of a note
 
 
 class Journal:
     """A run folder that is open for writing and locked against other processes.
 
     Raises:
-        CheckpointError: the folder cannot be written to, or another process has it locked.
+        CheckpointError: The folder cannot be written to, or another process has locked it.
     """
 
     def __init__(self, folder: Path):
@@ -69,7 +69,7 @@ class Journal:
         for _ in range(LOCK_ATTEMPTS):
             if (handle := self._open.lock(LOCK)) is not None:
                 return handle
-            time.sleep(0.05)  # a reader may just be testing the lock
+            time.sleep(0.05)  # a reader may be testing the lock at this moment
         raise FolderHeld(
             f"{self.folder}: another process is using the folder ({LOCK} is locked). Wait for it, or stop it.",
             code="run.busy",
@@ -90,13 +90,16 @@ class Journal:
         """Create a run folder.
 
         Args:
-            data: hashes of the data, see raylt/data/fingerprint.py.
-            origins: records of the plugins that the configuration names, see raylt/registry.py.
-            parent: the run that this one is branched from, see raylt/runs/folder/identity.py.
-            outline: description of the data; without one the models can only be opened with the data.
+            folder: The run folder, which must not exist.
+            config: The configuration of the run.
+            split: The split of the data.
+            data: Hashes of the data, see raylt/data/fingerprint.py.
+            origins: Records of the plugins that the configuration names, see raylt/registry.py.
+            parent: Record of the run that this run branches from, see raylt/runs/folder/identity.py.
+            outline: Description of the data; without it, the models can only be opened with the data.
 
         Raises:
-            CheckpointError: the folder exists already; a FolderHeld where another process has it locked.
+            CheckpointError: The folder exists already. It is a `FolderHeld` if another process has locked the folder.
         """
         _make_folder(folder)
         journal = cls(folder)
@@ -105,12 +108,12 @@ class Journal:
             if origins:
                 journal._open.write(identity.ORIGINS, identity.as_text(list(origins)))
             if outline is not None:
-                # compact: with a hundred thousand clients it has megabytes, which only programs read
+                # compact, since it has megabytes with a hundred thousand clients, and only programs read it
                 journal._open.write(OUTLINE, json.dumps(outline, separators=(",", ":")) + "\n")
             identity.write(journal._open, identity.identify(config, split, data, origins, parent))
-            if parent is None:  # a branched run has steps to adopt first
+            if parent is None:  # a branched run must adopt steps first
                 journal._make_resumable(config)
-        except BaseException:  # such as a full disk; otherwise the folder would be locked until this process ends
+        except BaseException:  # such as a full disk; unlock the folder, which would be locked until this process ends
             journal.__exit__()
             raise
         return journal
@@ -145,12 +148,14 @@ class Journal:
     def adopt(self, reports: Sequence[dict[str, Any]], checkpoints: Sequence[Checkpoint], config: Config) -> None:
         """Take over the first steps of another run: their reports, and some checkpoints.
 
-        The run can be resumed only when this function has ended. A kill before its end leaves a folder that does not
-        count as a run.
+        The run can be resumed only after this function has returned. If the process is killed before, the folder does
+        not count as a run.
 
         Args:
-            checkpoints: the one after the last of the steps, and before it the one with the best accuracy on validation
-                images, if it is another.
+            reports: Reports of the steps, oldest first.
+            checkpoints: Checkpoint after the last of these steps, preceded by the checkpoint with the best accuracy on
+                validation images if that is another.
+            config: The configuration of the run.
         """
         by_step = {saved.facts["step"]: saved for saved in checkpoints}
         for step, content in enumerate(reports, 1):
@@ -180,18 +185,18 @@ class Journal:
         """Make metrics.jsonl end with the step of the newest usable checkpoint.
 
         Returns:
-            The checkpoint to continue from, and a warning for each damaged one.
+            The checkpoint to continue from, and a warning for each damaged checkpoint.
 
         Raises:
-            CheckpointError: steps were committed and no checkpoint is usable, or the files are not of one run.
+            CheckpointError: Steps were committed but no checkpoint is usable, or the files belong to different runs.
         """
         checkpoint.sweep(self._open)
         lines = self._lines()
         saved, faults = checkpoint.latest(self.folder / "checkpoints")
         if saved is None and metrics_log.was_saved(lines):
             raise CheckpointError(
-                f"{self.folder}: the checkpoints are gone; {len(lines.reports)} steps were committed, and without a "
-                "checkpoint none can follow. Put one back, or start a new run.",
+                f"{self.folder}: all checkpoints are missing ({len(lines.reports)} steps were committed). Put one "
+                "back, or start a new run.",
                 code="checkpoint.not-found",
                 path=str(self.folder),
                 steps=len(lines.reports),
@@ -200,12 +205,12 @@ class Journal:
         if saved is not None:
             lines.check(saved)
             texts = lines.texts[: saved.facts["step"]]
-            if len(texts) < saved.facts["step"]:  # killed between the checkpoint and its line
+            if len(texts) < saved.facts["step"]:  # the process was killed between the checkpoint and its line
                 texts.append(metrics_log.restored_line(saved, lines.head()))
         if lines.torn or texts != lines.texts:
             self._open.write(metrics_log.FILE, "".join(text + "\n" for text in texts))
         self._head = metrics_log.hash_line(texts[-1]) if texts else lines.root
-        self._made = None  # the process adds its line to provenance.jsonl after this
+        self._made = None  # read again, since the process now adds its line to provenance.jsonl
         return saved, faults
 
     def discard(self) -> None:
@@ -240,7 +245,7 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Unlock the folder, which a second call leaves as it is."""
+        """Unlock the folder. Further calls have no effect."""
         if self._lock is not None:
             os.close(self._lock)
             self._open.__exit__()
@@ -260,16 +265,16 @@ def _make_folder(folder: Path) -> None:
     except FileExistsError:
         if folder.is_dir() and is_locked(folder):
             raise FolderHeld(
-                f"{folder}: another process is making it. Give another folder.", code="run.busy", path=str(folder)
+                f"{folder}: another process is creating it. Give another folder.", code="run.busy", path=str(folder)
             ) from None
         is_run = (folder / "config.yaml").exists()
-        remedy = f"continue it with {resume_call(folder)}" if is_run else "remove it: it is no run, or none yet"
+        remedy = f"continue it with {resume_call(folder)}" if is_run else "remove it, since it is not a complete run"
         raise CheckpointError(
             f"{folder}: exists already. Give another folder, or {remedy}.", code="run.exists", path=str(folder)
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: the folder cannot be made ({error.strerror}). Give another {spoken('--out', 'out')}.",
+            f"{folder}: the folder cannot be created ({error.strerror}). Give another {spoken('--out', 'out')}.",
             code="file.unwritable",
             path=str(folder),
         ) from None

@@ -18,9 +18,9 @@ class ServedModel:
     """The content of an exported model file, to be sent to serving processes.
 
     Attributes:
-        name: of the file.
-        content: the file's bytes.
-        card: its model card, in Markdown.
+        name: Name of the file.
+        content: Content of the file.
+        card: Its model card, in Markdown.
     """
 
     name: str
@@ -40,7 +40,7 @@ class OpenedModel:
     """The loaded models of an exported file, by client name; a single model has the key None.
 
     Attributes:
-        clients: names of the clients, where each has a model of its own; else empty.
+        clients: Names of the clients if each has its own model; otherwise empty.
     """
 
     served: ServedModel
@@ -49,7 +49,7 @@ class OpenedModel:
 
     @property
     def any(self) -> TrainedModel | GraphModel:
-        """One of the models. All take the same images and have the same classes."""
+        """One of the models, which all take the same images and have the same classes."""
         return next(iter(self.models.values()))
 
 
@@ -57,8 +57,8 @@ def served_model(path: Path) -> ServedModel:
     """Return the model of a run folder or exported file, after loading it once as a check.
 
     Raises:
-        ConfigError: the file is of another kind, the model cannot be exported, or a plugin or a package is missing.
-        CheckpointError: the run has committed nothing, or a file cannot be read.
+        ConfigError: The file is of another kind, the model cannot be exported, or a plugin or a package is missing.
+        CheckpointError: The run has not committed a step, or a file cannot be read.
     """
     if is_folder(path):
         with tempfile.TemporaryDirectory() as folder:

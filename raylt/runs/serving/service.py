@@ -1,12 +1,12 @@
 """`Service`: answers prediction requests with a model, independently of the server (such as Ray Serve).
 
     POST /predict?client=NAME   an image file as the body -> {"class": ..., "shares": {class: share}}
-    GET /                       the page that one drops images on
+    GET /                       the page on which users drop images
     GET /card                   the model card, in Markdown
     GET /health                 {"status": "ok", ...}
 
-Errors are {"code": ..., "error": ...} with the code and the line that the command line shows. The token, where there is
-one, is asked for by /predict and /card; the page asks its user for it.
+Errors are {"code": ..., "error": ...}, with the same code and message as on the command line. If the service has a
+token, /predict and /card require it, and the page asks its user for it.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from raylt.errors import RayltError, describe_error, did_you_mean
 from raylt.runs.export.load import load_image
 from raylt.runs.serving.model import OpenedModel
 
-MOST_BYTES = 10 * 2**20  # of a request's body
-MOST_PIXELS = 2**25  # pixels of an image; a decoded image takes at least as many bytes
-ADDRESSES = 10_000  # whose rates are remembered
+MAX_BODY_BYTES = 10 * 2**20
+MAX_PIXELS = 2**25  # a decoded image takes at least one byte per pixel
+MAX_ADDRESSES = 10_000  # number of addresses whose rates are remembered
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src blob:; connect-src 'self'"
 HEADERS = {
     "Content-Security-Policy": f"{POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -45,15 +45,15 @@ class Limits:
     """The limits that a service puts on requests.
 
     Args:
-        token: that requests must bear; None asks for none.
-        rate: images a second from one address; None for any number.
-        most_bytes: of an image file.
-        body_s: seconds in which a request's body must arrive.
+        token: Token that requests must contain; None if no token is required.
+        rate: Maximum number of images per second from one address; None for no limit.
+        most_bytes: Maximum size of an image file, in bytes.
+        body_s: Time within which a request's body must arrive, in seconds.
     """
 
     token: str | None = None
     rate: float | None = None
-    most_bytes: int = MOST_BYTES
+    most_bytes: int = MAX_BODY_BYTES
     body_s: float = 30.0
 
 
@@ -62,9 +62,12 @@ class Request:
     """An HTTP request to the service.
 
     Args:
-        headers: by their names in lower case.
-        address: of the sender.
-        body: reads the body up to a number of bytes, and one more byte where it is longer.
+        method: HTTP method, such as GET.
+        path: Path in the URL.
+        query: Parameters in the URL.
+        headers: Headers by name in lower case.
+        address: Address of the sender.
+        body: Function that reads the body up to the given number of bytes, and one more byte if it is longer.
     """
 
     method: str
@@ -85,14 +88,15 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-Predict = Callable[[str | None, np.ndarray], Awaitable[dict[str, float]]]  # client and image to the shares of classes
+# Maps a client and an image to the shares of the classes.
+Predict = Callable[[str | None, np.ndarray], Awaitable[dict[str, float]]]
 
 
 class Refused(RayltError):
     """The error for a refused request, with its HTTP status.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
     """
 
     def __init__(self, status: int, message: str, code: str, **details: Any):
@@ -104,7 +108,8 @@ class Service:
     """Answers HTTP requests with the predictions of a model.
 
     Args:
-        predict: computes the shares of classes; it may wait for other requests, to take several images at once.
+        predict: Function that computes the shares of classes. It may wait for other requests, to process several images
+            together.
     """
 
     def __init__(self, model: OpenedModel, limits: Limits, predict: Predict, now: Callable[[], float] = time.monotonic):
@@ -112,7 +117,8 @@ class Service:
         self._limits = limits
         self._predict = predict
         self._now = now
-        self._allowance: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by address: images, and since when
+        # number of allowed images and time of the last update, by address
+        self._allowance: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     async def answer(self, request: Request) -> Answer:
         """Return the answer to a request; an error becomes an answer with the error's HTTP status."""
@@ -131,7 +137,7 @@ class Service:
         if verb is None:
             raise Refused(
                 404,
-                f"path: the service has no such path ({_shown(request.path)}). Use one of {', '.join(routes)}.",
+                f"path: unknown path ({_shown(request.path)}). Use one of {', '.join(routes)}.",
                 "serve.no-such-path",
             )
         if request.method not in (verb, "HEAD" if verb == "GET" else verb):
@@ -155,11 +161,11 @@ class Service:
     def _check_token(self, request: Request) -> None:
         token = self._limits.token
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        # a server reads the bytes of a header as Latin-1
+        # servers decode headers as Latin-1
         if token is not None and not hmac.compare_digest(given.encode("latin-1", "replace"), token.encode()):
             raise Refused(
                 401,
-                "Authorization: no token, or another than the service's. Send Authorization: Bearer TOKEN.",
+                "Authorization: the token is missing or wrong. Send Authorization: Bearer TOKEN.",
                 "serve.token-refused",
             )
 
@@ -176,7 +182,7 @@ class Service:
         left, since = self._allowance.pop(address, (most, now))
         left = min(most, left + (now - since) * rate)
         self._allowance[address] = (left - 1 if left >= 1 else left), now
-        if len(self._allowance) > ADDRESSES:
+        if len(self._allowance) > MAX_ADDRESSES:
             self._allowance.popitem(last=False)
         if left < 1:
             raise Refused(
@@ -188,16 +194,15 @@ class Service:
         if name is None and clients:
             raise Refused(
                 400,
-                f"client: each client has a model of its own, and none is named. Add ?client=NAME, one of "
+                f"client: each client has its own model, but none is named. Add ?client=NAME, one of "
                 f"{_listed(clients)}.",
                 "client.not-named",
             )
         if name is not None and name not in clients:
-            choice = f"one of {_listed(clients)}" if clients else "no client: all use one model"
+            choice = f"Give one of {_listed(clients)}" if clients else "Leave it out, since all clients share one model"
             raise Refused(
                 404,
-                f"client: there is none of this name ({_shown(name)}). {did_you_mean(_shown(name), clients)}Name "
-                f"{choice}.",
+                f"client: unknown client ({_shown(name)}). {did_you_mean(_shown(name), clients)}{choice}.",
                 "client.unknown",
             )
         return name
@@ -205,7 +210,9 @@ class Service:
     async def _image(self, request: Request) -> np.ndarray:
         if request.headers.get("content-type", "").startswith("multipart/"):
             raise Refused(
-                415, "Content-Type: a form (multipart). Send the image file itself as the body.", "serve.wrong-type"
+                415,
+                "Content-Type: forms (multipart) are not supported. Send the image file itself as the body.",
+                "serve.wrong-type",
             )
         most = self._limits.most_bytes
         try:
@@ -223,7 +230,7 @@ class Service:
         _check_pixels(content)
         model = self._model.any
         try:
-            # in a thread: a large image takes half a second, in which the service would answer nobody
+            # in a thread, since decoding a large image would block the service for half a second
             return await asyncio.to_thread(load_image, content, model.shape, model.fit, model.depth)
         except Undecodable as error:
             raise Refused(
@@ -251,7 +258,7 @@ def _template() -> str:
 
 
 def _check_pixels(content: bytes) -> None:
-    """Raise an error if an image has more pixels than a service decodes.
+    """Raise an error if an image has more than `MAX_PIXELS` pixels.
 
     Content that is not an image is left to the decoder.
     """
@@ -262,10 +269,8 @@ def _check_pixels(content: bytes) -> None:
             pixels = image.width * image.height
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return
-    if pixels > MOST_PIXELS:
-        raise Refused(
-            413, f"image: more than {MOST_PIXELS} pixels ({pixels}). Send a smaller image.", "serve.too-large"
-        )
+    if pixels > MAX_PIXELS:
+        raise Refused(413, f"image: more than {MAX_PIXELS} pixels ({pixels}). Send a smaller image.", "serve.too-large")
 
 
 def _refusal(status: int, code: str, message: str) -> Answer:

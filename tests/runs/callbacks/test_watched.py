@@ -99,11 +99,11 @@ def shown(folder):
 def test_the_board_has_a_picture_of_predictions(run, tmp_path):
     picture, tag = shown(run.folder)
     assert tag == "predictions/global model"
-    rows = np.linspace(0, 41, prediction_grid.MOST_IMAGES).round().astype(int)
+    rows = np.linspace(0, 41, prediction_grid.MAX_IMAGES).round().astype(int)
     images, truth = cache.load(run.task.test.x)[rows], cache.load(run.task.test.y)[rows]
     right = run.model().predict(images).labels.numpy() == truth
     assert 0 < right.sum() < len(right)
-    for place in range(prediction_grid.MOST_IMAGES):
+    for place in range(prediction_grid.MAX_IMAGES):
         x, y = 6 + place % 6 * 102, 6 + place // 6 * (96 + 26 + 6)
         assert (picture[y : y + 96 : 12, x : x + 96 : 12] == images[place]).all()
         text_line = picture[y + 96 + 13 : y + 96 + 26, x : x + 96].astype(int)  # the text line with the prediction
@@ -117,7 +117,7 @@ def test_the_picture_of_clients_own_models_is_of_the_first_one_and_its_images(tm
     assert tag == "predictions/client wien"
     first, last = (cache.load(run.task.test.x)[run.task.own_tests[0][place]] for place in (0, -1))
     assert (picture[6:102:12, 6:102:12] == first).all()
-    shown_images = min(prediction_grid.MOST_IMAGES, len(run.task.own_tests[0])) - 1
+    shown_images = min(prediction_grid.MAX_IMAGES, len(run.task.own_tests[0])) - 1
     x, y = 6 + shown_images % 6 * 102, 6 + shown_images // 6 * 128
     assert (picture[y : y + 96 : 12, x : x + 96 : 12] == last).all()
 

@@ -587,4 +587,4 @@ def test_an_image_for_a_model_of_another_shape_is_resized_without_a_cut(tmp_path
 def test_image_files_are_refused_for_a_model_of_two_channels_before_they_are_opened(tmp_path):
     with refused("data.wrong-shape", DataError, channels=2) as caught:
         load_images([tmp_path / "none.png"], (8, 8, 2), "crop")
-    assert str(caught.value).count("Give arrays") == 1
+    assert str(caught.value).count("Pass arrays") == 1

@@ -112,7 +112,7 @@ def test_an_image_of_too_many_bytes_or_pixels_is_refused(files, monkeypatch):
     assert ask.post(picture(8)).status == 200
     assert Asker(files["fedavg"], Limits(most_bytes=len(picture()))).post(picture()).status == 200
     assert Asker(files["fedavg"], Limits(most_bytes=len(picture()) - 1)).post(picture()).status == 413
-    monkeypatch.setattr(serving, "MOST_PIXELS", 99)
+    monkeypatch.setattr(serving, "MAX_PIXELS", 99)
     assert ask.post(picture(9)).status == 200
     assert code_of(ask.post(picture(10))) == (413, "serve.too-large")
 
@@ -170,7 +170,7 @@ def test_a_rate_saves_up_no_images_and_counts_no_refused_ones(files):
 
 
 def test_the_address_whose_request_is_longest_ago_is_forgotten_first(files, monkeypatch):
-    monkeypatch.setattr(serving, "ADDRESSES", 2)
+    monkeypatch.setattr(serving, "MAX_ADDRESSES", 2)
     ask = Asker(files["fedavg"], Limits(rate=1))
     assert [ask.post(picture(), address=address).status for address in "abac"] == [200, 200, 429, 200]
     assert [ask.post(picture(), address=address).status for address in "acb"] == [429, 429, 200]
