@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def draw_arms(comparisons: Sequence[Comparison], path: Path | str | None = None) -> "Figure":
     """Draw dots and intervals of a study's arms: a column of panels per measure, a row per cell, a line per arm.
 
-    Filled dots are means, lines their t intervals and open dots the seeds. Arms are sorted by their means of the first
-    measure in the first cell, the best on top. An arm with one seed has no interval and so no line.
+    Filled dots are means, lines are their t intervals, and open dots are seeds. Arms are sorted by their mean of the
+    first measure in the first cell, with the best on top. An arm with one seed has no interval and so no line.
 
     Args:
-        comparisons: of the same records, one per measure.
-        path: file that the picture is written to as well.
+        comparisons: Comparisons of the same records, one per measure.
+        path: File to save the picture to.
 
     Raises:
-        ConfigError: no finished run has the first measure, or the picture cannot be written.
+        ConfigError: No finished run has the first measure, or the picture cannot be written.
     """
     rows = {
         (row.cell, row.arm, number): row for number, comparison in enumerate(comparisons) for row in comparison.rows
@@ -35,7 +35,7 @@ def draw_arms(comparisons: Sequence[Comparison], path: Path | str | None = None)
     cells = list(dict.fromkeys(row.cell for row in first.rows))
     if not cells:
         raise ConfigError(
-            f"{spoken('--measure', 'measure')}: no finished run has it ({first.measure}). Give another measure, or "
+            f"{spoken('--measure', 'measure')}: no finished run has this measure ({first.measure}). Give another, or "
             "finish a run.",
             code="study.no-figure",
             key="--measure",

@@ -20,8 +20,8 @@ from raylt.runs.run import Run
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NUMBERED = 12  # most classes with numbers in the cells
-NAMED = 60  # most classes with names
+MAX_NUMBERED_CLASSES = 12  # with more classes, cells have no numbers
+MAX_NAMED_CLASSES = 60  # with more classes, axes have no class names
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Confusion:
     """The confusion matrix of one evaluation, of one client or of all clients.
 
     Attributes:
-        title: the model and the images.
-        matrix: counts of (true, predicted) classes, int64 [C, C]; float64 where clients' counts are weighted.
-        names: C class names.
-        groups: "many", "medium" or "few" for each class.
-        samples: training samples, or pixels, of each class, [C].
-        tested: test images, or pixels, behind the row of each class, [C]; by default the sums of the rows.
+        title: Names of the model and the images.
+        matrix: Counts of (true, predicted) classes, int64 [C, C]; float64 if clients' counts are weighted.
+        names: Names of the C classes.
+        groups: Group of each class: "many", "medium" or "few".
+        samples: Number of training samples, or pixels, of each class, [C].
+        tested: Number of test images, or pixels, behind the row of each class, [C]; by default the sums of the rows.
     """
 
     title: str
@@ -93,14 +93,15 @@ def confusion_of(run: Run, client: str | int | None = None, step: int | None = N
     """Return the confusion matrix of an evaluation that a run stored.
 
     Args:
-        client: name or id of one client, judged on its own test images where it has any, else on the whole test set;
-            by default all clients: their own models on their own test images, or without such images on the whole
-            test set, each class weighted as among the client's training samples.
-        step: step of the evaluation; by default the last one.
+        run: The run.
+        client: Name or id of a client, evaluated on its own test images if it has any, otherwise on the whole test set.
+            By default all clients. If they have models of their own, these are evaluated on their own test images, or
+            otherwise on the whole test set with the classes weighted as in each client's training samples.
+        step: Step of the evaluation; by default the last one.
 
     Raises:
-        ConfigError: there is no such client.
-        CheckpointError: there was no evaluation after that step, or its file was changed.
+        ConfigError: The client is unknown.
+        CheckpointError: There was no evaluation after that step, or its file was changed.
     """
     task = run.task
     matrices = run.matrices(step)
@@ -152,13 +153,14 @@ def _of_own_models(run: Run, task: Task, matrices: Matrices) -> Confusion:
 
 
 def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Figure":
-    """Draw a confusion matrix as a heat map. Rows are true classes and sum to 1, columns are predictions.
+    """Draw a confusion matrix as a heat map. Rows are true classes and sum to 1; columns are predicted classes.
 
     Args:
-        path: file that the picture is written to as well.
+        confusion: The confusion matrix.
+        path: File to save the picture to.
 
     Raises:
-        ConfigError: the picture cannot be written.
+        ConfigError: The picture cannot be written.
     """
     matrix = confusion.matrix.double()
     names = list(map(tick_name, confusion.names))
@@ -167,7 +169,7 @@ def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Fig
     figure = new_figure(side + 1, side)
     ax = figure.subplots()
     image = ax.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
-    if len(names) <= NUMBERED:
+    if len(names) <= MAX_NUMBERED_CLASSES:
         for i, row in enumerate(shares.tolist()):
             for j, share in enumerate(row):
                 if share >= 0.005:
@@ -180,7 +182,7 @@ def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Fig
                         fontsize=8,
                         color="white" if share > 0.6 else "black",
                     )
-    if len(names) <= NAMED:
+    if len(names) <= MAX_NAMED_CLASSES:
         ax.set_xticks(range(len(names)), names, rotation=90)
         ax.set_yticks(range(len(names)), names)
     ax.set(xlabel="predicted", ylabel="true", title=plain_text(confusion.title))
@@ -194,10 +196,11 @@ def draw_classes(confusion: Confusion, path: Path | str | None = None) -> "Figur
     The largest class comes first.
 
     Args:
-        path: file that the picture is written to as well.
+        confusion: The confusion matrix.
+        path: File to save the picture to.
 
     Raises:
-        ConfigError: the picture cannot be written.
+        ConfigError: The picture cannot be written.
     """
     rows = sorted(confusion.figures(), key=lambda row: -int(row["samples"] or 0))
     positions = range(len(rows))
@@ -219,7 +222,7 @@ def draw_classes(confusion: Confusion, path: Path | str | None = None) -> "Figur
     figure.legend(frameon=False, ncols=2, loc="outside lower center")
     lower.bar(positions, [int(row["samples"] or 0) for row in rows], color=COLOURS[8], zorder=2)
     lower.set(ylabel="samples", yscale="symlog")
-    if len(rows) <= NAMED:
+    if len(rows) <= MAX_NAMED_CLASSES:
         lower.set_xticks(positions, [tick_name(str(row["class"])) for row in rows], rotation=90)
     for ax in (upper, lower):
         style_axes(ax)

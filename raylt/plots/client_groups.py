@@ -26,12 +26,12 @@ class ClientGroups:
     """The client groups that a method formed in one round.
 
     Attributes:
-        ids: the n grouped clients.
-        labels: the number of each client's group, [n].
-        points: [n, 2], the two principal components of points whose squared distances are 2 (1 - similarity).
-        explained: the components' shares of the variance, [2].
-        counts: samples per class of each client, int64 [n, C].
-        kappas: number of groups of every round so far, by round.
+        ids: Ids of the n grouped clients.
+        labels: Number of each client's group, [n].
+        points: First two principal components of points with squared distances 2 (1 - similarity), [n, 2].
+        explained: Shares of the variance that the components explain, [2].
+        counts: Number of samples of each client and class, int64 [n, C].
+        kappas: Number of groups by round.
     """
 
     round: int
@@ -49,19 +49,24 @@ def draw_clusters(run: Run, round: int | None = None, path: Path | str | None = 
     """Draw the client groups of a round. The run need not be finished.
 
     Args:
-        round: a round whose similarities are kept; by default the last of these.
-        path: file that the picture is written to as well, .png, .pdf or .svg.
+        run: The run.
+        round: Round whose similarities were kept; by default the last such round.
+        path: File to save the picture to: .png, .pdf or .svg.
 
     Raises:
-        CheckpointError: the run's method makes no groups, or the round's similarities are not kept.
-        ConfigError: the picture cannot be written.
+        CheckpointError: The run's method does not form groups, or the round's similarities were not kept.
+        ConfigError: The picture cannot be written.
     """
     return save_if_asked(_plot(run.name, read_client_groups(run, round)), path)
 
 
 def read_client_groups(run: Run, round: int | None = None) -> ClientGroups:
-    """Read the client groups of a round, as `draw_clusters` draws them."""
-    from sklearn.decomposition import PCA  # a second of imports
+    """Read the client groups of a round, as `draw_clusters` draws them.
+
+    Raises:
+        CheckpointError: The run's method does not form groups, or the round's similarities were not kept.
+    """
+    from sklearn.decomposition import PCA  # takes a second to import
 
     saved = run.checkpoint()
     kept = {} if saved is None else saved.read("server")["state"].get("similarities", {})
@@ -78,7 +83,7 @@ def read_client_groups(run: Run, round: int | None = None) -> ClientGroups:
     if round not in similarities:
         rounds = ", ".join(map(str, similarities))
         raise CheckpointError(
-            f"{spoken('--round', 'round')}: its similarities are not kept ({round}). Give one of {rounds}.",
+            f"{spoken('--round', 'round')}: its similarities were not kept ({round}). Give one of {rounds}.",
             code="checkpoint.not-kept",
             path=str(run.folder),
             round=round,
@@ -86,7 +91,7 @@ def read_client_groups(run: Run, round: int | None = None) -> ClientGroups:
         )
     reports = {report["step"]: report for report in run.reports}
     figures = reports[round]["figures"]
-    ids = figures.get("clustered", reports[round]["participants"])  # older runs do not report "clustered"
+    ids = figures.get("clustered", reports[round]["participants"])  # missing in older runs
     points = embed(similarities[round].double()).numpy()
     pca = PCA(2)
     if len(points) < 2:
@@ -111,7 +116,7 @@ def read_client_groups(run: Run, round: int | None = None) -> ClientGroups:
 
 
 def _labels(groups: ClientGroups) -> list[tuple[str, tuple[float, float]]]:
-    """Return label texts and their positions. Clients of a group that are close to each other share one text."""
+    """Return label texts and their positions. Clients of a group that are close to each other share a label."""
     near = 0.05 * np.ptp(groups.points, axis=0).clip(1e-9)
     texts: list[tuple[int, list[str], np.ndarray]] = []
     for id, label, point in zip(groups.ids, groups.labels, groups.points, strict=True):

@@ -35,12 +35,12 @@ class ClientComparison:
     """The final accuracy of each client in several runs.
 
     Attributes:
-        sizes: training samples of each client, [K].
-        runs: by the run's name, one accuracy per client, [K]; None for a client that is not judged.
-        owned: number of classes that each client owns, [K].
-        names: names of the clients, [K]; by default their ids.
-        tested: test images behind each client's figure, [K]; None where they are not recorded, or are pixels.
-        one_class: names of the clients that are judged by images of one class, so that their figures say nothing.
+        sizes: Number of training samples of each client, [K].
+        runs: Accuracy of each client, [K], by name of the run; None for clients that were not evaluated.
+        owned: Number of classes that each client owns, [K].
+        names: Names of the clients, [K]; by default their ids.
+        tested: Number of test images behind each client's figure, [K]; None if not recorded, or for label maps.
+        one_class: Names of clients with test images of a single class, whose figures say nothing.
     """
 
     metric: Metric
@@ -63,10 +63,10 @@ class ClientComparison:
     def spread(self) -> dict[str, dict[str, float]]:
         """Return the mean, standard deviation and worst decile over the clients of each run.
 
-        Where each client is judged by its own test images, the accuracy over all these images together is added.
-        Where some clients have at most two classes, the mean over the other clients is added. With two classes some
-        methods leave a client nothing to distinguish (BPFed's smoothing), and with one class every answer may be right:
-        a few such clients can decide a comparison.
+        If clients are evaluated on their own test images, the accuracy over all these images together is added. If some
+        clients have at most two classes, the mean over the other clients is added, because a few clients with so little
+        to distinguish can decide a comparison. With one class, every answer may be right; with two classes, some
+        methods leave nothing to distinguish (BPFed's smoothing).
         """
         judged = {
             name: [(accuracy, n) for accuracy, n in zip(values, self.owned, strict=True) if accuracy is not None]
@@ -102,7 +102,7 @@ class ClientComparison:
         return table
 
     def notes(self) -> list[str]:
-        """Return a notice about clients whose test images have one class only, so that their figures mean nothing."""
+        """Return a notice about clients with test images of a single class, whose figures say nothing."""
         alone = len(self.one_class)
         if not alone:
             return []
@@ -112,7 +112,7 @@ class ClientComparison:
         return [f"{subject} evaluated on one class, so {object} nothing: {names}"]
 
     def _cell(self, value: float | None, client: int) -> str:
-        """Format a client's accuracy, with its interval if it rests on few images."""
+        """Format a client's accuracy, with its interval if it is based on few images."""
         images = self.tested[client] if self.tested else 0
         if value is None or self.metric != LOCAL or not 0 < images < FEW_SAMPLES:
             return percent(value)
@@ -123,13 +123,14 @@ def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -
     """Draw a bar chart with a group of bars per client, and a line at each run's mean (BPFed, Fig. 2).
 
     Args:
-        path: file that the picture is written to as well.
+        comparison: The accuracies.
+        path: File to save the picture to.
 
     Returns:
-        The figure, which a notebook shows.
+        The figure, which a notebook displays.
 
     Raises:
-        ConfigError: the picture cannot be written.
+        ConfigError: The picture cannot be written.
     """
     runs = comparison.runs
     spread = comparison.spread()
@@ -138,7 +139,7 @@ def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -
     inches = min(40.0, max(7.0, 1.5 + len(clients) * (0.16 + 0.14 * len(runs))))
     names = [tick_name(name) for name in comparison.names]
     longest = max(map(len, names))
-    # long names would overlap, so they are drawn upright
+    # draw names upright if they would overlap
     upright = len(clients) * max(0.42, 0.1 * longest) > inches and longest > 3
     figure = new_figure(inches, 4.8 + (0.08 * longest if upright else 0))
     ax = figure.subplots()
@@ -148,7 +149,7 @@ def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -
         positions = [k + (i - (len(runs) - 1) / 2) * width for k in clients]
         ax.bar(
             positions,
-            [math.nan if a is None else 100 * a for a in values],  # a client that was not evaluated has no bar
+            [math.nan if a is None else 100 * a for a in values],  # no bar for clients that were not evaluated
             width,
             color=colour,
             label=f"{name}: mean {mean:.1f} %",
@@ -180,10 +181,12 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
     """Compare the accuracies of clients in several finished runs.
 
     Args:
-        metric: by default "local" where all clients were judged on their own test images, else "owned".
+        runs: The runs.
+        metric: Accuracy to compare; by default "local" if all runs have it, otherwise "owned".
 
     Raises:
-        CheckpointError: a run is not finished, was changed, or has another split than the first.
+        CheckpointError: A run is not finished, was changed, does not have the metric, or has another split than the
+            first run.
     """
     runs = list({run.folder: run.finished() for run in runs}.values())
     names = [run.name for run in runs]
@@ -196,7 +199,7 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
     metric = metric or ("local" if all("local" in figures for figures in judged.values()) else "owned")
     if lacking := [name for name, figures in judged.items() if metric not in figures]:
         raise CheckpointError(
-            f"{spoken('--metric', 'metric')}: the clients of {lacking[0]} were not evaluated by it ({metric}). Give "
+            f"{spoken('--metric', 'metric')}: the clients of {lacking[0]} do not have this figure ({metric}). Give "
             f"{spoken('--metric owned', 'metric=' + repr('owned'))}.",
             code="study.no-figure",
             key="--metric",
@@ -204,14 +207,14 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
             run=lacking[0],
         )
     figures = {name: of_run[metric] for name, of_run in judged.items()}
-    if nobody := [name for name, values in figures.items() if all(value is None for value in values)]:
+    if without := [name for name, values in figures.items() if all(value is None for value in values)]:
         raise CheckpointError(
-            f"{spoken('--metric', 'metric')}: no client of {nobody[0]} was evaluated by it ({metric}). Give another "
-            "measure.",
+            f"{spoken('--metric', 'metric')}: no client of {without[0]} has this figure ({metric}). Give another "
+            "metric.",
             code="study.no-figure",
             key="--metric",
             value=metric,
-            run=nobody[0],
+            run=without[0],
         )
     task = runs[0].task
     owned = (task.client_counts > 0).sum(1).tolist()
@@ -232,7 +235,7 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
 def other_split(run: Run, first: Run) -> CheckpointError:
     """Return the error for runs that use different splits."""
     return CheckpointError(
-        f"{run.folder}: its split is not that of {first.folder} ({run.split.sha256[:16]}, {first.split.sha256[:16]}). "
+        f"{run.folder}: has another split than {first.folder} ({run.split.sha256[:16]}, {first.split.sha256[:16]}). "
         "Give runs over the same split.",
         code="run.other-split",
         path=str(run.folder),

@@ -1,8 +1,8 @@
 """Plot of figures over rounds, bytes or seconds, as means over seeds with intervals (`raylt plot curves`).
 
-The picture has its final size: one column of a two-column page (3.35 inches), or the whole page where a row has three
-panels or more. Its text is at least 7 points there. Arms differ by colour, dash and marker, so that a print in grey and
-readers who see few colours can tell them apart.
+The picture has its final size: one column of a two-column page (3.35 inches), or the full page width if a row has three
+panels or more. Text has at least 7 points at this size. Arms differ in colour, dash and marker, so that they can be
+distinguished in greyscale and by colour-blind readers.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Over = Literal["rounds", "bytes", "seconds"]
-COLUMN, PAGE = 3.35, 6.9  # inches
-SMALL, TEXT = 7, 8  # points
-MARKED = 8  # markers of a line, besides the last
-TITLES = {  # by measure, the titles of its panels
+COLUMN, PAGE = 3.35, 6.9  # widths in inches
+SMALL, TEXT = 7, 8  # font sizes in points
+MARKERS_PER_LINE = 8  # approximate number, without the last marker
+# Panel titles, by measure.
+TITLES = {
     "accuracy": "accuracy",
     "many": "many-shot",
     "medium": "medium-shot",
@@ -47,11 +48,11 @@ class ArmCurve:
     """The curve of one arm in one cell, over the steps that all its runs evaluated.
 
     Attributes:
-        x: rounds, MiB or seconds, as means over the seeds.
-        mean: means over the seeds, in percent.
-        low, high: ends of the band, in percent; None for a single seed.
-        finish: whether the last step is the method's last phase, not a round.
-        seeds: number of runs.
+        x: Mean over the seeds of rounds, MiB or seconds.
+        mean: Means over the seeds, in percent.
+        low, high: Bounds of the band, in percent; None for a single seed.
+        finish: Whether the last step is the method's last phase instead of a round.
+        seeds: Number of runs.
     """
 
     arm: str
@@ -75,26 +76,28 @@ def draw_curves(
     """Draw the curves of a study's arms: a panel per measure, and a row of panels per cell.
 
     Args:
-        study: the study; only its finished runs are drawn.
-        measures: names of `TITLES`; by default the figure that is shown of clients' own models, the accuracy, and the
-            groups that have test images.
-        over: what the horizontal axis counts.
-        spread: what the bands show: the t interval of the mean, or one standard deviation of the seeds.
-        path: file that the picture is written to as well, .pdf, .svg or .png.
-        level: confidence of the intervals.
-        mix_versions: whether runs of several versions of the code may be compared.
+        study: The study; only its finished runs are drawn.
+        measures: Measures to draw, from `TITLES`. By default the main figure of clients' own models if there are any,
+            the accuracy, and the class groups with test images.
+        over: Unit of the horizontal axis.
+        spread: Meaning of the bands: the t interval of the mean, or one standard deviation over the seeds.
+        path: File to save the picture to: .pdf, .svg or .png.
+        level: Confidence of the intervals.
+        mix_versions: Whether runs of several versions of the code may be compared.
 
     Raises:
-        ConfigError: a measure is not known after every round, nothing was judged, or the file cannot be written.
-        CheckpointError: runs of one cell and seed differ in split, budget, optimiser, evaluation or code.
+        ConfigError: A measure is not computed in each round, fewer than two steps were evaluated, or the file cannot be
+            written.
+        CheckpointError: Runs of one cell and seed differ in split, budget, optimiser, evaluation or code.
     """
-    study.compare("accuracy", "last", level=level, mix_versions=mix_versions, may_lack=True)  # checks the runs
+    # check that the runs can be compared
+    study.compare("accuracy", "last", level=level, mix_versions=mix_versions, may_lack=True)
     done = [record for record in study.records if record.state == "done"]
     names = list(measures) or _judged_measures(done)
     for name in names:
         if _key(name) is None:
             raise ConfigError(
-                f"measure: is known after the last round only ({name}). Give one of {', '.join(TITLES)}.",
+                f"measure: is computed only after the last round ({name}). Give one of {', '.join(TITLES)}.",
                 code="config.conflict",
                 key="measure",
                 value=name,
@@ -139,7 +142,7 @@ def caption(study: Study, spread: Spread = "interval", level: float = 0.95) -> s
 
 
 def _judged_measures(done: Sequence[RunRecord]) -> list[str]:
-    """Return the measures to draw by default: accuracy, and others of which the finished runs have values."""
+    """Return the measures to draw by default: accuracy, and others for which the finished runs have values."""
     shown = {((record.summary or {}).get("shown") or {}).get("figure") for record in done}
     own = [name for name in ("local", "matched") if name in shown]
     return [*own, "accuracy", *(g for g in GROUPS if any(v is not None for r in done for v in r.curve.get(g, ())))]
@@ -249,7 +252,7 @@ def _labels(arms: Sequence[str]) -> list[str]:
 def _legend_columns(arms: Sequence[str], width: float) -> int:
     """Return the number of legend entries that fit in a row of the given width in inches.
 
-    A character takes about 0.055 inches, and the line of an entry 0.5 inches.
+    A character takes about 0.055 inches, and the line symbol of an entry 0.5 inches.
     """
     longest = max(map(len, arms), default=1)
     return max(1, min(len(arms), int(width / (0.5 + 0.055 * longest))))
@@ -265,8 +268,8 @@ def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
         ax.fill_between(
             curve.x[:rounds], curve.low[:rounds], curve.high[:rounds], color=colour, alpha=0.16, linewidth=0
         )
-    every = max(1, -(-rounds // MARKED))
-    first = number * every // 4 % every  # so that lines on top of each other show their markers next to each other
+    every = max(1, -(-rounds // MARKERS_PER_LINE))
+    first = number * every // 4 % every  # shifts the markers of lines that overlap
     ax.plot(
         curve.x[:rounds],
         curve.mean[:rounds],
@@ -301,11 +304,11 @@ def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
 def _limit(ax: "Axes", panel: Sequence[ArmCurve]) -> None:
     """Set the vertical axis to the range of the means.
 
-    Intervals of two or three seeds may exceed all differences.
+    Intervals are ignored, since with two or three seeds they may be larger than all differences.
     """
     means = [value for curve in panel for value in curve.mean]
     if not means:
         return
     low, high = min(means), max(means)
     space = max(2.0, 0.25 * (high - low))
-    ax.set_ylim(max(-2.5, low - space), min(102.5, high + space))  # with room for markers at 0 and 100
+    ax.set_ylim(max(-2.5, low - space), min(102.5, high + space))  # leaves room for markers at 0 and 100

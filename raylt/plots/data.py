@@ -1,6 +1,6 @@
 """Plot of the samples of each client and class, with sums and heterogeneity (`raylt plot data`).
 
-Classes are in the order of their sizes, so that the long tail is seen whatever the order of their names.
+Classes are sorted by size, so that the long tail is visible.
 """
 
 from pathlib import Path
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 GROUPS = {"many": COLOURS[0], "medium": COLOURS[1], "few": COLOURS[2], "-": INK}
-LABELLED = 40  # most classes or clients with names of their own
+MAX_LABELS = 40  # maximum number of class or client names on an axis
 
 
 def draw_data(task: Task, path: Path | str | None = None) -> "Figure":
     """Draw the number of training samples of every client and class; for label maps, the number of pixels.
 
     Args:
-        path: file that the picture is written to as well.
+        task: The data with their split.
+        path: File to save the picture to.
 
     Returns:
-        The figure, which a notebook shows.
+        The figure, which a notebook displays.
 
     Raises:
-        ConfigError: the picture cannot be written.
+        ConfigError: The picture cannot be written.
     """
     clients, classes = task.client_counts.shape
     unit = "samples" if task.kind == "classification" else "pixels"
@@ -69,7 +70,9 @@ def _draw_counts(ax: "Axes", task: Task, order: "npt.NDArray[np.int64]") -> "Axe
     """Draw the sample counts of clients and classes as shades of blue, with numbers where they fit.
 
     Args:
-        order: of the classes.
+        ax: Axes to draw on.
+        task: The data with their split.
+        order: Classes in the order of the columns, [C].
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap, LogNorm
@@ -78,7 +81,8 @@ def _draw_counts(ax: "Axes", task: Task, order: "npt.NDArray[np.int64]") -> "Axe
     sorted_counts = task.client_counts[:, order]
     most = int(sorted_counts.max())
     counts = np.ma.masked_equal(sorted_counts, 0)
-    shades = ListedColormap(colormaps["Blues"](np.linspace(0.18, 1, 200)))  # one sample is not white
+    # without white, so that a single sample is visible
+    shades = ListedColormap(colormaps["Blues"](np.linspace(0.18, 1, 200)))
     norm = LogNorm(1, max(2, most))
     image = ax.imshow(counts, aspect="auto", cmap=shades, interpolation="nearest", norm=norm)
     if counts.size <= 400 and most < 10_000:
@@ -87,10 +91,10 @@ def _draw_counts(ax: "Axes", task: Task, order: "npt.NDArray[np.int64]") -> "Axe
             if n:
                 colour = "white" if np.log(n) > middle else "black"
                 ax.text(c, k, str(n), ha="center", va="center", fontsize=7, color=colour)
-    every = -(-clients // LABELLED)
+    every = -(-clients // MAX_LABELS)
     client_names = [tick_name(name) for name in task.client_names]
     ax.set_yticks(range(0, clients, every), client_names[::every], fontsize=8)
-    named = classes <= LABELLED
+    named = classes <= MAX_LABELS
     ax.set_xticks(
         range(classes) if named else [],
         [tick_name(task.class_names[c]) for c in order] if named else [],

@@ -1,6 +1,6 @@
 """Plot of features in one t-SNE map, as in SFD's paper (`raylt plot features RUN [RUN ...]`).
 
-Of one run: real and synthetic features (Fig. 8). Of several runs over the same split: the real features of each run's
+For one run: real and synthetic features (Fig. 8). For several runs over the same split: real features from each run's
 encoder (Fig. 5).
 """
 
@@ -34,14 +34,15 @@ SHOWN_CLASSES, SHOWN_FEATURES = 10, 200
 def draw_features(run: Run, path: Path | str | None = None) -> "Figure":
     """Draw real and synthetic features of a run in a t-SNE map fitted to both together.
 
-    The real features are of training samples of all clients, which only a simulation can see.
+    The real features come from training samples of all clients, which only a simulation can access.
 
     Args:
-        path: file that the picture is written to as well, .png, .pdf or .svg.
+        run: The run.
+        path: File to save the picture to: .png, .pdf or .svg.
 
     Raises:
-        CheckpointError: the run is not finished, or its method synthesises no features.
-        ConfigError: the picture cannot be written.
+        CheckpointError: The run is not finished, or its method does not synthesise features.
+        ConfigError: The picture cannot be written.
     """
     experiment = run.finished().experiment()
     config, task, server = experiment.config, experiment.task, experiment.server
@@ -71,24 +72,25 @@ def draw_features(run: Run, path: Path | str | None = None) -> "Figure":
 def draw_encoders(runs: Sequence[Run], path: Path | str | None = None) -> "Figure":
     """Draw features of the same training samples from the encoders of several runs, in one t-SNE map.
 
-    The classes are spread evenly over the sizes, and include the most frequent and the rarest. Features are divided by
-    their run's mean length, so that no encoder's scale decides. t-SNE is fitted to the features of all runs together,
-    and each run has a panel of that map. Its title has the mean silhouette of the features, in [-1, 1]: how well the
-    classes are separated before they are drawn.
+    The classes are chosen evenly by size, including the most frequent and the rarest. Features are divided by their
+    run's mean norm, so that the encoders' scales do not matter. t-SNE is fitted to the features of all runs together,
+    and each run has a panel of this map. The panel's title shows the mean silhouette of the features, in [-1, 1], which
+    measures how well the classes are separated in feature space.
 
     Args:
-        path: file that the picture is written to as well, .png, .pdf or .svg.
+        runs: The runs.
+        path: File to save the picture to: .png, .pdf or .svg.
 
     Raises:
-        CheckpointError: a run is not finished, the splits differ, or labels are maps.
-        ConfigError: the picture cannot be written.
+        CheckpointError: A run is not finished, the splits differ, or the labels are maps.
+        ConfigError: The picture cannot be written.
     """
     from sklearn.metrics import silhouette_score
 
     first = runs[0].finished()
     if first.task.kind != "classification":
         raise CheckpointError(
-            f"{first.folder}: features are drawn for one class per image, and the task has label maps "
+            f"{first.folder}: features are drawn for one class per image, but the task has label maps "
             f"({first.task.name}). Give runs of classification.",
             code="run.wrong-kind",
             path=str(first.folder),
@@ -138,12 +140,12 @@ def spread(ranked: Sequence[int], most: int) -> list[int]:
 
 def _map(parts: Sequence[Tensor]) -> list[np.ndarray]:
     """Return t-SNE points [n, 2] for each set of features, from a t-SNE of all sets together."""
-    from sklearn.manifold import TSNE  # a second of imports
+    from sklearn.manifold import TSNE  # takes a second to import
     from threadpoolctl import threadpool_limits
 
     z = torch.cat(list(parts)).double().numpy()
     perplexity = min(30.0, (len(z) - 1) / 3)
-    with threadpool_limits(1):  # more threads would busy-wait for each other, 4 times slower on a shared machine
+    with threadpool_limits(1):  # more threads busy-wait for each other, which is 4 times slower on a shared machine
         points = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(z)
     return np.split(points, np.cumsum([len(part) for part in parts])[:-1])
 
@@ -161,7 +163,7 @@ def _real_features(config: Config, task: Task, server: Server, c: int, most: int
 
 
 def _plot(name: str, names: list[str], counts: list[int], panels: dict[str, list[np.ndarray]]) -> "Figure":
-    """Draw two panels of the same map. Each panel shows the other panel's points in grey."""
+    """Draw two panels of the same map, each with the other panel's points in grey."""
     figure = new_figure(12, 6.4)
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     other = dict(zip(panels, reversed(list(panels.values())), strict=True))

@@ -1,4 +1,4 @@
-"""Fonts for texts with characters that matplotlib's own font lacks, such as Chinese names of classes."""
+"""Fonts for texts with characters that matplotlib's default font does not have, such as Chinese class names."""
 
 import warnings
 from functools import cache
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BOXES = "Last Resort"  # a font that matplotlib brings, which has a box for each character
+BOXES = "Last Resort"  # font of matplotlib that has a box for each character
 
 
 def add_fonts(figure: "Figure") -> None:
-    """Let texts of a figure use installed fonts for characters that their own font lacks.
+    """Let texts of a figure use installed fonts for characters that their own font does not have.
 
-    Where no installed font has a character, matplotlib draws a box in its place, and a warning names it.
+    If no installed font has a character, matplotlib draws a box instead, and a warning lists the character.
     """
     from matplotlib.font_manager import findfont
     from matplotlib.text import Text
@@ -33,9 +33,9 @@ def add_fonts(figure: "Figure") -> None:
 
 @cache
 def _families(characters: frozenset[str]) -> tuple[str, ...]:
-    """Return few installed families that together have these characters, the one with most of them first.
+    """Return a small set of installed font families that together have these characters, best coverage first.
 
-    Characters that no family has are named in a warning, once in a process.
+    Characters that no family has are listed in a warning, once per process.
     """
     from matplotlib.font_manager import fontManager
 
@@ -46,8 +46,8 @@ def _families(characters: frozenset[str]) -> tuple[str, ...]:
         best = max(sorted(fonts), key=lambda name: len(left & _covered(fonts[name])))
         if not left & _covered(fonts[best]):
             warnings.warn(
-                f"no installed font has these characters: {' '.join(sorted(left)[:20])}. Pictures show boxes in their "
-                "place. Install a font that has them, such as Noto Sans CJK.",
+                f"no installed font has these characters: {' '.join(sorted(left)[:20])}. Pictures show boxes "
+                "instead. Install a font that has them, such as Noto Sans CJK.",
                 stacklevel=3,
             )
             break
@@ -58,7 +58,7 @@ def _families(characters: frozenset[str]) -> tuple[str, ...]:
 
 @cache
 def _covered(path: str) -> frozenset[str]:
-    """Return the characters of a font file; none if it cannot be read, as matplotlib's list may be older."""
+    """Return the characters of a font file; none if it cannot be read, since matplotlib's list may be outdated."""
     from matplotlib.font_manager import get_font
 
     try:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def draw_run(run: Run, kind: PictureKind, path: Path | str | None) -> "Figure":
-    """Draw a plot of a run, as `Run.plot` describes."""
+    """Draw a plot of a run; see `Run.plot`.
+
+    Raises:
+        ConfigError: The kind is unknown.
+    """
     if kind == "data":
         return draw_data(run.task, path)
     if kind == "clusters":
@@ -43,7 +47,7 @@ def draw_run(run: Run, kind: PictureKind, path: Path | str | None) -> "Figure":
         return draw_confusion(confusion_of(run), path)
     kinds = get_args(PictureKind)
     raise ConfigError(
-        f"kind: no such picture of a run ({kind}). {did_you_mean(kind, kinds)}Give one of {', '.join(kinds)}.",
+        f"kind: unknown picture of a run ({kind}). {did_you_mean(kind, kinds)}Give one of {', '.join(kinds)}.",
         code="config.unknown-name",
         key="kind",
         value=kind,
@@ -51,10 +55,10 @@ def draw_run(run: Run, kind: PictureKind, path: Path | str | None) -> "Figure":
 
 
 def draw_study(study: Study, measures: Sequence[str], over: Over, spread: Spread, path: Path | str | None) -> "Figure":
-    """Draw the curves of a study, as `Study.plot` describes."""
+    """Draw the curves of a study; see `Study.plot`."""
     return draw_curves(study, measures, over, spread, path)
 
 
 def draw_comparison(comparison: Comparison, path: Path | str | None) -> "Figure":
-    """Draw the arms of a comparison, as `Comparison.plot` describes."""
+    """Draw the arms of a comparison; see `Comparison.plot`."""
     return draw_arms([comparison], path)

@@ -19,7 +19,7 @@ from raylt.runs.run import Run
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = 4
+DEFAULT_IMAGES = 4  # number of images to draw by default
 
 
 def draw_predictions(
@@ -28,14 +28,15 @@ def draw_predictions(
     """Draw test images of a run, one row per image: the input, its true map and its predicted map.
 
     Args:
-        images: indices in the test set; by default four, evenly spaced.
-        client: name or id of the client whose model and view of the classes is shown. By default it is the global
-            model, or with a personal method the model of the first client that holds samples.
-        path: file that the picture is written to as well, .png, .pdf or .svg.
+        run: The run.
+        images: Indices in the test set; by default four evenly spaced images.
+        client: Name or id of the client whose model and view of the classes to show. By default the global model, or
+            with a personal method the model of the first client with samples.
+        path: File to save the picture to: .png, .pdf or .svg.
 
     Raises:
-        CheckpointError: the run is not finished, or not of segmentation.
-        ConfigError: there is no such image or client, or the picture cannot be written.
+        CheckpointError: The run is not finished, or its task is not segmentation.
+        ConfigError: The image or the client is unknown, or the picture cannot be written.
     """
     task = run.finished().task
     if task.kind != "segmentation":
@@ -46,11 +47,13 @@ def draw_predictions(
             path=str(run.folder),
             task=task.kind,
         )
-    rows = np.array(images or np.linspace(0, len(task.test) - 1, min(SHOWN, len(task.test))).round(), dtype=np.int64)
+    rows = np.array(
+        images or np.linspace(0, len(task.test) - 1, min(DEFAULT_IMAGES, len(task.test))).round(), dtype=np.int64
+    )
     outside = rows[(rows < 0) | (rows >= len(task.test))]
     if outside.size:
         raise ConfigError(
-            f"{spoken('--image', 'images')}: there is no such test image ({outside[0]}). Give a number from 0 to "
+            f"{spoken('--image', 'images')}: unknown test image ({outside[0]}). Give a number from 0 to "
             f"{len(task.test) - 1}.",
             code="config.out-of-range",
             key="--image",

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Petroff's ten colours, slightly changed: distinguishable for the colour-blind and in grey
+# Petroff's ten colours, slightly changed; distinguishable in greyscale and by colour-blind readers.
 COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#2e8b57", "#832db6", "#a96b59", "#f781bf", "#b9ac3a", "#1a1a40", "#5fd3d8")
-DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (7, 3)))  # of lines that grey must tell apart
+# Dashes that distinguish lines in greyscale.
+DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (7, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-LONGEST = 28  # letters of a name at an axis
+MAX_NAME_LENGTH = 28  # characters of a name on an axis
 ACCENT, INK, GRID = "#bd1f01", "#555555", "#e3e3e3"
 
 
@@ -32,7 +33,7 @@ def _figure_class() -> "type[Figure]":
     from matplotlib.figure import Figure
 
     class NotebookFigure(Figure):
-        """A figure that a notebook cell displays, without pyplot and its list of open figures."""
+        """A figure that notebooks display without pyplot and its list of open figures."""
 
         def _repr_png_(self) -> bytes:
             return _content(self, "png")
@@ -43,7 +44,7 @@ def _figure_class() -> "type[Figure]":
 def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
     """Return an empty figure of the given size in inches.
 
-    It is made without pyplot: no global state, no display.
+    It is created without pyplot, so it needs no display and leaves no global state.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -53,10 +54,10 @@ def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
 
 
 def save(figure: "Figure", path: Path | str) -> Path:
-    """Write a figure in the file format of the path's suffix, and return the path.
+    """Write a figure in the format of the path's suffix, and return the path.
 
     Raises:
-        ConfigError: the file cannot be written, or the format is unknown.
+        ConfigError: The file cannot be written, or the format is unknown.
     """
     path = Path(path)
     try:
@@ -73,7 +74,7 @@ def save(figure: "Figure", path: Path | str) -> Path:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """Return the reason why a picture cannot be written, without the path and the remedy of a file's error."""
+    """Return the reason why a picture cannot be written, without the path and the remedy of the original error."""
     cause = error.__context__
     if is_folder(path):
         return "it is a folder"
@@ -97,9 +98,10 @@ def _content(figure: "Figure", format: str) -> bytes:
     dates = {"pdf": "CreationDate", "svg": "Date"}
     metadata = {dates[format]: None} if format in dates else {}
     content = io.BytesIO()
-    # TrueType: journals refuse matplotlib's own Type 3 fonts
+    # 42 is TrueType, because journals reject matplotlib's default Type 3 fonts
     with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "raylt"}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)  # `add_fonts` names them together
+        # `add_fonts` warns about all missing characters at once
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure.savefig(content, format=format, metadata=metadata)
     return content.getvalue()
 
@@ -110,9 +112,9 @@ def plain_text(text: str) -> str:
 
 
 def tick_name(name: str) -> str:
-    """Return a name for an axis: a long one with its middle left out, since the plot would have no room next to it."""
-    if len(name) > LONGEST:
-        name = f"{name[: LONGEST // 2]}…{name[1 - LONGEST // 2 :]}"
+    """Return a name for an axis. The middle of a long name is left out, so that it fits."""
+    if len(name) > MAX_NAME_LENGTH:
+        name = f"{name[: MAX_NAME_LENGTH // 2]}…{name[1 - MAX_NAME_LENGTH // 2 :]}"
     return plain_text(name)
 
 
