@@ -1,4 +1,4 @@
-"""The command line, which refuses unsupported operating systems before it imports any command."""
+"""The command line, which rejects unsupported operating systems before it imports any command."""
 
 import sys
 

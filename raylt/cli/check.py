@@ -35,7 +35,7 @@ def check(
         results.append(result)
         if err.is_terminal:
             err.print(f"{result.case}: {result.what}", soft_wrap=True)
-        if result.fault is not None:  # one mistake also breaks most of the later checks
+        if result.fault is not None:  # one mistake also breaks most later checks
             break
     broken = next((result for result in results if result.fault is not None), None)
     if format is Format.json:
@@ -67,6 +67,6 @@ def _methods(what: str, fields: Sequence[str]) -> list[Any]:
     else:
         names = [what]
     if what not in METHODS and not what.endswith(".py"):
-        make_method({"name": what})  # raises, and lists the methods
+        make_method({"name": what})  # raises an error that lists the methods
     given = [f"method.{field}" for field in fields]
     return [make_method(load(None, [f"method={name}", *given]).method) for name in names]

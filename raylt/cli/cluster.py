@@ -30,7 +30,7 @@ def plan(
     """Show which actors a run would start, their resources and the server's node; start nothing."""
     if nodes is not None and address is not None:
         raise ConfigError(
-            f"--nodes: --address={address} names the nodes of a running cluster ({nodes}). Give one of the two.",
+            f"--nodes: cannot be combined with --address={address}, a running cluster ({nodes}). Leave one out.",
             code="config.conflict",
             key="--nodes",
             value=nodes,
@@ -58,11 +58,11 @@ def plan(
 def _check_as_run_does(config: Config) -> "tuple[Setup, Task, SplitModel] | None":
     """Check the settings as `raylt run` does before it starts.
 
-    Plans are also made where the data or weights are not, on a laptop for a cluster. Checks that need them are then
-    left out.
+    Plans can also be made without the data or weights, for example on a laptop for a cluster. Checks that need them are
+    then skipped.
 
     Returns:
-        What `preview_run` returns; None if data or weights are missing.
+        The values that `preview_run` returns; None if data or weights are missing.
     """
     from raylt.runs.start import lacks_files, preview_run
 
@@ -78,13 +78,17 @@ def _check_as_run_does(config: Config) -> "tuple[Setup, Task, SplitModel] | None
 def _of_training(
     setup: "Setup", task: "Task", model: "SplitModel", placement: "PlacementPlan", on_this_machine: bool
 ) -> dict[str, str]:
-    """Return what a plan says of training: the clients that train in stacks, and the phase after the last round.
+    """Return a plan's notes on training: which clients train in stacks, and the phase after the last round.
 
     Args:
-        on_this_machine: whether the run would be on this machine.
+        setup: Values that the configuration names.
+        task: The data and their split.
+        model: The untrained model.
+        placement: The plan.
+        on_this_machine: Whether the run would use this machine.
 
     Returns:
-        By name, a description. Stacks are left out if the configuration asks for none, the last phase if it takes no
+        Descriptions by name. Stacks are left out unless `local.stacked` is "auto", and the last phase if it takes no
         longer than a round.
     """
     from raylt.core.device import one_thread
@@ -92,7 +96,7 @@ def _of_training(
     described = {}
     if setup.config.local.stacked == "auto":
         described["stacks"] = _stacks(setup, task, model, bool(placement.placement.gpus), on_this_machine)
-    with one_thread():  # the text has seconds on one core
+    with one_thread():  # the text gives seconds on one core
         if last_phase := setup.method.last_phase(task.spec, model):
             described["last phase"] = last_phase
     return described

@@ -31,8 +31,8 @@ Measures = Annotated[
     list[str] | None,
     typer.Option(
         "--measure",
-        help="Compare this figure, such as accuracy, few or owned, instead of the study's. Give it several times to "
-        "show several figures in one table.",
+        help="Compare by this measure, such as accuracy, few or owned, instead of the study's. Repeat it to show "
+        "several measures in one table.",
     ),
 ]
 At = Annotated[
@@ -52,11 +52,11 @@ SpreadOption = Annotated[
     Literal["interval", "sd"],
     typer.Option(
         "--spread",
-        help="Show the t interval of each mean behind ± or as a band, or one standard deviation.",
+        help="Show the t interval of each mean after ± or as a band, or one standard deviation.",
     ),
 ]
 
-# studies that `results_read_once` has opened, by path
+# Studies opened inside `results_read_once`, by path.
 _opened: ContextVar[dict[Path, "Study"] | None] = ContextVar("opened", default=None)
 
 
@@ -64,7 +64,7 @@ def compare(
     paths: Paths,
     measures: Measures = None,
     at: At = None,
-    reference: Annotated[str | None, typer.Option(help="Compare the other arms to this arm.")] = None,
+    reference: Annotated[str | None, typer.Option(help="Compare the other arms to this reference arm.")] = None,
     level: Level = 0.95,
     spread: SpreadOption = "interval",
     target: Annotated[
@@ -72,19 +72,20 @@ def compare(
         typer.Option(
             min=0,
             max=1,
-            help="Also print the rounds, bytes and seconds until the first measure reaches this, as in 0.8.",
+            help="Also print the rounds, bytes and seconds until the first measure reaches this value, such as 0.8.",
         ),
     ] = None,
     costs: Costs = False,
-    claims: Annotated[bool, typer.Option("--claims", help="Print only the claims, also of several studies.")] = False,
+    claims: Annotated[bool, typer.Option("--claims", help="Print only the claims, also for several studies.")] = False,
     mix_versions: MixVersions = False,
     format: Annotated[
         Literal["table", "json", "markdown", "latex"], typer.Option(help="Format of the comparison.")
     ] = "table",
 ) -> None:
-    """Compare arms over seeds: print means with intervals, paired differences, claims, and what is left out.
+    """Compare arms over seeds: print means with intervals, paired differences, claims, and excluded runs.
 
-    In LaTeX the best mean of a column is bold, the second underlined, and comments say what a caption needs.
+    In LaTeX, the best mean of a column is bold, the second-best underlined, and comments contain the facts for a
+    caption.
     """
     from raylt.studies.analysis.time_to_accuracy import reached, with_passes, with_target
     from raylt.studies.report.comparison_tables import comparison_table, measures_table, with_costs
@@ -104,7 +105,7 @@ def compare(
         opened.compare(measure, at, reference, level, mix_versions, may_lack=several) for measure in measures or [None]
     ]
     if several and not any(comparison.rows for comparison in comparisons):
-        opened.compare(comparisons[0].measure, at, reference, level, mix_versions)  # says why
+        opened.compare(comparisons[0].measure, at, reference, level, mix_versions)  # raises an error with the reason
     table = measures_table(comparisons, spread) if len(comparisons) > 1 else comparison_table(comparisons[0], spread)
     passes = _passes(opened) if costs else {}
     reaching = None
@@ -132,7 +133,7 @@ def rank(
     paths: Annotated[
         list[Path], typer.Argument(metavar="STUDY ...", help="Folders of studies, or their results.json.")
     ],
-    measure: Annotated[str, typer.Option(help="Rank by this figure, such as accuracy, few or matched.")] = "accuracy",
+    measure: Annotated[str, typer.Option(help="Rank by this measure, such as accuracy, few or matched.")] = "accuracy",
     at: At = None,
     level: Level = 0.95,
     to: Annotated[
@@ -182,8 +183,8 @@ def open_any(paths: Sequence[Path]) -> "Study":
     """Open paths as one study: a study's folder, a results file, or run folders.
 
     Raises:
-        ConfigError: a study is among several paths.
-        CheckpointError: a path is neither a study nor a run folder.
+        ConfigError: A study is among several paths.
+        CheckpointError: A path is neither a study nor a run folder.
     """
     from raylt.studies.study import FILE, of_runs
 
@@ -192,7 +193,7 @@ def open_any(paths: Sequence[Path]) -> "Study":
     for path in paths:
         if path.suffix == ".json" or is_file(path / FILE):
             raise ConfigError(
-                f"{path}: a study cannot be compared with other paths. Give it alone, or give run folders only.",
+                f"{path}: a study cannot be compared with other paths. Give the study alone, or only run folders.",
                 code="config.conflict",
                 path=str(path),
             )
@@ -201,7 +202,7 @@ def open_any(paths: Sequence[Path]) -> "Study":
 
 @contextmanager
 def results_read_once() -> Iterator[None]:
-    """Read and check each study once inside the block, however many comparisons open it."""
+    """Read and check each study only once inside the block, even if several comparisons open it."""
     token = _opened.set({})
     try:
         yield
@@ -242,7 +243,7 @@ def _compare_claims(paths: Sequence[Path], at: At, level: float, mix_versions: b
 
 
 def _passes(study: "Study") -> dict[tuple[str, str], float | None]:
-    """Return the passes of a study's arms; other comparisons do not import torch."""
+    """Return the passes of a study's arms. Only this function imports torch."""
     from raylt.studies.analysis.costs import passes_by_arm
 
     return passes_by_arm(study.records)

@@ -19,16 +19,12 @@ def data(
     export: Annotated[Path | None, typer.Option(help="Write the split to this file.")] = None,
     split: Annotated[
         Path | None,
-        typer.Option(
-            "--import", help="Use the split in this file, or index lists of another tool, instead of drawing one."
-        ),
+        typer.Option("--import", help="Use the split or index lists in this file instead of drawing a split."),
     ] = None,
     cache: Annotated[
         bool, typer.Option("--cache", help="List the caches of decoded images under data.root instead.")
     ] = False,
-    clear_cache: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Remove this cache of the list, or all.")
-    ] = None,
+    clear_cache: Annotated[str | None, typer.Option(metavar="NAME", help="Remove the named cache, or all.")] = None,
     format: FormatOption = Format.table,
 ) -> None:
     """Build the split of a configuration, and print the samples of each client and class."""
@@ -125,6 +121,6 @@ def _table(listed: "list[Cache]") -> object:
             cache.name, cache.of, str(cache.images or "-"), str(cache.side or "-"), size(cache.size), cache.made
         )
     for column in table.columns:
-        column.no_wrap = True  # users copy names from here
+        column.no_wrap = True  # so that names can be copied
     table.columns[1].no_wrap, table.columns[1].overflow = False, "fold"
     return table

@@ -16,13 +16,13 @@ from raylt.own_code.top_level_names import claim
 
 RUNS = "~/raylt/runs"  # on the cluster
 DATA = "~/raylt/data"  # on the cluster
-TRACKERS = ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "WANDB_MODE")  # variables that a job takes along
+TRACKERS = ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "WANDB_MODE")  # environment variables to pass to a job
 YAML = (".yaml", ".yml")
 COMMANDS = ("run", "resume", "tune", "study")
-OF_NEW_FOLDERS = ("run", "tune")  # commands whose new folder has a name
+OF_NEW_FOLDERS = ("run", "tune")  # commands with --name, which create a new folder
 DashboardAddress = Annotated[
     str | None,
-    typer.Option(help="Dashboard of a cluster, as in http://head:8265, whose jobs are meant."),
+    typer.Option(help="Use the jobs of the cluster with this dashboard, such as http://head:8265."),
 ]
 
 
@@ -33,21 +33,21 @@ def submit(
         typer.Argument(metavar="run|resume|tune|study ...", help="Command to run on the cluster, with its arguments."),
     ],
     address: Annotated[
-        str | None, typer.Option(help="Dashboard of the cluster, as in http://head:8265; by default RAYLT_DASHBOARD.")
+        str | None, typer.Option(help="Dashboard of the cluster, such as http://head:8265; by default RAYLT_DASHBOARD.")
     ] = None,
 ) -> None:
     """Run a command on a cluster as a Ray job, which survives this terminal: raylt submit run method=sfd.
 
-    raylt sends the current folder, without runs, data and what .gitignore names.
+    raylt uploads the current folder, except runs, data and files that .gitignore matches.
 
-    Without --out it uses ~/raylt/runs on the cluster, and run and tune without data.root use ~/raylt/data.
+    The default for --out is ~/raylt/runs on the cluster. For run and tune, the default for data.root is ~/raylt/data.
     """
     from raylt.registry import plugin_files, resolve
 
     words = list(context.args)
     if command not in COMMANDS:
         raise ConfigError(
-            f"submit: {command} cannot be a job. Submit one of {', '.join(COMMANDS)}.",
+            f"submit: {command} cannot run as a job. Submit one of {', '.join(COMMANDS)}.",
             code="command.usage",
             key="command",
             value=command,
@@ -56,7 +56,7 @@ def submit(
     words += [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
     _check_files(words)
     if command == "run":
-        _ = resolve(config_of(parsed["settings"]))  # its errors are shown here, not in the log of a job
+        _ = resolve(config_of(parsed["settings"]))  # raises errors here instead of in the job's log
     folder = str(parsed["run_folder"]) if command == "resume" else complete(command, words)
     variables = {name: os.environ[name] for name in TRACKERS if name in os.environ}
     url = dashboard_of(address)
@@ -92,7 +92,7 @@ def stop(
                 code="run.not-running",
                 job=job.id,
             )
-        if job.folder is None:  # of several runs; a signal ends it, and it can be resumed
+        if job.folder is None:  # a job with several runs is interrupted by a signal, and can be resumed
             jobs.interrupt(job)
             out.print(f"{job.id}: was interrupted", soft_wrap=True)
             return
@@ -122,7 +122,7 @@ def follow_job(name: str, address: str, every_s: float) -> None:
 
 
 def list_jobs(address: str, format: Format) -> None:
-    """Print a table of raylt's jobs on a cluster, without those by which `raylt stop` reaches a run."""
+    """Print a table of raylt's jobs on a cluster, without the helper jobs of `raylt stop`."""
     claim()
     from actors.cluster.jobs import connect
 
@@ -132,26 +132,26 @@ def list_jobs(address: str, format: Format) -> None:
         print_json([asdict(job) for job in listed])
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("job", no_wrap=True)  # to be copied
+    table.add_column("job", no_wrap=True)  # so that ids can be copied
     for head in ("state", "command", "started"):
         table.add_column(head)
     for job in listed:
         started = "" if job.started is None else f"{datetime.fromtimestamp(job.started):%Y-%m-%d %H:%M}"
         table.add_row(job.id, job.state.lower(), job.command, started)
-    out.print(table if listed else f"{address}: no jobs of raylt")
+    out.print(table if listed else f"{address}: no raylt jobs")
 
 
 def complete(command: str, words: list[str]) -> str | None:
-    """Append options for folders on the cluster to the words of a command that makes some, unless the user gave them.
+    """Append options for folders on the cluster to a command's words, unless the user gave them.
 
     Args:
-        command: run, tune or study.
-        words: its options and arguments, changed in place.
+        command: `run`, `tune` or `study`.
+        words: Options and arguments of the command, changed in place.
 
     Returns:
-        The run folder on the cluster; None for a command of several runs.
+        The run folder on the cluster; None for a command with several runs.
     """
-    if _has_option(words, "--resume"):  # a search keeps its folders
+    if _has_option(words, "--resume"):  # a resumed search keeps its folders
         return None
     if not _has_option(words, "--out"):
         words += ["--out", RUNS]
@@ -168,7 +168,7 @@ def dashboard_of(address: str | None) -> str:
     """Return the address of Ray's dashboard, from the option or from RAYLT_DASHBOARD.
 
     Raises:
-        ConfigError: neither does.
+        ConfigError: Neither is set.
     """
     address = address or os.environ.get("RAYLT_DASHBOARD")
     if address is None:
@@ -187,7 +187,7 @@ def _parsed(context: typer.Context, command: str, words: list[str]) -> dict[str,
 
 
 def _check_files(words: list[str]) -> None:
-    """Raise ConfigError if a configuration or plugin is outside the folder that is sent to the cluster."""
+    """Raise ConfigError if a configuration or plugin is outside the folder that is uploaded to the cluster."""
     for word in words:
         value = word.removeprefix("--plugin=")
         if not value.endswith((*YAML, ".py")) or value.startswith("recipe:") or "=" in value:
@@ -195,9 +195,8 @@ def _check_files(words: list[str]) -> None:
         file = Path(value)
         if file.is_absolute() or not file.resolve().is_relative_to(Path.cwd().resolve()) or not file.is_file():
             raise ConfigError(
-                f"{value}: is not a file of the current folder, which is sent to the cluster. Copy it here and give "
-                "its "
-                "relative path.",
+                f"{value}: is not a file in the current folder, which is uploaded to the cluster. Copy it here, and "
+                "give its relative path.",
                 code="job.file-elsewhere",
                 path=value,
             )
@@ -214,7 +213,7 @@ def _option(words: list[str], name: str) -> str:
         if word.startswith(f"{name}="):
             return word.removeprefix(f"{name}=")
     raise ConfigError(
-        f"{name}: no value follows it ({' '.join(words)}). Write {name} VALUE or {name}=VALUE.",
+        f"{name}: needs a value ({' '.join(words)}). Write {name} VALUE or {name}=VALUE.",
         code="command.usage",
         key=name,
     )

@@ -12,17 +12,15 @@ from rich.table import Table
 from raylt.cli.options import Format, FormatOption, out, print_json
 from raylt.errors import ConfigError, did_you_mean
 
-WIDEST = 30  # characters of the first column of settings
-IMAGE, CLASSES = "8x8x3", 10  # defaults for the measurement of uploads and costs
+MAX_KEY_WIDTH = 30  # characters in the first column of settings
+IMAGE, CLASSES = "8x8x3", 10  # defaults when uploads and costs are measured
 
 
 def methods(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Show only this method, with its fields.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Measure the uploads and passes of a client with this model.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Measure uploads and passes of a client with this model.")] = None,
     image: Annotated[str, typer.Option(help="Size of the images for the measurement.")] = IMAGE,
     classes: Annotated[int, typer.Option(min=2, help="Number of classes for the measurement.")] = CLASSES,
     page: Annotated[
@@ -36,7 +34,7 @@ def methods(
 
     if page is not None and (name or model or format is Format.json or (image, classes) != (IMAGE, CLASSES)):
         raise ConfigError(
-            f"--page: has all methods, measured with {PAGE_MODEL} ({page}). Leave out NAME, --model, --image, "
+            f"--page: always has all methods, measured with {PAGE_MODEL} ({page}). Leave out NAME, --model, --image, "
             "--classes and --format.",
             code="config.conflict",
             key="--page",
@@ -44,7 +42,7 @@ def methods(
     if name is not None:
         from raylt.methods import make_method
 
-        make_method({"name": name})  # raises where there is no such method
+        make_method({"name": name})  # raises an error if the method is unknown
     wanted = METHODS if name is None else {name: METHODS[name]}
     measured = model or (PAGE_MODEL if page is not None or name is not None else None)
     listing = entries(wanted, measured, image, classes)
@@ -91,8 +89,8 @@ def settings(
         return
     table = _plain("setting, default", "meaning, allowed values")
     width = max(len(part) for key, entry in listing.items() for part in (key, f"= {_default(key, entry)}"))
-    table.columns[0].min_width = min(width, WIDEST)
-    table.columns[0].max_width = WIDEST
+    table.columns[0].min_width = min(width, MAX_KEY_WIDTH)
+    table.columns[0].max_width = MAX_KEY_WIDTH
     for key, entry in listing.items():
         table.add_row(f"{key}\n= {_default(key, entry)}", f"{entry['what']}\n{entry['allowed']}\n")
     out.print(table)
@@ -116,7 +114,7 @@ def _names_by_group() -> Table:
     for key, title in GROUPS.items():
         names = ", ".join(name for name, method in METHODS.items() if group(method) == key)
         table.add_row(title, f"{names}\n")
-    table.columns[0].max_width = WIDEST
+    table.columns[0].max_width = MAX_KEY_WIDTH
     return table
 
 
@@ -126,7 +124,7 @@ def _no_section(name: str | None) -> ConfigError:
     sections = list(dict.fromkeys(key.partition(".")[0] for key, _ in all_settings()))
     hint = did_you_mean(name or "", [*sections, *(key for key, _ in all_settings())])
     return ConfigError(
-        f"settings: there is no such section or setting ({name}). {hint}Give one of: {', '.join(sections)}.",
+        f"settings: unknown section or setting ({name}). {hint}Give one of: {', '.join(sections)}.",
         code="config.unknown-name",
         key="settings",
         value=name,
@@ -148,7 +146,7 @@ def recipes(format: FormatOption = Format.table) -> None:
         table.add_row(name, entry["what"])
     out.print(table)
     out.print(
-        "\nraylt run recipe:NAME runs one; the first lines of its file give its results and its time",
+        "\nraylt run recipe:NAME runs one; the first lines of its file give results and duration",
         soft_wrap=True,
     )
 

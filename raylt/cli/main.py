@@ -43,7 +43,7 @@ EXAMPLES = "\n\n".join(
     )
 )
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-# the panels of `raylt --help`, in the order in which they are shown
+# Panels of `raylt --help`, in the order of display.
 PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
     "Run": (run, resume, stop, branch, tune, submit),
     "Study": (study, compare, rank, report, page, reproduce, verdicts),
@@ -59,7 +59,7 @@ def _register_commands() -> None:
             if isinstance(command, typer.Typer):
                 app.add_typer(command, name="plot", rich_help_panel=panel)
             else:
-                # all words after the submitted command belong to that command
+                # pass all words after the submitted command on to that command
                 takes_all = {"allow_extra_args": True, "ignore_unknown_options": True} if command is submit else None
                 epilog = EXAMPLES if command is run else None
                 app.command(rich_help_panel=panel, epilog=epilog, context_settings=takes_all)(command)
@@ -68,7 +68,7 @@ def _register_commands() -> None:
 _register_commands()
 USAGE = "command.usage"
 UNFORESEEN = "command.failed"
-ClickException: Any = typer.BadParameter.__mro__[2]  # of the copy of click that typer may bring
+ClickException: Any = typer.BadParameter.__mro__[2]  # from the copy of click that typer may include
 
 
 def _version(asked: bool) -> None:
@@ -89,11 +89,11 @@ def options(
         typer.Option(
             "--plugin",
             metavar="FILE",
-            help="Register your own methods, models, sources or augmentations from a Python file. Give it anywhere, "
-            "and several times if you like.",
+            help="Register methods, models, sources or augmentations from a Python file. May be repeated, and given "
+            "anywhere.",
         ),
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. Give it anywhere.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors. May be given anywhere.")] = False,
 ) -> None:
     """Federated learning for non-IID, long-tailed data, on Ray."""
     if plugin:
@@ -118,11 +118,12 @@ def _plugins_first(arguments: list[str]) -> list[str]:
 
 
 def _usage(error: Any, message: str) -> str:
-    """Return what is wrong with a command's words, and what to do.
+    """Return the error message for a command's invalid words: the problem and the remedy.
 
     Args:
-        error: click's. Where a number has the wrong kind or size, pydantic's error caused it and has the number.
-        message: click's own words.
+        error: Click's error. If a number has the wrong type or range, its cause is pydantic's error, which has the
+            number.
+        message: Click's message.
     """
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "raylt"
@@ -144,17 +145,17 @@ def main() -> None:
     An error is printed as one line with its code, or as a traceback with `--debug`.
     """
     arguments = sys.argv[1:]
-    debug = "--debug" in arguments  # wherever it stands
+    debug = "--debug" in arguments  # at any position
     code = 0
     guard_output()
     try:
-        with at_the_shell(), no_exit(), abrupt_exits_raised():  # of the user's own code: no command ends so
+        with at_the_shell(), no_exit(), abrupt_exits_raised():  # user code may call sys.exit
             code = app(_plugins_first([a for a in arguments if a != "--debug"]), standalone_mode=False) or 0
             if sys.stdout is not None:
-                sys.stdout.flush()  # its errors would come after the exit code
+                sys.stdout.flush()  # so that its errors are raised here
     except ClickException as error:
-        if message := error.format_message():  # none where the help was printed
-            usage = RayltError(_usage(error, message), code=USAGE)  # which shortens long words
+        if message := error.format_message():  # empty if the help was printed
+            usage = RayltError(_usage(error, message), code=USAGE)  # shortens long words
             err.print(f"error [{USAGE}]: {usage}", soft_wrap=True)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -163,7 +164,7 @@ def main() -> None:
         if debug:
             raise
         if isinstance(error, OSError) and error.filename is not None:
-            # an error of the operating system about a path from the user
+            # an operating system error about a path that the user gave
             path = os.fsdecode(error.filename)
             if error.errno in FULL:
                 error = DiskFull(Path(path), error.errno == errno.EFBIG)
@@ -179,10 +180,10 @@ def main() -> None:
         else:
             err.print(f"error [{UNFORESEEN}]: {one_line(error)}. Show the traceback with --debug.", soft_wrap=True)
             code = 1
-    if code == STOPPED:  # typer makes Ctrl-C an exit
+    if code == STOPPED:  # typer converts Ctrl-C to an exit
         err.print(
-            "stopped; a run that has begun continues with raylt resume RUN, a search with raylt tune --resume SEARCH, "
-            "a study with the same command",
+            "stopped; continue a run with raylt resume RUN, a search with raylt tune --resume SEARCH, and a study with "
+            "the same command",
             soft_wrap=True,
         )
     sys.exit(code)

@@ -33,27 +33,28 @@ GROUPS = {
 }
 PAGE_MODEL = "resnet8"
 MethodEntry = dict[str, Any]
-ITEM = re.compile(r"(\[\d+\]|-) ")  # that begins a departure in a module's docstring
+ITEM = re.compile(r"(\[\d+\]|-) ")  # start of a departure in a module's docstring
 
 
 def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, classes: int) -> dict[str, MethodEntry]:
     """Return the facts and costs of each method as JSON values.
 
-    `cost` is a client's passes in a round of a run of 30, on average, as a multiple of FedAvg's; see `relative_cost`.
+    `cost` is the mean number of a client's passes per round in a run of 30 rounds, as a multiple of FedAvg's; see
+    `relative_cost`.
 
     Args:
-        methods: the methods by name.
-        model: name of the model that calls are measured with; None: calls are not measured.
-        image: HEIGHTxWIDTHxCHANNELS.
-        classes: number of classes.
+        methods: The methods, by name.
+        model: Name of the model with which calls are measured; None to measure nothing.
+        image: Size of the images, as HEIGHTxWIDTHxCHANNELS.
+        classes: Number of classes.
 
     Raises:
-        ConfigError: There is no such model, or it does not take these images.
+        ConfigError: The model is unknown, or does not take these images.
     """
     sides = re.fullmatch(r"(\d+)x(\d+)x(\d+)", image)
     if sides is None or "0" in sides.groups():
         raise ConfigError(
-            f"--image: is not HEIGHTxWIDTHxCHANNELS ({image}). Write it as in 32x32x3.",
+            f"--image: is not HEIGHTxWIDTHxCHANNELS ({image}). Write it like 32x32x3.",
             code="config.wrong-type",
             key="--image",
             value=image,
@@ -64,7 +65,7 @@ def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, 
     def costs(method: type[Method]) -> dict[str, Any]:
         if model is None:
             return {"calls": None, "cost": None}
-        # a method of a plugin may ask clients at any time
+        # the method of a plugin may call clients at any time
         cut = method.__module__.startswith("raylt.")
         calls = measure(method(), partial(_model, model), shape, classes, cut)
         cost = relative_cost(method(), partial(_model, model), shape, classes)
@@ -114,9 +115,9 @@ def year(method: type[Method]) -> int | None:
 
 
 def sends(call: Mapping[str, Any]) -> str:
-    """Return the names of what a client sends in a call, such as `model, loss; gradients of each`.
+    """Return the names of the values that a client sends in a call, such as `model, loss; gradients of each`.
 
-    Names of summed values come first. Those that the server sees of each client come last.
+    Names of summed values come first, followed by values that the server sees from each client.
     """
     summed = [name for name, kind in call["sends"].items() if kind != "each"]
     apart = [f"{name} of each" for name, kind in call["sends"].items() if kind == "each"]
@@ -124,7 +125,7 @@ def sends(call: Mapping[str, Any]) -> str:
 
 
 def passes(call: Mapping[str, Any]) -> str:
-    """Return how often a call passes over the samples, as text such as `1 trained, 2 read`."""
+    """Return the passes of a call over the samples as text, such as `1 trained, 2 read`."""
     return ", ".join(f"{call[kind]:g} {kind}" for kind in ("trained", "read") if call[kind]) or "none"
 
 
@@ -223,7 +224,7 @@ def write(page: Path, listing: Mapping[str, MethodEntry]) -> None:
     """Write the documentation page of the methods' costs.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The page cannot be written.
     """
     try:
         store.write(page, markdown(listing))
@@ -240,15 +241,15 @@ def markdown(listing: Mapping[str, MethodEntry]) -> str:
     lines = [
         "# Costs of all methods",
         "",
-        "`raylt methods --page FILE` writes this page. Parts of replies, bytes and passes are those of the third round "
-        f"of a tiny run of {ROUNDS} with {PAGE_MODEL} and ten classes, at `local.epochs=1`. Bytes are those of one "
-        "client's replies and messages. Passes are over its samples: *trained* with activations kept for a "
-        "gradient, *read* without. A pass through a part of the encoder counts as its share of the "
-        f"multiplications. *x FedAvg* is the multiple of FedAvg's passes on average over the {ROUNDS} rounds, where a "
-        "trained pass counts three and a read pass one. For this column each client lacks two classes; `balancefl` "
-        "reads its samples once more there. *of each* means that "
-        "the server sees the values client by client, so they cannot be summed on the way. FedSM and CLIP2FL are "
-        "measured without their teachers.",
+        "`raylt methods --page FILE` writes this page. Parts of replies, bytes and passes are measured in the third "
+        f"round of a tiny run of {ROUNDS} rounds with {PAGE_MODEL} and ten classes, at `local.epochs=1`. Bytes are "
+        "those of one client's replies and messages. Passes are over the client's samples: *trained* passes keep "
+        "activations for a gradient, *read* passes do not. A pass through a part of the encoder counts as its share of "
+        "the multiplications. *x FedAvg* is the number of passes as a multiple of FedAvg's, on average over the "
+        f"{ROUNDS} rounds. A trained pass counts as three, a read pass as one. For this column each client has no "
+        "samples of two classes, so `balancefl` reads its samples once more. *of each* means that the server sees the "
+        "values of each client, so they cannot be summed on the way. FedSM and CLIP2FL are measured without their "
+        "teachers.",
     ]
     for key, title in GROUPS.items():
         members = {name: entry for name, entry in listing.items() if entry["group"] == key}

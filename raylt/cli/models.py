@@ -12,7 +12,7 @@ from raylt.disk import is_folder
 from raylt.errors import ConfigError
 
 RunOrFile = Annotated[Path, typer.Argument(metavar="RUN | FILE", help="Run folder, or a file that raylt export wrote.")]
-MOST = 3  # classes of an image that a table names
+SHOWN_CLASSES = 3  # number of classes per image in a table
 
 
 def export(
@@ -21,15 +21,15 @@ def export(
     format: Annotated[
         Literal["safetensors", "pt2", "onnx"],
         typer.Option(
-            help="Format of the file. safetensors has weights, also of all personal models; pt2 (torch.export) and "
-            "onnx have the computation of one model."
+            help="Format of the file. safetensors contains weights, also of all personal models; pt2 (torch.export) "
+            "and onnx contain the computation graph of one model."
         ),
     ] = "safetensors",
     round: Annotated[
         str | None,
         typer.Option(
             metavar="R | best",
-            help="The round whose model is written, of those with a checkpoint; best is the one with the highest "
+            help="Write the model of this round, which must have a checkpoint; best is the round with the highest "
             "accuracy on validation images. By default the last step.",
         ),
     ] = None,
@@ -65,7 +65,7 @@ def predict(
     client: ClientOption = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Classify images with the model of a run or of an exported file, which needs neither the run nor its data."""
+    """Classify images with the model of a run, or of an exported file, which needs neither the run nor its data."""
     from raylt.runs.export.load import load_images, load_model
 
     trained = load_model(model, client)
@@ -83,7 +83,7 @@ def predict(
     table = Table("image", "class", what, "next classes", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.columns[0].overflow = "fold"
     for image, share in zip(images, shares, strict=True):
-        first, *others = sorted(share.items(), key=lambda pair: -pair[1])[:MOST]
+        first, *others = sorted(share.items(), key=lambda pair: -pair[1])[:SHOWN_CLASSES]
         table.add_row(
             str(image),
             first[0],

@@ -14,7 +14,7 @@ from raylt.errors import ConfigError
 PACKAGE = Path(__file__).parents[1]
 TEMPLATES = PACKAGE / "templates"
 PACKAGES = ("raylt", "actors", "tune")
-# by kind: the files, and the next step
+# Files and next step of each kind.
 FILES: dict[str, tuple[str, ...]] = {
     "example": ("eight_shops.py",),
     "study": ("my_study.yaml",),
@@ -52,13 +52,15 @@ def new(
     kind: Annotated[
         Literal["example", "study", "method", "cluster"],
         typer.Argument(
-            help="example: a script that draws images of eight shops; study, method: one to change; cluster: a folder "
-            "for ray up, with raylt itself."
+            help="example: a script that draws images of eight shops; study, method: a template to edit; cluster: a "
+            "folder for ray up, with raylt itself."
         ),
     ],
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="[FOLDER]", help="Where the files go; by default this folder, of a cluster ./cluster."),
+        typer.Argument(
+            metavar="[FOLDER]", help="Folder for the files; by default this folder, or ./cluster for a cluster."
+        ),
     ] = None,
 ) -> None:
     """Write files to start from: an example, a study, a method, or a cluster's configuration."""
@@ -82,10 +84,10 @@ def new(
 
 
 def _prepare(folder: Path, targets: list[Path]) -> None:
-    """Check that the files to write do not exist yet, and make the folder if it is missing.
+    """Check that the files to write do not exist yet, and create the folder if it is missing.
 
     Raises:
-        ConfigError: it cannot be made, or a file exists.
+        ConfigError: The folder cannot be created, or a file exists.
     """
     existing = next((target for target in targets if target.exists()), None)
     if existing is not None:
@@ -101,7 +103,7 @@ def _prepare(folder: Path, targets: list[Path]) -> None:
         make(folder)
     except OSError as error:
         raise ConfigError(
-            f"new: the folder cannot be made ({folder}: {error.strerror}). Give another folder.",
+            f"new: the folder cannot be created ({folder}: {error.strerror}). Give another folder.",
             code="file.unwritable",
             key="new",
             path=str(folder),
@@ -111,7 +113,7 @@ def _prepare(folder: Path, targets: list[Path]) -> None:
 def _project() -> str:
     """Return the text of a pyproject.toml that depends on the installed raylt.
 
-    An installed wheel has no such file to copy.
+    An installed wheel does not contain this file.
     """
     installed = metadata("raylt")
     needed = [package for package in installed.get_all("Requires-Dist") or () if "extra ==" not in package]

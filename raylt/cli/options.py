@@ -18,7 +18,7 @@ from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.console import PlainConsole
 from raylt.signals import STOPPED
 
-# Modules that import torch are imported inside the commands: --help and a mistyped key should not wait for it.
+# Modules that import torch are imported inside the commands, so that --help and errors in keys appear quickly.
 
 
 class Output(PlainConsole):
@@ -52,13 +52,13 @@ class _Started(Callback):
 
 @contextmanager
 def say_how_to_resume() -> Iterator[_Started]:
-    """Wrap a block: an interrupt prints the command that continues the run or search, and exits with `STOPPED`."""
+    """Wrap a block: on an interrupt, print the command that continues the run or search, and exit with `STOPPED`."""
     started = _Started()
     try:
         yield started
     except KeyboardInterrupt:
         if started.folder is None:
-            err.print("stopped before it began; give the same command again", soft_wrap=True)
+            err.print("stopped before it began; repeat the same command", soft_wrap=True)
         else:
             err.print(f"stopped; continue with {started.command} {shlex.quote(str(started.folder))}", soft_wrap=True)
         raise SystemExit(STOPPED) from None
@@ -78,13 +78,13 @@ class Format(StrEnum):
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[FILE.yaml | recipe:NAME] [key=value ...]", help="A configuration, and settings that change it."
+        metavar="[FILE.yaml | recipe:NAME] [key=value ...]", help="Configuration, and settings that override it."
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 FleetOption = Annotated[
     FleetName,
-    typer.Option("--fleet", help="Run clients as actors on Ray, all in this process (local), or in forks of it."),
+    typer.Option("--fleet", help="Run clients as actors on Ray, in this process (local), or in forks of it."),
 ]
 Address = Annotated[
     str | None,
@@ -93,7 +93,9 @@ Address = Annotated[
         "a new local cluster."
     ),
 ]
-ClientOption = Annotated[str | None, typer.Option(metavar="NAME | ID", help="Client, if each has a model of its own.")]
+ClientOption = Annotated[
+    str | None, typer.Option(metavar="NAME | ID", help="Client, if each client has its own model.")
+]
 TrackOption = Annotated[list[str] | None, typer.Option("--track", help="Also log to mlflow or wandb.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="Format of the result.")]
 
@@ -105,7 +107,7 @@ def divide(settings: Sequence[str] | None) -> tuple[str | None, list[str]]:
 
 
 def config_of(settings: Sequence[str] | None) -> Config:
-    """Return the configuration that a command's arguments define, by default the demonstration's."""
+    """Return the configuration that a command's arguments define; by default the demonstration."""
     return load(*divide(settings)) if settings else load(f"recipe:{DEMO}")
 
 

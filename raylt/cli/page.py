@@ -24,8 +24,8 @@ from raylt.errors import ConfigError, count_of
 START = "<!-- raylt compare "
 END = "<!-- end of raylt compare -->"
 BLOCK = re.compile(rf"({re.escape(START)}(.*?) -->\r?\n).*?({re.escape(END)})", re.DOTALL)
-LIMIT = 2**26  # bytes of a page
-UsageError: Any = typer.BadParameter.__mro__[1]  # of the copy of click that typer may bring
+MAX_PAGE_BYTES = 2**26
+UsageError: Any = typer.BadParameter.__mro__[1]  # from the copy of click that typer may include
 
 
 def page(
@@ -39,7 +39,7 @@ def page(
 ) -> None:
     """Update the tables of Markdown pages: run the command in the comment above each table, in this folder."""
     texts = {file: _read(file) for file in files}
-    # all pages are filled before any is written, so that an error changes no page
+    # fill all pages before writing any, so that an error leaves all pages unchanged
     with results_read_once():
         filled_texts = {file: filled(text, str(file)) for file, text in texts.items()}
     for file, text in texts.items():
@@ -54,11 +54,11 @@ def filled(text: str, name: str = "page") -> str:
     """Return the text of a Markdown page with all its tables updated.
 
     Args:
-        text: Markdown.
-        name: of the page in error messages.
+        text: Content of the page in Markdown.
+        name: Name of the page in error messages.
 
     Raises:
-        ConfigError: a comment that starts a table has no end, or there is no such comment.
+        ConfigError: A comment that starts a table has no matching end, or the page has no such comments.
         RayltError: `raylt compare` failed.
     """
     starts = text.count(START)
@@ -88,7 +88,7 @@ def _read(file: Path) -> str:
     if not is_file(file):
         raise ConfigError(f"{file}: no such file. Give a Markdown page.", code="file.not-found", path=str(file))
     try:
-        return store.read(file, LIMIT).decode()
+        return store.read(file, MAX_PAGE_BYTES).decode()
     except UnicodeDecodeError:
         raise ConfigError(
             f"{file}: is not text. Give a Markdown page.", code="file.malformed", path=str(file)
@@ -106,7 +106,7 @@ def _table(arguments: str) -> str:
             value=arguments,
         ) from None
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(add_help_option=False)(compare)  # a help text is no table
+    app.command(add_help_option=False)(compare)  # --help would print no table
     printed = StringIO()
     try:
         with redirect_stdout(printed):
@@ -115,14 +115,14 @@ def _table(arguments: str) -> str:
     except UsageError as error:
         reason = error.format_message().replace("Value error, ", "").rstrip(".")
         raise ConfigError(
-            f"page: raylt compare does not take the arguments of a comment ({reason}). Give those of raylt compare.",
+            f"page: raylt compare does not accept the arguments of a comment ({reason}). Use that command's arguments.",
             code="file.malformed",
             value=arguments,
         ) from None
     table = printed.getvalue()
     if code or not any(line.startswith("|") for line in table.splitlines()):
         raise ConfigError(
-            f"{START}{arguments} -->: prints no table. Give the arguments of a comparison.",
+            f"{START}{arguments} -->: prints no table. Give arguments of a comparison.",
             code="file.malformed",
             value=arguments,
         )

@@ -42,7 +42,7 @@ def features(
 @app.command()
 def clusters(
     run_folder: RunFolder,
-    round: Annotated[int | None, typer.Option(min=1, help="Round, one of the last; by default the last.")] = None,
+    round: Annotated[int | None, typer.Option(min=1, help="Round whose data were kept; by default the last.")] = None,
     picture: Picture = None,
 ) -> None:
     """Draw the client clusters of one round in a run of mupfl (PCA), next to the clients' classes."""
@@ -57,15 +57,13 @@ def clusters(
 @app.command()
 def predictions(
     run_folder: RunFolder,
-    image: Annotated[
-        list[int] | None, typer.Option(help="Number of a test image; repeat it for several images.")
-    ] = None,
+    image: Annotated[list[int] | None, typer.Option(help="Index of a test image; may be repeated.")] = None,
     client: Annotated[
         str | None,
         typer.Option(
             metavar="NAME | ID",
-            help="Show this client's own model and view of the classes; by default the global model, or the first "
-            "client's for personal methods.",
+            help="Show this client's model and view of the classes; by default the global model, or for personal "
+            "methods the first client's model.",
         ),
     ] = None,
     picture: Picture = None,
@@ -87,9 +85,9 @@ def clients(
     metric: Annotated[
         Literal["local", "owned", "matched", "long_tailed", "global", "miou"] | None,
         typer.Option(
-            help="Accuracy on own test images (local), over owned classes, over the own class mix (matched) or over "
-            "all classes (global); or mean IoU. long_tailed is over the class mix of all clients. By default the "
-            "first that the run has."
+            help="Show the accuracy on own test images (local), over owned classes, over the own class mix (matched), "
+            "or over all classes (global). long_tailed is over the class mix of all clients, and miou the mean IoU. By "
+            "default local if all runs have it, otherwise owned."
         ),
     ] = None,
     picture: Picture = None,
@@ -196,7 +194,7 @@ def data(
         return
     if settings:
         raise ConfigError(
-            f"{settings[0]}: cannot change the split of a run ({first}). Leave it out, or name no run folder.",
+            f"{settings[0]}: cannot change the split of a run ({first}). Leave out the setting or the run folder.",
             code="config.conflict",
             key=settings[0],
         )
@@ -235,14 +233,14 @@ def curves(
         list[str] | None,
         typer.Option(
             "--measure",
-            help="Draw accuracy, many, medium or few, or of the clients local, matched, owned, clients or "
-            "worst_decile; give it several times for several panels. By default the figure that is shown of clients' "
-            "own models, the accuracy, and each group that has test images. Clients' own models have a curve with "
+            help="Draw accuracy, many, medium or few, or the client figures local, matched, owned, clients or "
+            "worst_decile. Repeat it for several panels. By default the main figure of clients' own models, the "
+            "accuracy, and each group with test images. Clients' own models have curves with "
             "evaluation.personal=1.",
         ),
     ] = None,
     over: Annotated[
-        Literal["rounds", "bytes", "seconds"], typer.Option(help="Count these on the horizontal axis.")
+        Literal["rounds", "bytes", "seconds"], typer.Option(help="Unit of the horizontal axis.")
     ] = "rounds",
     spread: SpreadOption = "interval",
     level: Level = 0.95,

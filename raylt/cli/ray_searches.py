@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tune.ray_search import RaySearchResult
 
 PLAN = "ray_search.json"
-SHOWN = 20  # rows of the table
+SHOWN_TRIALS = 20  # maximum number of rows in the table
 
 
 def is_one(folder: Path) -> bool:
@@ -37,8 +37,17 @@ def search(
     """Run a search in a new folder, and print the trials.
 
     Args:
-        spaces: one space, by its method.
-        choices: fields of a `RaySearchPlan`, and `metrics`; without samples there are 20 trials.
+        config: The configuration to start from.
+        spaces: The search space, by name of the method.
+        folder: Folder in which to create the search's folder.
+        name: Name of the search's folder; None to compose a name.
+        address: Address of a running Ray cluster.
+        choices: Fields of a `RaySearchPlan`, and `metrics`. Without `samples`, there are 20 trials.
+        format: Format of the output.
+
+    Raises:
+        ConfigError: An option cannot be used with Ray's schedulers.
+        CheckpointError: The folder exists.
     """
     from tune.changes import check_exchangeable
     from tune.checks import check_judged, check_metrics, check_trials
@@ -47,8 +56,8 @@ def search(
 
     if len(spaces) > 1:
         raise ConfigError(
-            f"--methods: Ray's schedulers compare trials of one method ({', '.join(spaces)}). Give one, or --scheduler "
-            "asha.",
+            f"--methods: Ray's schedulers search one method only ({', '.join(spaces)}). Give one method, or "
+            "--scheduler asha.",
             code="config.conflict",
             key="--methods",
             value=",".join(spaces),
@@ -109,7 +118,13 @@ def check_options(
     """Raise ConfigError for options that Ray's schedulers do not support.
 
     Args:
-        chosen: the searcher that the user gave.
+        fleet: "ray" or "local".
+        budget: Budget of the search.
+        count: Unit of the budget.
+        splits: Number of splits.
+        track: Names of trackers.
+        scheduler: Name of the scheduler.
+        chosen: Searcher that the user gave.
     """
     given = {
         "--searcher tpe": scheduler == "pbt" and chosen == "tpe",
@@ -122,7 +137,7 @@ def check_options(
     for option, is_given in given.items():
         if is_given:
             raise ConfigError(
-                f"{option}: does not go with this scheduler of Ray (--scheduler {scheduler}). Leave it out, or give "
+                f"{option}: is not supported by this scheduler of Ray (--scheduler {scheduler}). Leave it out, or give "
                 "--scheduler asha.",
                 code="config.conflict",
                 key=option,
@@ -131,21 +146,20 @@ def check_options(
 
 
 def _check_comparisons(config: Config, choices: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a scheduler could never compare trials with these settings, or does not use them."""
+    """Raise ConfigError if a scheduler cannot compare trials with these settings, or ignores them."""
     scheduler, grace, samples = choices["scheduler"], choices["grace"], choices["samples"]
     rounds = config.federation.rounds
     if scheduler == "hyperband" and grace is not None:
         raise ConfigError(
-            f"--grace: hyperband compares trials in brackets of its own ({grace}). Leave it out, or give --scheduler "
-            "median.",
+            f"--grace: hyperband uses its own brackets instead ({grace}). Leave it out, or give --scheduler median.",
             code="config.conflict",
             key="--grace",
             value=grace,
         )
     if grace is not None and grace >= rounds:
         raise ConfigError(
-            f"--grace: {scheduler} compares no trials before round {rounds}, their last ({grace}). Give at most "
-            f"{rounds - 1}, or more rounds.",
+            f"--grace: {scheduler} would never compare trials before their last round, {rounds} ({grace}). Give at "
+            f"most {rounds - 1}, or more rounds.",
             code="search.no-rungs",
             key="--grace",
             value=grace,
@@ -153,7 +167,7 @@ def _check_comparisons(config: Config, choices: Mapping[str, Any]) -> None:
         )
     if scheduler == "pbt" and samples == 1 and choices["searcher"] != "grid":
         raise ConfigError(
-            f"--samples: pbt copies good trials over bad ones, and there is one trial ({samples}). Give at least 2.",
+            f"--samples: pbt replaces bad trials by good ones, so it needs several ({samples}). Give at least 2.",
             code="config.out-of-range",
             key="--samples",
             value=samples,
@@ -183,9 +197,9 @@ def _show(result: "RaySearchResult", format: Format) -> None:
     columns = [column for column in result.rows[0] if column != "failed"]
     rows = [
         [in_percent(row[column]) if column in result.metrics else _text(row[column]) for column in columns]
-        for row in result.rows[:SHOWN]
+        for row in result.rows[:SHOWN_TRIALS]
     ]
-    hidden = [f"{len(result.rows) - SHOWN} more, in trials.csv"] if len(result.rows) > SHOWN else []
+    hidden = [f"{len(result.rows) - SHOWN_TRIALS} more, in trials.csv"] if len(result.rows) > SHOWN_TRIALS else []
     table = TextTable(
         f"{title}; front: on the Pareto front" if len(result.metrics) > 1 else title,
         [column.rpartition(".")[2] for column in columns],
@@ -201,7 +215,7 @@ def _show(result: "RaySearchResult", format: Format) -> None:
         out.print(f"{row['trial']} failed: {row['failed']}", soft_wrap=True)
     out.print(f"best: {result.rows[0]['trial']}; {run_command(result.folder)}", soft_wrap=True)
     if result.exchanged:
-        out.print("pbt changed values while trials ran: best.yaml has the best trial's last ones")
+        out.print("pbt changed values during the trials; best.yaml has the final values of the best trial")
 
 
 def _text(value: Any) -> str:

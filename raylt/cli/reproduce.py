@@ -28,18 +28,18 @@ def reproduce(
         str | None,
         typer.Argument(
             metavar="[TABLE]",
-            help="Number in print, such as 2 or III, or fig6 or fig8 for those figures; by default all tables.",
+            help="Printed number, such as 2 or III, or fig6 or fig8 for figures; by default all tables.",
         ),
     ] = None,
     cells: Annotated[
-        str | None, typer.Option(help="Run only matching cells, as in dataset=cifar10,IF=100,alpha=0.5.")
+        str | None, typer.Option(help="Run only matching cells, such as dataset=cifar10,IF=100,alpha=0.5.")
     ] = None,
-    arms: Annotated[str | None, typer.Option(help="Run only these rows, as in MuPFL,FedAvg.")] = None,
+    arms: Annotated[str | None, typer.Option(help="Run only these rows, such as MuPFL,FedAvg.")] = None,
     scale: Annotated[
         float,
         typer.Option(min=0.001, max=1, help="Run this share of the paper's rounds; below 1 there are no verdicts."),
     ] = 1.0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each row; each seed has another split.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs of each row; each seed has its own split.")] = 3,
     name: Annotated[str | None, typer.Option(help="Name of the study's folder.")] = None,
     folder: Out = Path("runs"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs and the time left; run nothing.")] = False,
@@ -49,7 +49,7 @@ def reproduce(
     mix_versions: MixVersions = False,
     format: Format = "table",
 ) -> None:
-    """Run the cells of a paper's table and print a verdict for each; print the reason for cells that cannot be run."""
+    """Run the cells of a paper's table and print a verdict for each; give the reason for cells that cannot be run."""
     from raylt.studies.papers.figures import figure_of, plan_figure
     from raylt.studies.papers.reproduce import name_of, plan, select
     from raylt.studies.papers.verdicts import verdicts as judge_all
@@ -145,7 +145,7 @@ def verdicts(
     judged = judge_all(records, select(paper) if paper else None, mix_versions)
     if page is not None:
         if paper:
-            raise ConfigError("--page: has all papers. Leave out --paper.", code="config.conflict", key="--page")
+            raise ConfigError("--page: always has all papers. Leave out --paper.", code="config.conflict", key="--page")
         try:
             store.write(page, markdown_page(judged))
         except CheckpointError as error:
@@ -161,9 +161,9 @@ def show(judged: "list[Verdict]", format: str, only_run: bool = False) -> None:
     """Print the verdicts, and the number of verdicts of each kind.
 
     Args:
-        judged: the verdicts.
+        judged: The verdicts.
         format: "table" or "json".
-        only_run: whether the table has only cells with runs; JSON has all cells.
+        only_run: Whether to show only cells with runs in the table; JSON has all cells.
     """
     from raylt.studies.papers.verdict_page import verdict_tables
 
@@ -188,13 +188,17 @@ def _count(judged: "list[Verdict]") -> dict[str, int]:
 
 
 def parse_cells(text: str | None) -> dict[str, str]:
-    """Parse a text such as "IF=100,alpha=0.5" into a mapping."""
+    """Parse a text such as "IF=100,alpha=0.5" into a mapping.
+
+    Raises:
+        ConfigError: The text has another form.
+    """
     where = {}
     for part in (text or "").split(","):
         key, equals, value = part.strip().partition("=")
         if part.strip() and not (key and equals and value):
             raise ConfigError(
-                f"--cells: cannot be read ({text}). Write KEY=VALUE,..., as in IF=100,alpha=0.5.",
+                f"--cells: cannot be parsed ({text}). Write KEY=VALUE,..., such as IF=100,alpha=0.5.",
                 code="config.wrong-type",
                 key="--cells",
                 value=text,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def run(
     settings: Settings = None,
     name: Annotated[str | None, typer.Option(help="Name of the run folder.")] = None,
-    folder: Annotated[Path, typer.Option("--out", help="Folder in which the run folder is made.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option("--out", help="Folder in which to create the run folder.")] = Path("runs"),
     fleet: FleetOption = FleetName.ray,
     address: Address = None,
     track: TrackOption = None,
@@ -41,7 +41,7 @@ def run(
     config = config_of(settings)
     if not settings:
         err.print(
-            "no settings were given, so this is the demonstration recipe:demo; raylt recipes lists others",
+            "no settings given; running the demonstration recipe:demo (raylt recipes lists others)",
             soft_wrap=True,
         )
     from raylt.runs.callbacks.trackers import trackers
@@ -58,7 +58,7 @@ def resume(
         list[str] | None,
         typer.Argument(
             metavar="[key=value ...]",
-            help="Settings that may differ: resources.*, output.*, and a larger federation.rounds for a longer run.",
+            help="Settings to change: resources.*, output.*, or a larger federation.rounds for a longer run.",
         ),
     ] = None,
     fleet: FleetOption = FleetName.ray,
@@ -66,7 +66,7 @@ def resume(
     track: TrackOption = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Continue a run after its last committed round, with the same bits as an uninterrupted run.
+    """Continue a run after its last committed round; the result is bitwise equal to that of an uninterrupted run.
 
     A larger federation.rounds continues a finished run in a new folder next to it.
     """
@@ -85,12 +85,12 @@ def branch(
         list[str],
         typer.Argument(
             metavar="key=value ...",
-            help="Fields of the method that act in a later stage; raylt methods marks them. method=NAME selects "
-            "another method that trains in the same way, as ccvr after fedavg.",
+            help="Method fields of a later stage, which raylt methods marks. method=NAME selects another method that "
+            "trains in the same way, such as ccvr after fedavg.",
         ),
     ],
     folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the new run; by default next to the run's.")
+        Path | None, typer.Option("--out", help="Folder of the new run; by default next to the old run's folder.")
     ] = None,
     fleet: FleetOption = FleetName.ray,
     address: Address = None,
@@ -106,15 +106,15 @@ def branch(
 
 def debug(
     run_folder: RunFolder,
-    round: Annotated[int, typer.Option(min=0, help="Round; 0 is the joining of clients.")],
+    round: Annotated[int, typer.Option(min=0, help="Round; 0 for the joining of clients.")],
     client: Annotated[str, typer.Option(help="Id or name of the client.")],
     function: Annotated[
         str | None,
-        typer.Option(help="Client function to call; by default the first of the round."),
+        typer.Option(help="Client function to call; by default the first one in the round."),
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
-        typer.Option(help="Compute on this kind of device; the bits differ if the run used another kind."),
+        typer.Option(help="Compute on this kind of device; results differ slightly from the run on another kind."),
     ] = None,
 ) -> None:
     """Repeat one client's call of a run in this process, and print its traceback if it raises."""
@@ -145,4 +145,4 @@ def _show(run: "Run", format: Format) -> None:
         print_json(run.summary | {"folder": str(run.folder)})
     else:
         out.print(table_of(run.summary))
-        out.print(f"run folder: {run.folder}", soft_wrap=True, markup=False)  # in one line, so that it can be copied
+        out.print(f"run folder: {run.folder}", soft_wrap=True, markup=False)  # on one line, so that it can be copied

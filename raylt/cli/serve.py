@@ -14,24 +14,24 @@ from raylt.errors import ConfigError
 from raylt.own_code.top_level_names import claim
 from raylt.serving import TOKEN
 
-PACKAGES = ("starlette", "uvicorn", "fastapi")  # of ray[serve]
+PACKAGES = ("starlette", "uvicorn", "fastapi")  # packages of ray[serve]
 
 
 def serve(
     model: RunOrFile,
-    host: Annotated[str, typer.Option(help="Address to listen at; others than this machine's own need a token.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; addresses that other machines can reach need a token.")
+    ] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     rate: Annotated[
-        float | None, typer.Option(min=0.01, help="Images a second from one address; by default any number.")
+        float | None, typer.Option(min=0.01, help="Maximum images per second from one address; by default no limit.")
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Processes that hold the model.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of processes that serve the model.")] = 1,
     address: Address = None,
 ) -> None:
     """Serve a model over HTTP with Ray Serve: a page to drop images on, and POST /predict.
 
-    The environment variable RAYLT_SERVE_TOKEN holds the token that requests must bear.
+    If the environment variable RAYLT_SERVE_TOKEN is set, requests must contain this token.
     """
     token = os.environ.get(TOKEN) or None
     _check(host, token)
@@ -40,7 +40,7 @@ def serve(
     from raylt.runs.serving.model import served_model
     from raylt.runs.serving.service import Limits
 
-    served = served_model(model)  # its errors are shown here, not in the log of a replica
+    served = served_model(model)  # raises errors here instead of in a replica's log
     with session(address):
         from actors.serving import application, check_address, start, stop
 
@@ -67,7 +67,7 @@ def _check(host: str, token: str | None) -> None:
         )
     if token is None and not _is_loopback(host):
         raise ConfigError(
-            f"--host: others could use the service without a token ({host}). Set {TOKEN}, or listen at 127.0.0.1.",
+            f"--host: others could use the service without a token ({host}). Set {TOKEN}, or listen on 127.0.0.1.",
             code="serve.unprotected",
             key="--host",
             value=host,

@@ -25,22 +25,25 @@ if TYPE_CHECKING:
     from raylt.studies.running.time_left import Pace
     from raylt.studies.study import Study
 
-Parallel = Annotated[int | None, typer.Option(min=1, help="Runs at once; by default one per core, or per GPU.")]
+Parallel = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of simultaneous runs; by default one per GPU, or per core without GPUs."),
+]
 Fleet = Annotated[
     Literal["local", "ray"],
-    typer.Option(help="Do each run in one process, or with client actors on Ray, one run after another."),
+    typer.Option(help="Do each run in one process, or one run after another with client actors on Ray."),
 ]
 Address = Annotated[str | None, typer.Option(help="Use this Ray cluster, HOST:PORT or auto; needs --fleet ray.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder in which the study's folder is made.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder in which to create the study's folder.")]
 MixVersions = Annotated[
-    bool, typer.Option("--mix-versions", help="Continue although another version of the code made some of the runs.")
+    bool, typer.Option("--mix-versions", help="Continue even if another version of the code made some of the runs.")
 ]
 Record = Annotated[
     bool,
     typer.Option(
         "--record",
-        help="Add the finished and diverged runs to results/NAME.json next to the study's file; the finished ones then "
-        "count as done.",
+        help="Add finished and diverged runs to results/NAME.json next to the study's file; finished runs in it count "
+        "as done.",
     ),
 ]
 
@@ -78,7 +81,9 @@ def study(
 
 
 def ls(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder that holds run folders.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder that contains run folders.")] = Path(
+        "runs"
+    ),
     address: DashboardAddress = None,
     format: Annotated[Literal["table", "json"], typer.Option(help="Format of the list.")] = "table",
 ) -> None:
@@ -107,11 +112,9 @@ def ls(
 def follow(
     run_folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN | JOB", help="Folder of a run in another process; with --address, a job or its run."
-        ),
+        typer.Argument(metavar="RUN | JOB", help="Run folder; with --address, a job or its run."),
     ],
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     address: DashboardAddress = None,
 ) -> None:
     """Show the progress of a run in another process until it ends; stopping this command does not stop the run."""
@@ -159,7 +162,7 @@ def carry_out(
     """Run a study with a progress bar, and print its comparison.
 
     Raises:
-        RayltError: runs failed.
+        RayltError: Runs failed.
     """
     from raylt.studies.report.comparison_tables import comparison_table
 
@@ -175,7 +178,7 @@ def carry_out(
     elsewhere = [record.folder for record in prepared.records if record.state == "running"]
     if elsewhere:
         runs = count_of(len(elsewhere), "run")
-        err.print(f"not in these tables: {runs} that another process holds", soft_wrap=True)
+        err.print(f"not in these tables: {runs} that another process is doing", soft_wrap=True)
     raise_if_failed(prepared, failed)
 
 
@@ -198,10 +201,14 @@ def show_plan(
     format: str = "table",
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Print the runs of a study with their states. If a run is finished, also estimate the time left.
+    """Print the runs of a study with their states, and the estimated time left if rounds were timed.
 
     Args:
-        more: further fields of the JSON document.
+        planned: The study.
+        parallel: Number of simultaneous runs.
+        fleet: "local" or "ray".
+        format: "table" or "json".
+        more: Further fields of the JSON document.
     """
     from raylt.studies.running.scheduler import makespan
     from raylt.studies.running.shared_training import stems
@@ -257,7 +264,7 @@ def _last_phases(plans: "Sequence[Planned]") -> list[str]:
     """Describe the phase after the last round, for each arm whose last phase takes long.
 
     Args:
-        plans: runs whose last phase was not timed yet.
+        plans: Runs whose last phase was not timed yet.
     """
     from raylt.core.device import one_thread
     from raylt.core.method import Method
@@ -274,7 +281,7 @@ def _last_phases(plans: "Sequence[Planned]") -> list[str]:
             if not lacks_files(error):
                 raise
             continue
-        with one_thread():  # the text has seconds on one core
+        with one_thread():  # the text gives seconds on one core
             text = setup.method.last_phase(task.spec, model)
         if text:
             lines.append(f"last phase of {arm}: {text}")

@@ -20,24 +20,26 @@ if TYPE_CHECKING:
 def verify(
     path: Annotated[
         Path,
-        typer.Argument(metavar="RUN | SEARCH | STUDY | RESULTS.json", help="A folder that raylt made, or a record."),
+        typer.Argument(
+            metavar="RUN | SEARCH | STUDY | RESULTS.json",
+            help="Folder that raylt created, or a file of recorded results.",
+        ),
     ],
     repair: Annotated[
         bool,
         typer.Option(
             "--repair",
-            help="Remove leftovers of killed processes, and damaged files that an intact checkpoint replaces.",
+            help="Remove leftovers of killed processes, and damaged files that an intact checkpoint can replace.",
         ),
     ] = False,
-    seal: Annotated[
-        bool, typer.Option("--seal", help="Seal a record of an older version, which had no seals.")
-    ] = False,
+    seal: Annotated[bool, typer.Option("--seal", help="Add seals to a record from an older version.")] = False,
     sign: Annotated[
-        Path | None, typer.Option("--sign", metavar="KEY", help="Sign it with this SSH key, if every file is intact.")
+        Path | None,
+        typer.Option("--sign", metavar="KEY", help="Sign the results with this SSH key, if all files are intact."),
     ] = None,
     signers: Annotated[
         Path | None,
-        typer.Option("--signers", metavar="FILE", help="Require a signature of one of these allowed signers."),
+        typer.Option("--signers", metavar="FILE", help="Require a signature by an allowed signer in this file."),
     ] = None,
     format: FormatOption = Format.table,
 ) -> None:
@@ -72,11 +74,11 @@ def _kind(path: Path) -> str:
     """Return the kind of a folder: "run", "search", "study" or "record".
 
     Raises:
-        CheckpointError: there is nothing at the path.
+        CheckpointError: The path does not exist.
     """
     if not exists(path):
         raise CheckpointError(
-            f"{path}: no such file or folder. Give a folder that raylt made, or a record.",
+            f"{path}: no such file or folder. Give a folder that raylt created, or a record.",
             code="file.not-found",
             path=str(path),
         )
@@ -86,8 +88,8 @@ def _kind(path: Path) -> str:
         return "study"
     if is_one_of_ray(path):
         raise ConfigError(
-            f"{path}: is a search with a scheduler of Ray Tune, whose files have no hashes that could be checked. Give "
-            "a run, a study, a record, or a search with --scheduler asha or none.",
+            f"{path}: is a search with a scheduler of Ray Tune, whose files have no hashes to check. Give a run, a "
+            "study, a record, or a search with --scheduler asha or none.",
             code="search.not-verifiable",
             path=str(path),
         )
@@ -113,7 +115,7 @@ def _findings(kind: str, path: Path) -> "list[Finding]":
 
 
 def _searches_of(study: Path) -> "list[Finding]":
-    """Return the findings on the searches by which a study tuned its arms: the damaged files, or one line for each."""
+    """Return the findings on a study's searches: each damaged file, or one line for an intact search."""
     from raylt.runs.verify import Finding
     from raylt.studies.running.tuning import read_tuned
     from raylt.studies.settings import slug
@@ -121,11 +123,11 @@ def _searches_of(study: Path) -> "list[Finding]":
 
     try:
         tuned = read_tuned(study)
-    except RayltError:  # the finding on that file says why
+    except RayltError:  # `verify_study` reports this
         return []
     findings: list[Finding] = []
     for name in (f"{slug(cell)}/{slug(arm)}/search".lstrip("/") for cell, arms in tuned.items() for arm in arms):
-        if not is_folder(study / name):  # it was taken from a record, or nothing was searched
+        if not is_folder(study / name):  # taken from a record, or nothing was searched
             continue
         try:
             of_search = verify_search(study / name)
@@ -152,8 +154,8 @@ def _sign(findings: "list[Finding]", file: Path, key: Path) -> None:
     doubtful = [finding.what for finding in findings if not (finding.whole and finding.checked)]
     if doubtful:
         raise ConfigError(
-            f"--sign: files are damaged or not checked ({', '.join(doubtful[:3])}). Restore the originals first, and "
-            "give what the checks need.",
+            f"--sign: files are damaged or not checked ({', '.join(doubtful[:3])}). Restore the originals, and provide "
+            "what the checks need.",
             code="signature.not-made",
             key="--sign",
             path=str(file),

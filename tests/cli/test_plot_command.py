@@ -27,7 +27,7 @@ def test_clients_of_runs_over_another_split_are_refused(raylt, finished):
     folder, _ = finished
     code, *_ = raylt("run", *SMALL, "data.seed=5", "method=fedavg", "--fleet", "local", "--out", ".", "--name", "two")
     assert code == 0
-    refused(raylt("plot", "clients", folder, "two"), "two: its split")
+    refused(raylt("plot", "clients", folder, "two"), "two: has another split than")
 
 
 @pytest.mark.slow

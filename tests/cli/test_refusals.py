@@ -204,7 +204,7 @@ def test_an_option_that_is_no_such_number_is_named_with_its_value(raylt, argumen
 def test_nodes_and_the_address_of_a_cluster_exclude_each_other(raylt):
     ended = raylt("plan", "method=fedavg", "--nodes", "2x8cpu", "--address", "127.0.0.1:1")
     refused(ended)
-    assert "Give one of the two" in ended.err
+    assert "Leave one out" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,12 @@ def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("raylt.runs.start.run", interrupt)
-    again = "stopped before it began; give the same command again\n"
+    again = "stopped before it began; repeat the same command\n"
     assert raylt("run", "method=fedavg") == Outcome(130, "", again)
     monkeypatch.setattr("raylt.studies.definition.read_definition", interrupt)
     code, out, said = raylt("study", "some.yaml")
     assert (code, out) == (130, "")
-    assert said.startswith("stopped; a run that has begun continues with raylt resume RUN, ")
+    assert said.startswith("stopped; continue a run with raylt resume RUN, ")
 
 
 def test_interrupted_run_or_search_is_named(raylt, monkeypatch, tmp_path):
@@ -223,7 +223,7 @@ def test_without_any_settings_the_demonstration_is_run_and_said_to_be(raylt, mon
     monkeypatch.setattr("raylt.runs.start.run", lambda config, *_, **__: asked.append(config) or end_with(3))
     code, out, err = raylt("run")
     assert (code, out) == (3, "")
-    assert err == "no settings were given, so this is the demonstration recipe:demo; raylt recipes lists others\n"
+    assert err == "no settings given; running the demonstration recipe:demo (raylt recipes lists others)\n"
     assert asked == [load("recipe:demo")]
 
 
