@@ -18,9 +18,7 @@ from raylt.studies.report.text_table import Places, TextTable
 ANSWERS = "answers to the same test images"
 UNSEALED = "unsealed: no hash binds these figures to their runs"
 DIVERGED = "diverged, which counts as guessing a class"
-PASSES = (
-    "of a client in a run, forward and backward, as a multiple of FedAvg's; what the server computes does not count"
-)
+PASSES = "forward and backward passes of a client in a run, as a multiple of FedAvg's, without the server's computation"
 HEADINGS = {
     "last": "last round",
     "last10": "mean of the last ten evaluated rounds",
@@ -112,7 +110,7 @@ def with_costs(table: TextTable, passes: Mapping[tuple[str, str], float | None])
         passes: Passes of a client in a run by cell and arm, as a multiple of FedAvg's; None if not measured.
     """
     rows = [[cell, arm, "-" if each is None else f"{each:.2f}"] for (cell, arm), each in passes.items()]
-    return replace(table, further=[*table.further, (f"passes {PASSES}", ["cell", "arm", "passes"], rows)])
+    return replace(table, further=[*table.further, (PASSES, ["cell", "arm", "passes"], rows)])
 
 
 def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
@@ -236,10 +234,11 @@ def family(comparison: Comparison) -> str:
     tested = sum(judged.p is not None for judged in comparison.claims)
     chosen = ", of rounds chosen on the test set" if comparison.at == "best" else ""
     has_printed = any(judged.claim.printed is not None for judged in comparison.claims)
-    printed = "; printed: as the paper has it, in or out of the interval" if has_printed else ""
+    printed = "; printed: the paper's difference, in or out of the interval" if has_printed else ""
     if not tested:
-        return f"claims{chosen}; no p values under six seeds{printed}"
-    return f"claims{chosen}, one family of {tested} with a p value; adjusted by Holm, none under six seeds{printed}"
+        return f"claims{chosen}; no p values with fewer than six seeds{printed}"
+    adjusted = f"p values adjusted by Holm in one family of {tested}, none with fewer than six seeds"
+    return f"claims{chosen}; {adjusted}{printed}"
 
 
 def _if(condition: bool, text: str) -> list[str]:
@@ -319,12 +318,13 @@ def answers_text(flips: Flips) -> str:
     """Return as text how many answers differ between two arms, and how significant this is."""
     if not flips.better_alone + flips.worse_alone:
         open_points = f"{100 * flips.largest:.2f} points"
-        return f"none of {flips.answers:,} answers differs; with {flips.images:,} images up to {open_points} stay open"
+        none = f"of {flips.answers:,} answers, none is right with one arm only"
+        return f"{none}; with {flips.images:,} images, up to {open_points} cannot be excluded"
     p = probability(flips.p)
     return (
-        f"of {flips.answers:,} answers {flips.better_alone:,} are right with the first alone and "
-        f"{flips.worse_alone:,} with the second alone; exact McNemar p {p if p.startswith('<') else f'= {p}'}, as if "
-        "all answers were independent"
+        f"of {flips.answers:,} answers, {flips.better_alone:,} are right only with the first and "
+        f"{flips.worse_alone:,} only with the second; exact McNemar p {p if p.startswith('<') else f'= {p}'}, treating "
+        "all answers as independent"
     )
 
 

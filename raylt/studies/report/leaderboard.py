@@ -12,8 +12,8 @@ from raylt.studies.report.comparison_tables import HEADINGS, PASSES
 from raylt.studies.report.text_table import TextTable
 
 SECONDS = (
-    "duration of a run's steps, with the server's work and evaluation, as a multiple of the arm fedavg's at the same "
-    "seed, median; where runs shared a machine with other work, multiples between a half and two say little"
+    "median duration of a run's steps, including the server's work and evaluation, as a multiple of the arm fedavg's "
+    "with the same seed; multiples between 0.5 and 2 say little if runs shared a machine with other work"
 )
 WIDTH = 760
 NAMES = 190  # width of the name column
@@ -63,7 +63,7 @@ def ranking_table(ranking: Ranking) -> TextTable:
         notes={
             "time": [SECONDS] if times else [],
             "passes": [PASSES] if costs else [],
-            "failed, which counts as worse than every finished run of the same seed": failed,
+            "failed runs, which count as worse than every finished run of the same seed": failed,
         },
     )
 
@@ -80,21 +80,21 @@ def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
         [
             "# Leaderboard",
             "",
-            "A seed of a cell is a block: its runs share split and initial weights, and each pair of its arms is",
-            "compared. Strengths are those of the model of Bradley and Terry, as log-odds against an arm of mean",
-            "strength. Each arm gets half a win and half a loss more, so that it has a strength if it always wins.",
-            "Intervals take into account that the comparisons of a block depend on each other; in simulations with",
+            "A block is one seed of a cell: its runs share the split and the initial weights, and every pair of its",
+            "arms is compared. Strengths are those of the Bradley-Terry model, as log-odds against an arm of mean",
+            "strength. Each arm gets an extra half win and half loss, so that an arm that always wins has a finite",
+            "strength. Intervals account for the dependence between the comparisons of a block. In simulations with",
             "three and six seeds they cover at least 94 % at a level of 95 %. They hold for these grounds. An arm that",
-            "was run on one of them alone has its strength from that one. Arms whose intervals overlap are not told",
-            "apart. A failed run counts as worse than every finished run of its seed.",
-            "A run that its record lacks is left out, which favours an arm that diverged before raylt recorded such",
-            "runs. Runs count as recorded, also where the code of their method has changed since.",
+            "was run on only one ground has its strength from that ground. Arms with overlapping intervals cannot be",
+            "told apart. A failed run counts as worse than every finished run of its seed. Runs that are missing from",
+            "the record are left out, which favours arms that diverged before raylt recorded such runs. Recorded runs",
+            "count even if the code of their method has changed since.",
             "",
             f"![Strengths of the arms with intervals]({picture})",
             "",
             ranking_table(ranking).markdown().rstrip(),
             "",
-            "This page is written from recorded runs by",
+            "This command writes the page from recorded runs:",
             "",
             "```",
             command,

@@ -87,7 +87,7 @@ def test_a_claim_without_a_clear_verdict_has_a_line_on_its_answers():
     ]
     for table in (comparison_table(compared), claims_table({"study": compared})):
         text = table.markdown()
-        assert "none of 1,800 answers differs; with 300 images up to 1.22 points stay open" in text
+        assert "of 1,800 answers, none is right with one arm only; with 300 images, up to 1.22 points" in text
         assert "n = 300 test images, one image is 0.33 points" in text
     best = compare(records, "a", [Claim("b", "a", "accuracy")], at="best")
     assert best.claims[0].flips is None  # the answers are those of the last round
@@ -101,7 +101,7 @@ def test_a_claim_without_a_clear_verdict_has_a_line_on_its_answers():
         with_answers("b", seed, other) for seed in range(6)
     ]
     assert (
-        "6 are right with the first alone and 6 with the second alone; exact McNemar p = 1.000, as if all answers "
-        "were independent" in claims_table({"study": compare(mixed, "a", [Claim("b", "a", "accuracy")])}).markdown()
+        "6 are right only with the first and 6 only with the second; exact McNemar p = 1.000, treating all answers "
+        "as independent" in claims_table({"study": compare(mixed, "a", [Claim("b", "a", "accuracy")])}).markdown()
     )
-    assert "exact McNemar p < 0.001, as if" in answers_text(Flips(1800, 300, 100, 20))
+    assert "exact McNemar p < 0.001, treating" in answers_text(Flips(1800, 300, 100, 20))

@@ -587,9 +587,10 @@ def test_claims_of_several_studies_stand_one_below_the_other():
         }
     )
     lines = [line for line in sheet.markdown().splitlines() if line]
-    assert lines[0].startswith("**wide, last round: claims, one family of 2 ")
+    assert lines[0].startswith("**wide, last round: claims; p values adjusted by Holm in one family of 2, ")
     assert lines[1] == "| claim | cell | seeds | difference | p | verdict |"
-    (narrow,) = [n for n, line in enumerate(lines) if line.startswith("**narrow, last round: claims, one family of 1 ")]
+    (narrow,) = [n for n, line in enumerate(lines) if line.startswith("**narrow, last round: claims; ")]
+    assert "one family of 1, " in lines[narrow]
     assert lines[narrow + 1] == "| claim | seeds | difference | p | verdict |"
     assert lines[narrow + 3].startswith("| b > a on accuracy | 6 | +10.00 ± ")
     assert any(line.startswith("- silent: ") and "failed" in line for line in lines)
