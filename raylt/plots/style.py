@@ -45,6 +45,11 @@ def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
     """Return an empty figure of the given size in inches.
 
     It is created without pyplot, so it needs no display and leaves no global state.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+        dpi: Resolution of bitmap formats, in dots per inch.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

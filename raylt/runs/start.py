@@ -183,6 +183,11 @@ def configure(
 ) -> Config:
     """Return the configuration that `run` would use for these arguments.
 
+    Args:
+        what: See `run`.
+        overrides: See `run`.
+        settings: Further keyword arguments of `run`.
+
     Raises:
         ConfigError: A setting is unknown, ambiguous, of the wrong type or out of range.
     """

@@ -285,6 +285,12 @@ class Study:
     ) -> "Study":
         """Return the study that `create` would return, without writing anything. The runs' files may be missing.
 
+        Args:
+            definition: The study.
+            out: Folder of the study's folder.
+            record_file: File of the study's recorded results; runs in it count as done. It need not exist.
+            mix_versions: Whether to use recorded runs that another version of the code made.
+
         Raises:
             ConfigError: A run cannot start, or a claim is about a class group that no cell has.
             DataError: The data are malformed or cannot be split as configured.

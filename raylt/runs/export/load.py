@@ -100,7 +100,13 @@ def describe_faults(faults: Sequence[str]) -> str:
 
 
 def load_image(file: Path | bytes, shape: tuple[int, int, int], fit: Fit, depth: int | None) -> np.ndarray:
-    """Decode an image file, or the bytes of one, to uint8 [H, W, channels]; see `load_images`.
+    """Decode an image file, or the bytes of one, to uint8 [H, W, channels].
+
+    Args:
+        file: Path or content of the file.
+        shape: See `load_images`.
+        fit: See `load_images`.
+        depth: See `load_images`.
 
     Raises:
         DataError: The image cannot be decoded, or the model does not take image files.

@@ -131,7 +131,13 @@ def measure_of(name: str) -> Measure:
 
 
 def value_of(record: RunRecord, measure: str, at: At) -> float | None:
-    """Return the value of a measure for a finished run, or None if the run does not have it."""
+    """Return the value of a measure for a finished run, or None if the run does not have it.
+
+    Args:
+        record: Record of the run.
+        measure: Name of the measure.
+        at: Rounds whose figures count.
+    """
     assert record.summary is not None
     definition = measure_of(measure)
     last = definition.read(record.summary)

@@ -140,7 +140,14 @@ def command(cell: Expectation) -> str:
 
 
 def unknown_name(key: str, problem: str, value: str, remedy: str) -> ConfigError:
-    """Return the error for an unknown value of a command's option or argument."""
+    """Return the error for an unknown value of a command's option or argument.
+
+    Args:
+        key: Name of the option or argument.
+        problem: Description of the problem.
+        value: The unknown value.
+        remedy: Sentence about valid values.
+    """
     return ConfigError(f"{key}: {problem} ({value}). {remedy}", code="config.unknown-name", key=key, name=value)
 
 

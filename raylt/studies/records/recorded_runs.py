@@ -95,7 +95,15 @@ class Recorded:
 def write_results(
     path: Path, definition: Definition, records: list[RunRecord], holdings: Holdings, tuned: Outcomes
 ) -> None:
-    """Write the results of a study to a JSON file."""
+    """Write the results of a study to a JSON file.
+
+    Args:
+        path: The file.
+        definition: The study.
+        records: Records of its runs.
+        holdings: Class counts by cell, see `Study.holdings`.
+        tuned: Outcomes of tuning, by cell and arm.
+    """
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "definition": definition.model_dump(mode="json"),
@@ -237,6 +245,11 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
     """Load the planned runs that a results file contains.
 
     If the file does not exist, there are none.
+
+    Args:
+        path: The results file.
+        planned: The planned runs.
+        mix_versions: Whether to use runs that another version of the code made.
 
     Raises:
         CheckpointError: The file exists but cannot be read.

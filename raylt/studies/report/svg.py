@@ -178,7 +178,14 @@ def _curve(curve: Curve, x: Callable[[float], float], y: Callable[[float], float
 
 
 def estimates(each: Sequence[Estimate], label: str, show_unit: str = "%", scale: float = 100) -> str:
-    """Draw one line per arm: its interval, a bar at its mean, and a point for every seed."""
+    """Draw one line per arm: its interval, a bar at its mean, and a point for every seed.
+
+    Args:
+        each: The estimates.
+        label: Description for screen readers.
+        show_unit: Unit of the displayed values.
+        scale: Factor from values to displayed values.
+    """
     lows = [value for e in each for value in [*e.values, e.mean if e.low is None else e.low]]
     highs = [value for e in each for value in [*e.values, e.mean if e.high is None else e.high]]
     low = min(lows, default=0.0)
