@@ -366,7 +366,7 @@ def _comment(name: str) -> list[str]:
     """Return the `#:` comment or the string that documents a public value where its module assigns it."""
     import raylt
 
-    module, attribute = raylt._FOUND[name]
+    module, attribute = raylt._EXPORTS[name]
     return ModuleAnalyzer.for_module(module).find_attr_docs().get(("", attribute), [])
 
 

@@ -156,9 +156,9 @@ __all__ = [  # noqa: RUF022 - in groups
     "TooFewReplies",
 ]
 
-# The imports above, for `__getattr__`; tests/test_public_interface.py holds the two against each other.
+# The imports above once more, for `__getattr__`; tests/test_public_interface.py checks that both agree.
 _SUBMODULES = {"tree": "raylt.tree"}
-_PLACES = {
+_MODULES = {
     "raylt.config": ("Config", "DataConfig", "load as load_config"),
     "raylt.core.client": ("Client", "Message", "Reply"),
     "raylt.core.report": ("RoundReport",),
@@ -207,8 +207,8 @@ _PLACES = {
     "raylt.studies.study": ("Study", "study"),
     "raylt.tree": ("Tree",),
 }
-# by public name, its module and its name there
-_FOUND = {entry.split()[-1]: (module, entry.split()[0]) for module, entries in _PLACES.items() for entry in entries}
+# public name: (module, name in this module)
+_EXPORTS = {entry.split()[-1]: (module, entry.split()[0]) for module, entries in _MODULES.items() for entry in entries}
 
 
 def __getattr__(name: str) -> Any:
@@ -218,12 +218,12 @@ def __getattr__(name: str) -> Any:
         value: Any = version("raylt")
     elif name in _SUBMODULES:
         value = import_module(_SUBMODULES[name])
-    elif name in _FOUND:
-        module, attribute = _FOUND[name]
+    elif name in _EXPORTS:
+        module, attribute = _EXPORTS[name]
         value = getattr(import_module(module), attribute)
     else:
         raise AttributeError(f"module 'raylt' has no attribute {name!r}")
-    globals()[name] = value  # the next time it is found without asking
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 

@@ -11,7 +11,7 @@ def main() -> None:
         from raylt.cli.main import main as run_command
 
         run_command()
-    except KeyboardInterrupt:  # while it was imported
+    except KeyboardInterrupt:  # Ctrl-C during the import
         code = STOPPED
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0

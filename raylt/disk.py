@@ -8,8 +8,8 @@ from pathlib import Path
 
 from raylt.errors import CheckpointError, ConfigError, DiskFull
 
-LONGEST_NAME = 240  # bytes: endings are added to it
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last one is the limit of `ulimit -f`
+LONGEST_NAME = 240  # Maximum length of a name in bytes; file systems allow 255, and raylt appends suffixes.
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: the file would exceed `ulimit -f`.
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def file_errors(path: Path) -> Iterator[None]:
         # O_NOFOLLOW gives ELOOP for a link, O_DIRECTORY gives ENOTDIR for a link to a folder
         if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and path.is_symlink()):
             raise CheckpointError(
-                f"{path}: is a link, which raylt does not follow there. Put the file itself in its place.",
+                f"{path}: is a symbolic link, which raylt does not follow here. Replace the link by the file itself.",
                 code="file.not-plain",
                 path=str(path),
             ) from None
@@ -40,7 +40,7 @@ def file_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def continuable(folder: Path, command: str) -> Iterator[None]:
-    """Wrap the work on a run or search: the error of a full disk gives the command that continues it."""
+    """Wrap the work on a run or search, so that the error of a full disk names the command that continues it."""
     try:
         yield
     except DiskFull as error:
@@ -75,10 +75,11 @@ def check_name(name: str, key: str) -> None:
     """Check that a name is printable and usable as the name of a single folder.
 
     Args:
-        key: what gives the name, for the error.
+        name: The name of the folder.
+        key: The setting or argument that holds the name, for the error.
 
     Raises:
-        ConfigError: it is empty, a path, longer than file systems take, or has a character that cannot be printed.
+        ConfigError: The name is empty, a path, too long for a file system, or has a character that cannot be printed.
     """
     if not name or name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
         shown = name if len(name) <= 80 else f"{name[:77]}..."

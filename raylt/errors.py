@@ -2,7 +2,7 @@
 
     RayltError ─ ConfigError   ─ UnknownMethod      input: exit code 2
                ├ DataError                          input: exit code 2
-               ├ ClientError   ─ ClientLost         one client's call failed
+               ├ ClientError   ─ ClientLost         the call of one client failed
                ├ LateWrite                          a tensor was changed after it was handed over
                ├ TooFewReplies                      a round fell below its quorum
                ├ BudgetSpent                        an upload would exceed the privacy budget
@@ -13,7 +13,7 @@
                └ DiskFull                           the disk has no space left
 
 Each message is one line: `setting: what is wrong (value). What to do.` Each error has a stable `code`, listed in
-`CODES`, and `details`: the fields that the message speaks of.
+`CODES`, and `details`: the values that the message mentions.
 """
 
 import difflib
@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-INSTALLED = frozenset({"site-packages", "dist-packages"})  # folders of packages, those of other Pythons included
+INSTALLED = frozenset({"site-packages", "dist-packages"})  # Names of folders with packages, in any Python.
 
 # code: one sentence for the documentation
 CODES: dict[str, str] = {
@@ -44,7 +44,7 @@ CODES: dict[str, str] = {
     "client.not-asked": "The client was not called in this round.",
     "client.not-named": "Each client has a model of its own, and the client is not named.",
     "client.not-started": "A client actor died while it started.",
-    "client.unknown": "There is no such client, or it has no model.",
+    "client.unknown": "The client is unknown, or it has no model.",
     # cluster
     "cluster.already-joined": "The process is in another Ray cluster already.",
     "cluster.bad-address": "The address of a Ray cluster is not HOST:PORT or auto.",
@@ -59,8 +59,8 @@ CODES: dict[str, str] = {
     "cluster.token-refused": "A cluster refuses the token of this machine.",
     "cluster.token-unreadable": "The token file cannot be read, or holds no token.",
     "cluster.token-unwritable": "The token of a new cluster cannot be written.",
-    "cluster.too-small": "The cluster, or its memory, has too little room for the actors that the settings ask for.",
-    "cluster.unprotected": "A cluster asks for no token, although the user wants one that does.",
+    "cluster.too-small": "The cluster has too few CPUs, GPUs or too little memory for the actors of the settings.",
+    "cluster.unprotected": "A cluster asks for no token, although the user requires token authentication.",
     "cluster.untrusted-file": "The file with the address of the local cluster belongs to another user.",
     # command
     "command.failed": "A command raised an unexpected exception.",
@@ -72,7 +72,7 @@ CODES: dict[str, str] = {
     "config.missing-package": "A setting needs a package that is not installed.",
     "config.out-of-range": "A number is outside its range.",
     "config.unknown-key": "No setting has this name.",
-    "config.unknown-name": "A name is not one of those that the setting accepts.",
+    "config.unknown-name": "The setting does not accept this name.",
     "config.wrong-type": "A value has the wrong type.",
     # data
     "data.bad-name": "The name of a class, client or folder cannot be printed.",
@@ -111,11 +111,11 @@ CODES: dict[str, str] = {
     "export.other-format": "The file has a format that this raylt does not read.",
     "export.unknown-format": "The file does not end like a file of raylt export.",
     # file
-    "file.bad-name": "A name cannot be that of a file.",
+    "file.bad-name": "A name is not a valid file name.",
     "file.exists": "A file that a command would write exists already.",
     "file.malformed": "A file that the user named does not have the content that the command expects.",
     "file.not-found": "A file does not exist.",
-    "file.not-plain": "A path is a link, a device or a file with a second name, where a plain file is expected.",
+    "file.not-plain": "A path is a link, a device or a file with a second hard link, where a plain file is expected.",
     "file.too-large": "A file is larger than its content can be.",
     "file.unreadable": "A file cannot be read.",
     "file.unwritable": "A file or folder cannot be written.",
@@ -127,7 +127,7 @@ CODES: dict[str, str] = {
     "model.failed": "A forward or backward pass of the user's model raised an exception.",
     "model.images-too-small": "The images are too small for the model.",
     "model.lacks-layer": "The model has no layer of this name.",
-    "model.none-global": "Each client keeps its own running statistics, so there is no global model.",
+    "model.none-global": "Each client keeps its own running statistics, so the run has no global model.",
     "model.not-finite": "A model's weights or its predictions are infinite or not a number.",
     "model.shared-memory": "Entries of the user's model share memory.",
     "model.teacher-mismatch": "A teacher does not fit the task or the model.",
@@ -138,7 +138,7 @@ CODES: dict[str, str] = {
     "model.wrong-dtype": "A weight of the user's model is not float32.",
     "model.wrong-input": "The model does not take images of this size or number of channels.",
     "model.wrong-output": "The features or logits of the user's model have an unexpected shape, or are not finite.",
-    "model.wrong-type": "The model is not a SplitModel, or has no classifier that could be separated.",
+    "model.wrong-type": "The model is not a SplitModel, or its classifier cannot be separated.",
     "model.wrong-width": "The model's features and the teacher's differ in their number of dimensions.",
     # plugin
     "plugin.changed": "A run was made with another version of a plugin.",
@@ -165,12 +165,12 @@ CODES: dict[str, str] = {
     "reply.additional": "A reply has a part or an entry that was not asked for.",
     "reply.condition": "A part of a reply does not meet the condition that the server declared.",
     "reply.late-write": "A tensor of a reply or of a client's state was changed in place after it was handed over.",
-    "reply.missing": "A reply lacks a part or an entry.",
-    "reply.no-majority": "Two layouts of the replies are equally frequent, so none counts.",
+    "reply.missing": "A reply has no value for a part or an entry.",
+    "reply.no-majority": "Two layouts of the replies are equally frequent, so none is the majority.",
     "reply.not-finite": "A reply holds a value that is infinite or not a number.",
     "reply.not-sendable": "A reply or a client's state holds something that may not travel between processes.",
     "reply.out-of-range": "A reply holds a value beyond the bound of its part.",
-    "reply.outlier": "A part of a reply is many times as long as in most replies and as what was sent.",
+    "reply.outlier": "A part of a reply has a norm many times that of most replies and of the message.",
     "reply.overflow": "A reply holds a value that is too large for the fixed point of a secure sum.",
     "reply.rejected": "A client's reply cannot be used.",
     "reply.too-few": "Fewer clients replied usably than a call needs.",
@@ -183,11 +183,11 @@ CODES: dict[str, str] = {
     "run.busy": "Another process uses the run folder.",
     "run.changed": "A file of a run was changed, or belongs to another run or version.",
     "run.exists": "The folder for a new run exists already.",
-    "run.not-branchable": "A run cannot be branched: the other differs from the first round on, or not at all.",
+    "run.not-branchable": "A run cannot be branched: the new run would differ from the first round on, or not at all.",
     "run.not-extensible": "The run cannot get more rounds, because its rounds depend on their number.",
     "run.not-finished": "The run is not finished, or has not reached the step.",
     "run.not-found": "A folder is not a run folder.",
-    "run.not-judged": "There was no evaluation after this step of a run.",
+    "run.not-judged": "The run did no evaluation after this step.",
     "run.not-running": "No process is running the run or job.",
     "run.other-split": "Runs are over different splits.",
     "run.other-version": "Another version of raylt made the run.",
@@ -201,7 +201,7 @@ CODES: dict[str, str] = {
     "search.different": "A folder holds a search for something else.",
     "search.exists": "A search with this name exists already.",
     "search.fixed-setting": "A trial continues from another, and a setting differs that acts before the first round.",
-    "search.no-class": "The metric has no class with validation samples.",
+    "search.no-class": "No class that the metric covers has validation samples.",
     "search.no-result": "No trial of a search reached its end.",
     "search.no-rungs": "There are too few rounds to compare trials before their end.",
     "search.not-found": "A folder does not hold a search.",
@@ -214,21 +214,21 @@ CODES: dict[str, str] = {
     "serve.failed": "A request to a service raised an unexpected exception.",
     "serve.no-address": "A service cannot listen at its host and port.",
     "serve.no-such-path": "A service has nothing at the path of a request.",
-    "serve.token-refused": "A request to a service bears no token, or another one.",
+    "serve.token-refused": "A request to a service has no token or a wrong one.",
     "serve.too-large": "An image is larger than a service takes.",
     "serve.too-many": "An address sends a service more images a second than it may.",
     "serve.too-slow": "The image of a request to a service does not arrive in time.",
     "serve.unprotected": "A service without a token would be reachable from other machines.",
     "serve.wrong-type": "A request holds a form, not an image file.",
-    "serve.wrong-verb": "A request has a verb that its path does not take.",
+    "serve.wrong-verb": "A request uses an HTTP method that its path does not accept.",
     # server
-    "server.failed": "The experiment raised an unforeseen exception.",
+    "server.failed": "The experiment raised an unexpected exception.",
     "server.lost": "The process that hosts the experiment died.",
     "server.map-failed": "A function that the server runs on items (fleet.map) raised an exception.",
     "server.not-finite": "The global model, a message or a figure of the server is infinite or not a number.",
     # signature
     "signature.not-made": "A signature cannot be made with the given key.",
-    "signature.wrong": "A signature does not belong to the file as it is, or to an allowed signer.",
+    "signature.wrong": "A signature does not match the file, or its signer is not allowed.",
     # study
     "study.bad-claim": "A claim of a study cannot be read.",
     "study.bad-name": "The name of an arm or a cell cannot be the name of a folder.",
@@ -248,24 +248,24 @@ CODES: dict[str, str] = {
     # system
     "system.unsupported": "raylt does not run on this operating system.",
     # training
-    "training.diverged": "The updates of most clients are infinite, not numbers, or too large for a model.",
+    "training.diverged": "The updates of most clients are infinite, NaN, or too large for a model.",
 }
 
 
-_AT_THE_SHELL = "RAYLT_AT_THE_SHELL"  # variable of the environment
-LONGEST = 2000  # characters of a message; a path may have 4,096
+_AT_THE_SHELL = "RAYLT_AT_THE_SHELL"  # Environment variable.
+MAX_MESSAGE_LENGTH = 2000  # In characters. A path alone may have 4,096.
 
 
 class RayltError(Exception):
     """Base class of all errors that raylt raises on purpose.
 
     Args:
-        message: one line: what is wrong with which value, and what to do.
-        code: stable name of the kind of error, a key of `CODES`.
-        details: the fields that the message speaks of, such as `key`, `value`, `path`, `client` or `round`.
+        message: One line that says what is wrong with which value, and what to do.
+        code: Stable name of the kind of error, a key of `CODES`.
+        details: The values that the message mentions, such as `key`, `value`, `path`, `client` or `round`.
 
     Attributes:
-        exit_code: what the command line exits with.
+        exit_code: Exit code of the command line.
     """
 
     exit_code = 1
@@ -278,7 +278,11 @@ class RayltError(Exception):
     def __str__(self) -> str:
         """Return the message on one line, with unprintable characters replaced, and shortened if it is long."""
         text = on_one_line(super().__str__())
-        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+        return (
+            text
+            if len(text) <= MAX_MESSAGE_LENGTH
+            else f"{text[: MAX_MESSAGE_LENGTH // 2]} ... {text[-MAX_MESSAGE_LENGTH // 2 :]}"
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restore, (type(self), self.args, self.__dict__)
@@ -290,7 +294,7 @@ def on_one_line(text: str) -> str:
 
 
 def quoted(path: object) -> str:
-    """Return a path quoted for the shell, for commands in messages that the user may paste."""
+    """Return a path quoted for the shell, for commands in messages that the user may copy and paste."""
     return shlex.quote(str(path))
 
 
@@ -302,10 +306,12 @@ def count_of(number: float, unit: str) -> str:
 def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:
     """Return `Did you mean X? ` with the choice most similar to a mistyped word, or "" if none is similar.
 
-    Letters count as similar in either case.
+    The comparison ignores case.
 
     Args:
-        prefix: text before the choice, such as the section of a setting.
+        word: The mistyped word.
+        choices: The valid words.
+        prefix: Text before the choice, such as the section of a setting.
     """
     written = {choice.casefold(): choice for choice in choices}
     nearest = difflib.get_close_matches(word.casefold(), written, 1)
@@ -366,10 +372,10 @@ class ClientError(RayltError):
     """Raised if a client's function raised an exception or its reply cannot be used.
 
     Args:
-        client: id of the client, or -1 when unknown.
-        round: number of the round, from 1.
-        function: name of the client function.
-        cause: one line.
+        client: Id of the client, or -1 if unknown.
+        round: Number of the round, from 1.
+        function: Name of the client function.
+        cause: One line that describes the cause.
     """
 
     def __init__(
@@ -394,12 +400,12 @@ class LateWrite(RayltError):
     """Raised if a client changed a tensor in place after it put the tensor into its reply or state.
 
     Args:
-        path: of the tensor in the reply or state.
+        path: Path of the tensor in the reply or state.
     """
 
     def __init__(self, path: str):
         super().__init__(
-            f"{path} was changed after it was handed over; hand over a copy (tree.snapshot), or change it before",
+            f"{path} was changed after it was handed over; hand over a copy (tree.snapshot), or change it earlier",
             code="reply.late-write",
             path=path,
         )
@@ -426,7 +432,7 @@ class ServerLost(RayltError):
     """Raised if the process that hosts the experiment died. The run continues from its last checkpoint.
 
     Args:
-        cause: one line.
+        cause: One line that describes the cause.
     """
 
     def __init__(self, cause: str):
@@ -450,8 +456,8 @@ class DiskFull(RayltError):
     """Raised if a file cannot be written: the disk or the user's quota is full, or the file would be too large.
 
     Args:
-        path: of the file.
-        too_large: whether the file would exceed the limit that the shell sets (ulimit -f).
+        path: Path of the file.
+        too_large: Whether the file would exceed the limit that the shell sets (ulimit -f).
     """
 
     def __init__(self, path: Path, too_large: bool = False):
@@ -461,7 +467,12 @@ class DiskFull(RayltError):
         self.too_large = too_large
 
     def continued(self, folder: Path, command: str) -> "DiskFull":
-        """Return the error with the run or search that it ended, and the command that continues it."""
+        """Return this error with the run or search that it ended, and the command that continues it.
+
+        Args:
+            folder: Folder of the run or search.
+            command: The command.
+        """
         error = DiskFull(folder, self.too_large)
         place = "" if self.path.is_relative_to(folder) else f"{self.path}: "
         error.args = (f"{folder}: {place}{_full(self.too_large)}, then continue with {command}.",)
@@ -477,7 +488,8 @@ def _full(too_large: bool) -> str:
 def user_fault(error: BaseException) -> str:
     """Describe an exception by its type, its message and the innermost line of the user's own code.
 
-    Code of raylt, of Python and of installed packages is not the user's; without any of it the last place is named.
+    Code of raylt, of Python and of installed packages is not the user's. If the traceback has no line of the user's
+    code, the description names the innermost line outside installed packages.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
@@ -492,10 +504,10 @@ def user_fault(error: BaseException) -> str:
 def no_exit() -> Iterator[None]:
     """Turn sys.exit() in the user's own code into an error, since it would end the process silently.
 
-    Other exceptions that are no `Exception`, such as GeneratorExit, become errors too, but Ctrl-C does not.
+    Other exceptions that do not derive from `Exception`, such as GeneratorExit, become errors too. Ctrl-C does not.
 
     Raises:
-        ConfigError: the code inside the block tried to end the process; the message names the place.
+        ConfigError: The code inside the block tried to end the process. The message names the line.
     """
     try:
         yield
@@ -514,11 +526,11 @@ def own_function(key: str, name: str) -> Iterator[None]:
     """Convert exceptions of a user's function inside the block to errors that name the setting and the line.
 
     Args:
-        key: setting that names the function.
-        name: of the function.
+        key: Setting that names the function.
+        name: Name of the function.
 
     Raises:
-        ConfigError: the function raised an exception, or does not take the arguments that it is given.
+        ConfigError: The function raised an exception, or does not accept the arguments of the call.
     """
     try:
         yield
@@ -538,7 +550,7 @@ def own_function(key: str, name: str) -> Iterator[None]:
 def abrupt_exits_raised() -> Iterator[None]:
     """Let os._exit() in the user's own code raise SystemExit, which `no_exit` turns into an error.
 
-    Child processes end as they ask.
+    Child processes are not affected.
     """
     leave = os._exit
     process = os.getpid()
@@ -564,7 +576,7 @@ def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
 
 
-@cache  # a recursion has a thousand frames of one file
+@cache  # An infinite recursion has a thousand frames of one file.
 def _is_user_code(file: str) -> bool:
     """Return whether a file is the user's own code: not raylt, not Python, not an installed package."""
     home, path = Path(__file__).resolve().parents[1], Path(file)

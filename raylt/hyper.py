@@ -10,8 +10,8 @@ from pydantic_core import PydanticKnownError
 
 from raylt.errors import ConfigError
 
-LARGEST = 1e30  # magnitude of a float in a method's field
-LARGEST_WHOLE = 2**53  # magnitude of a whole number there; torch takes none beyond 64 bits
+MAX_FLOAT = 1e30  # Maximum magnitude of a float in a method's field.
+MAX_INT = 2**53  # Maximum magnitude of an integer there; torch accepts at most 64 bits.
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,16 @@ Range = Choice | Uniform | LogUniform
 
 
 def not_too_large(value: Any) -> Any:
-    """Return a field's value; refuse a number of a very large magnitude as pydantic refuses one above `le`.
+    """Return a field's value, unless it is a number of a very large magnitude.
 
     Computing with such a number would raise an OverflowError in the middle of a run.
+
+    Raises:
+        PydanticKnownError: The magnitude is too large; the error is the one for a number above `le` or below `ge`.
     """
     if not isinstance(value, int | float):
         return value
-    largest = LARGEST if isinstance(value, float) else LARGEST_WHOLE
+    largest = MAX_FLOAT if isinstance(value, float) else MAX_INT
     if value > largest:
         raise PydanticKnownError("less_than_equal", {"le": largest})
     if value < -largest:
@@ -71,10 +74,10 @@ def hp(default: Any, range: Range, source: str, **checks: Any) -> Any:
     """Declare a pydantic field that also carries its search range and its source.
 
     Args:
-        default: the paper's value.
-        range: the values that a search draws from. The default is one of them.
-        source: the meaning of the field and its equation or section, in a few words.
-        checks: constraints of pydantic (`ge`, `gt`, `le`, `lt`).
+        default: The paper's value.
+        range: The values from which a search draws, including the default.
+        source: The meaning of the field and its equation or section, in a few words.
+        checks: Constraints of pydantic (`ge`, `gt`, `le`, `lt`).
     """
     extra: Any = {"range": range}
     return Field(default, description=source, json_schema_extra=extra, **checks)
@@ -91,7 +94,17 @@ def range_of(field: FieldInfo) -> Range:
 
 
 def check_ends(low: str, low_value: float, high: str, high_value: float) -> None:
-    """Raise ConfigError if the field `low` of a method, the lower end of an interval, is larger than `high`."""
+    """Check that the lower end of an interval in a method's fields does not exceed the upper end.
+
+    Args:
+        low: Name of the field with the lower end.
+        low_value: Its value.
+        high: Name of the field with the upper end.
+        high_value: Its value.
+
+    Raises:
+        ConfigError: The lower end is larger.
+    """
     if low_value > high_value:
         raise ConfigError(
             f"method.{low}: is larger than method.{high} ({low_value:g} > {high_value:g}). Give a "

@@ -13,10 +13,10 @@ def cores() -> list[int]:
 
 def peak_memory() -> int:
     """Return the peak memory of this process so far, in bytes."""
-    import resource  # Windows has none, and is refused where raylt.store is imported
+    import resource  # Not available on Windows, which raylt.store rejects with a message on import.
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS reports bytes, other systems KiB.
 
 
 def total_memory() -> int:

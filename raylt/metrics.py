@@ -1,6 +1,6 @@
-"""Figures computed from confusion matrices, int64 [C, C]; rows are true classes, columns predicted classes.
+"""Metrics computed from confusion matrices, int64 [C, C]; rows are true classes, columns predicted classes.
 
-A matrix counts test samples, or for label maps their labelled pixels; `accuracy` is then aAcc and `macro` mAcc.
+A matrix counts test samples or, for label maps, labelled pixels; `accuracy` is then aAcc and `macro` mAcc.
 Accuracies are in [0, 1]. A class without test samples has accuracy NaN and is left out of every mean.
 """
 
@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # a list of runs shows figures and must not wait for torch
+if TYPE_CHECKING:  # Avoid importing torch so that `raylt ls` starts quickly.
     from torch import Tensor
 
 GROUPS = ("many", "medium", "few")
-KINDS = ("owned", "matched", "long_tailed", "global", "miou")  # of a figure of one client
-LOCAL = "local"  # the further kind where clients have test images
-FEW_SAMPLES = 100  # a figure over fewer samples is shown with its interval
-AT_ONCE = 2**18  # counts that are processed together: 2 MiB
+KINDS = ("owned", "matched", "long_tailed", "global", "miou")  # Metrics of one client.
+LOCAL = "local"  # A further metric, where clients have test images of their own.
+FEW_SAMPLES = 100  # Metrics computed on fewer samples are shown with a confidence interval.
+CHUNK_CELLS = 2**18  # Counts that are processed together: 2 MiB.
 
 
 def confusion(predicted: Tensor, truth: Tensor, classes: int, ignore: int | None = None) -> Tensor:
     """Return the confusion matrix, int64 [C, C].
 
     Args:
-        predicted: predicted classes in 0..C-1, int64 of any shape.
+        predicted: Predicted classes in 0..C-1, int64 of any shape.
         truth: True classes, of the same shape.
-        classes: the number of classes, C.
+        classes: Number of classes, C.
         ignore: A true class that is not counted (unlabelled pixels).
     """
     import torch
@@ -42,7 +42,11 @@ def confusion(predicted: Tensor, truth: Tensor, classes: int, ignore: int | None
 
 
 def accuracy(matrix: Tensor) -> float:
-    """Return the accuracy: the share of test samples that are classified correctly."""
+    """Return the accuracy, the share of test samples that are classified correctly.
+
+    Args:
+        matrix: Counts [C, C].
+    """
     return (matrix.diagonal().sum().double() / matrix.sum()).item()
 
 
@@ -50,8 +54,8 @@ def wilson_interval(share: float, samples: int) -> tuple[float, float]:
     """Return Wilson's 95 % score interval for a share of independent samples (Wilson, JASA 1927, Eq. 7).
 
     Args:
-        share: of the samples that are right, in [0, 1].
-        samples: their number, at least 1.
+        share: Share of correctly classified samples, in [0, 1].
+        samples: Number of samples, at least 1.
     """
     z = 1.959963984540054  # the normal distribution's 97.5 % quantile
     shrink = 1 + z**2 / samples
@@ -66,13 +70,17 @@ def class_accuracy(matrix: Tensor) -> Tensor:
     It is NaN for a class without test samples.
 
     Args:
-        matrix: counts [..., C, C].
+        matrix: Counts [..., C, C].
     """
     return _hits(matrix) / matrix.sum(dim=-1)
 
 
 def macro(matrix: Tensor) -> float:
-    """Return the mean of the class accuracies."""
+    """Return the mean of the class accuracies.
+
+    Args:
+        matrix: Counts [C, C].
+    """
     return class_accuracy(matrix).nanmean().item()
 
 
@@ -82,8 +90,8 @@ def group_accuracy(matrix: Tensor, groups: Sequence[str]) -> dict[str, float | N
     It is None for a group without test samples.
 
     Args:
-        matrix: counts [C, C].
-        groups: group of each class: "many", "medium" or "few".
+        matrix: Counts [C, C].
+        groups: Group of each class: "many", "medium" or "few".
     """
     figures: dict[str, float | None] = {}
     for group in GROUPS:
@@ -97,8 +105,8 @@ def owned_accuracy(matrix: Tensor, client_counts: Tensor) -> Tensor:
     """Return the mean class accuracy over a client's owned classes (BPFed, Eq. 4, 5 and 21), float64 [...].
 
     Args:
-        matrix: counts of one or several clients, int64 [..., C, C]; a shared model has size 1 for the clients.
-        client_counts: training samples of each client and class, int64 [..., C].
+        matrix: Counts for one or several clients, int64 [..., C, C]. For a shared model, the clients' dimension is 1.
+        client_counts: Training samples of each client and class, int64 [..., C].
     """
     return _mean(class_accuracy(matrix), (client_counts > 0).double())
 
@@ -115,8 +123,8 @@ def long_tailed_accuracy(matrix: Tensor, counts: Tensor) -> Tensor:
     """Return the accuracy on a test set with the class mix of all clients' samples together, float64 [...].
 
     Args:
-        matrix: as for `owned_accuracy`.
-        counts: training samples of each class, int64 [C].
+        matrix: As for `owned_accuracy`.
+        counts: Training samples of each class, int64 [C].
     """
     return _mean(class_accuracy(matrix), counts.double())
 
@@ -124,7 +132,10 @@ def long_tailed_accuracy(matrix: Tensor, counts: Tensor) -> Tensor:
 def class_iou(matrix: Tensor) -> Tensor:
     """Return the intersection over union of each class, float64 [..., C].
 
-    NaN for a class that is neither true nor predicted anywhere.
+    It is NaN for a class that is neither true nor predicted anywhere.
+
+    Args:
+        matrix: Counts [..., C, C].
     """
     hits = _hits(matrix)
     return hits / (matrix.sum(dim=-2) + matrix.sum(dim=-1) - hits)
@@ -146,8 +157,11 @@ def owned_iou(matrix: Tensor, client_counts: Tensor) -> Tensor:
 def class_figures(matrix: Tensor) -> dict[str, Tensor]:
     """Return recall, precision, F1 and IoU of each class, float64 [C].
 
-    Recall is NaN for a class without test samples, precision for a class that was never predicted, and F1 and IoU for a
-    class with neither.
+    Recall is NaN for a class without test samples, and precision for a class that was never predicted. F1 and IoU are
+    NaN for a class with neither test samples nor predictions.
+
+    Args:
+        matrix: Counts [C, C].
     """
     hits, tested, predicted = matrix.diagonal().double(), matrix.sum(dim=1), matrix.sum(dim=0)
     return {
@@ -159,11 +173,11 @@ def class_figures(matrix: Tensor) -> dict[str, Tensor]:
 
 
 def as_seen(matrix: Tensor, view: Tensor) -> Tensor:
-    """Return a confusion matrix with the classes mapped to those that one client distinguishes.
+    """Return a confusion matrix with the classes mapped to the classes that one client distinguishes.
 
     Args:
-        matrix: counts [C, C].
-        view: class that the client sees for each class, int64 [C]; see raylt/data/label_maps.py.
+        matrix: Counts [C, C].
+        view: The class that the client sees for each class, int64 [C]; see raylt/data/label_maps.py.
     """
     import torch
 
@@ -172,12 +186,12 @@ def as_seen(matrix: Tensor, view: Tensor) -> Tensor:
 
 
 def seen_by_each(matrices: Mapping[int, Tensor] | Tensor, views: Tensor, ids: Iterable[int]) -> Mapping[int, Tensor]:
-    """Return confusion matrices by client id, with the classes mapped to those that each client distinguishes.
+    """Return confusion matrices by client id, with the classes mapped to the classes that each client distinguishes.
 
     Args:
-        matrices: counts of each client's own model by client id, or the counts of one shared model.
-        views: view of each client, int64 [K, C].
-        ids: clients that share the one model.
+        matrices: Counts of each client's own model by client id, or the counts of one shared model.
+        views: View of each client, int64 [K, C]; see `as_seen`.
+        ids: Clients that use the shared model.
     """
     import torch
 
@@ -190,8 +204,8 @@ class Computed(Mapping[int, "Tensor"]):
     """A mapping from client id to confusion matrix that computes each matrix on access, to save memory.
 
     Args:
-        ids: the clients, in their order.
-        matrix: returns a client's matrix.
+        ids: Ids of the clients, in order.
+        matrix: Function that returns the matrix of a client.
     """
 
     def __init__(self, ids: Iterable[int], matrix: Callable[[int], Tensor]):
@@ -216,8 +230,8 @@ class Computed(Mapping[int, "Tensor"]):
 def pooled(matrices: Iterable[Tensor]) -> Tensor:
     """Return the sum of several confusion matrices (at least one).
 
-    If several clients in a row share a matrix (and a model), it is added once, multiplied by their number. Only the sum
-    and the last matrix are kept in memory.
+    A matrix that several clients in a row share, as they share a model, is added once, multiplied by their number. Only
+    the sum and the last matrix are kept in memory.
     """
     left = iter(matrices)
     last, times = next(left), 1
@@ -232,7 +246,7 @@ def pooled(matrices: Iterable[Tensor]) -> Tensor:
 
 
 def worst_decile(values: Sequence[float]) -> float:
-    """Return the mean of the lowest tenth of the values, at least one value."""
+    """Return the mean of the lowest tenth of the values, but of at least one value."""
     lowest = sorted(values)[: -(-len(values) // 10)]
     return sum(lowest) / len(lowest)
 
@@ -243,20 +257,20 @@ def by_client(
     """Return lists of accuracies and IoU by kind, with one value per client (None for a client without evaluation).
 
     The kinds are owned, matched, long_tailed and global accuracy and the mean IoU of owned classes. Where clients have
-    test images, "local" is the accuracy on them. A client is not judged if it has no model, or no sample of any tested
-    class.
+    test images, "local" is the accuracy on them. A client is not evaluated if it has no model, or no training sample
+    of any tested class.
 
     Args:
-        matrices: counts by client id, as `seen_by_each` returns them.
-        client_counts: training samples of each client and class, int64 [K, C].
-        own: counts on each client's own test images by client id; None where clients have none.
+        matrices: Counts by client id, as `seen_by_each` returns them.
+        client_counts: Training samples of each client and class, int64 [K, C].
+        own: Counts on each client's own test images by client id; None if the clients have no test images.
     """
     import torch
 
     figures: dict[str, list[float | None]] = {kind: [None] * len(client_counts) for kind in KINDS}
     everyone, classes, all_counts = list(matrices), client_counts.shape[1], client_counts.sum(0)
     shared = all(matrix is matrices[everyone[0]] for matrix in matrices.values())
-    at_once = max(1, AT_ONCE // (classes if shared else classes**2))
+    at_once = max(1, CHUNK_CELLS // (classes if shared else classes**2))
     for ids in (everyone[start : start + at_once] for start in range(0, len(everyone), at_once)):
         matrix = matrices[ids[0]][None] if shared else torch.stack([matrices[k] for k in ids])
         counts = client_counts[ids]
@@ -286,22 +300,22 @@ def _hits(matrix: Tensor) -> Tensor:
 def _mean(values: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean along the last dimension, ignoring NaN.
 
-    The bits do not depend on the batch size.
+    The result is the same bit for bit for any batch size.
     """
     weights = weights.where(~values.isnan(), 0.0)
     return (weights * values.nan_to_num()).cumsum(-1)[..., -1] / weights.cumsum(-1)[..., -1]
 
 
 def packed(right: Tensor) -> str:
-    """Return truth values, bool [n], as base64 of bits; the first value is the highest bit of the first byte."""
+    """Encode truth values, bool [n], as base64 of bits; the first value is the highest bit of the first byte."""
     return b64encode(np.packbits(right.numpy()).tobytes()).decode()
 
 
 def unpacked(text: str, n: int) -> np.ndarray:
-    """Return the n truth values, bool [n], that `packed` wrote.
+    """Decode the n truth values, bool [n], that `packed` encoded.
 
     Raises:
-        ValueError: the text does not hold n of them.
+        ValueError: The text does not encode n values.
     """
     octets = np.frombuffer(b64decode(text, validate=True), np.uint8)
     if len(octets) != -(-n // 8):
@@ -313,13 +327,13 @@ def quality(probabilities: Tensor, truth: Tensor, bins: int = 15) -> dict[str, f
     """Return the AUC and the calibration error of predicted probabilities, or None if the model has diverged.
 
     Args:
-        probabilities: rows that sum to 1, [n, C].
+        probabilities: Predicted probabilities, [n, C]; each row sums to 1.
         truth: True classes, int64 [n].
-        bins: number of equal parts of [0, 1] for the calibration error.
+        bins: Number of equal parts of [0, 1] for the calibration error.
 
     Returns:
-        "auc": the mean over classes of the area under the ROC curve of the class against the rest. Classes with all
-        or none of the samples are left out. "calibration_error": the mean distance between the probability of the
+        "auc" is the mean over classes of the area under the ROC curve of the class against the rest. Classes with all
+        or none of the samples are left out. "calibration_error" is the mean distance between the probability of the
         likeliest class and its accuracy, over bins weighted by their samples (Guo et al., ICML 2017, Eq. 3).
     """
     import torch
@@ -347,11 +361,11 @@ def _area(positive: np.ndarray, scores: np.ndarray) -> float:
     Importing scikit-learn would cost each process a second and 70 MB.
 
     Args:
-        positive: bool [n], with both values.
-        scores: scores [n].
+        positive: Whether each sample belongs to the class, bool [n], with both values.
+        scores: Score of each sample, [n].
     """
     order = np.argsort(-scores, kind="stable")
-    last = np.append(np.flatnonzero(np.diff(scores[order])), len(order) - 1)  # last place of each score
+    last = np.append(np.flatnonzero(np.diff(scores[order])), len(order) - 1)  # last position of each score
     hits = np.cumsum(positive[order], dtype=np.float64)[last]
     misses = 1.0 + last - hits
     corner = np.ones(len(last), dtype=bool)  # leave out points on a line between others
@@ -361,7 +375,7 @@ def _area(positive: np.ndarray, scores: np.ndarray) -> float:
 
 
 def client_figures(each: dict[str, list[float | None]]) -> dict[str, dict[str, float]]:
-    """Return the mean over clients, and the mean of the worst tenth, for each figure of `by_client`."""
+    """Return the mean over clients, and the mean of the worst tenth, for each metric of `by_client`."""
     judged = {kind: judged for kind, values in each.items() if (judged := [v for v in values if v is not None])}
     return {
         kind: {"mean": sum(values) / len(values), "worst_decile": worst_decile(values)}

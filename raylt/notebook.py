@@ -42,11 +42,11 @@ def html_table(
     """Return a table as HTML, in the style of the notebook.
 
     Args:
-        head: names of the columns; empty for a table without a heading.
-        rows: cells, as plain text.
-        title: text above the table.
-        right: columns that are set to the right.
-        notes: lines below the table.
+        head: Titles of the columns; empty for a table without a heading.
+        rows: Cells of each row, as plain text.
+        title: Text above the table.
+        right: Indices of right-aligned columns.
+        notes: Lines below the table.
     """
     to_the_right = set(right)
 
@@ -64,7 +64,7 @@ def html_table(
 
 
 def html_of(table: Table) -> str:
-    """Convert a table that was made for a terminal to HTML."""
+    """Convert a table for a terminal to HTML."""
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
     head = [str(column.header) for column in table.columns] if table.show_header else []
     right = [number for number, column in enumerate(table.columns) if column.justify == "right"]
@@ -75,6 +75,6 @@ def html_of(table: Table) -> str:
 def later(module: str, function: str) -> Callable[..., Any]:
     """Import a function when it is needed, from a module that the caller must not import at the top.
 
-    So a run offers pictures of itself as methods, although its module must not import the module that draws them.
+    For example, a run has methods that draw it, although its module must not import the module that draws.
     """
     return getattr(import_module(module), function)

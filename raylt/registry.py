@@ -50,10 +50,10 @@ class Plugin:
     """A registered method, model, data source or augmentation that is not part of raylt.
 
     Attributes:
-        kind: kind of the value.
-        name: name in a configuration.
-        value: the method, or the function.
-        origin: name of the plugin's file, the package with its version, or "value".
+        kind: Kind of the value.
+        name: Name in a configuration.
+        value: The method or the function.
+        origin: Name of the plugin's file, the package with its version, or "value".
         sha256: SHA-256 of the file with its source; None without a file (a notebook).
     """
 
@@ -79,14 +79,14 @@ def register(value: Any, name: str | None = None, *, kind: PluginKind | None = N
             source (DataConfig) -> Source, an augmentation (x, y, generator) -> (x, y), a partition
             (labels, clients, generator, DataConfig) -> rows of each client, a schedule
             (LocalConfig, round, rounds) -> learning rate.
-        name: name in a configuration; by default the method's `name`, or the function's.
-        kind: kind of a function; a method needs none.
+        name: Name in a configuration; by default the method's `name`, or the function's.
+        kind: Kind of a function; not needed for a method.
 
     Returns:
         The name.
 
     Raises:
-        ConfigError: The value is none of these, or the name is taken.
+        ConfigError: The value has another type, or the name is taken.
     """
     return _add(value, name, kind, "value")
 
@@ -152,7 +152,7 @@ def resolve(config: Config) -> Setup:
 
 
 def resolve_setup(config: Config) -> Setup:
-    """Return what `resolve` returns, where the plugins that make the task may be missing."""
+    """Return the same as `resolve`, but accept that the data source or partition is missing."""
     seek(config, IN_SETUP)
     _check_name("model", config.model, "model")
     for name in config.augment.split("+"):
@@ -168,7 +168,7 @@ def resolve_setup(config: Config) -> Setup:
 def seek(config: Config, kinds: Collection[PluginKind] = frozenset(TABLES)) -> None:
     """Load the plugins of installed packages that a configuration names, unless they are registered already."""
     for kind, name in sorted(each for each in _named(config) if each[0] in kinds):
-        # looking through all installed packages takes longer than all else that a configuration needs
+        # Scanning entry points dominates the cost of resolving a configuration.
         if name in TABLES[kind] or _is_built_in(kind, name):
             continue
         for point in entry_points(group=f"raylt.{kind}s", name=name):
@@ -186,7 +186,7 @@ def seek(config: Config, kinds: Collection[PluginKind] = frozenset(TABLES)) -> N
 
 
 def _is_built_in(kind: PluginKind, name: str) -> bool:
-    """Return whether raylt itself opens or builds what is named, such as digits, folder:PATH or timm:NAME."""
+    """Return whether raylt itself opens or builds a named value, such as digits, folder:PATH or timm:NAME."""
     prefix, colon, _ = name.partition(":")
     if kind == "source":
         return prefix in NAMES
@@ -196,7 +196,7 @@ def _is_built_in(kind: PluginKind, name: str) -> bool:
 def plugin_files() -> list[str]:
     """Return the paths of the plugin files that this process has loaded.
 
-    Values that a call registered have no file.
+    Plugins that were registered as values have no file.
     """
     return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(PLUGIN)]
 
@@ -225,8 +225,8 @@ def check_origins(recorded: list[dict[str, Any]], folder: Path) -> None:
     """Check that a run's plugins are registered and unchanged. Code from a run folder is never run.
 
     Args:
-        recorded: records of the run's plugins.
-        folder: the run folder, for errors.
+        recorded: Records of the run's plugins.
+        folder: The run folder, for errors.
 
     Raises:
         ConfigError: A plugin is missing or has another source.
@@ -260,14 +260,13 @@ def _add(value: Any, name: str | None, kind: PluginKind | None, origin: str) -> 
         kind, name = "method", name or value.name
     elif kind is not None and kind not in TABLES:
         raise ConfigError(
-            f"register: there is no such kind ({kind!r}). {did_you_mean(str(kind), TABLES)}Choose from "
-            f"{', '.join(TABLES)}.",
+            f"register: unknown kind ({kind!r}). {did_you_mean(str(kind), TABLES)}Give one of: {', '.join(TABLES)}.",
             code="plugin.wrong-type",
         )
     elif kind is None or kind == "method" or not callable(value):
         raise ConfigError(
             f"register: is neither a subclass of raylt.Method nor a function with a kind ({value!r}). Give the kind "
-            'of a function, as in register(my_net, kind="model").',
+            'of the function, as in register(my_net, kind="model").',
             code="plugin.wrong-type",
         )
     function = _function_of(value)
@@ -277,7 +276,7 @@ def _add(value: Any, name: str | None, kind: PluginKind | None, origin: str) -> 
     is_same = registered is value or (plugin is not None and _place(plugin.value) == _place(function))
     if registered is not None and not is_same:
         raise ConfigError(
-            f"register: there is already a {kind} of this name ({name!r}). Give yours another name.",
+            f"register: a {kind} with this name exists already ({name!r}). Use another name.",
             code="plugin.name-taken",
             name=name,
         )
@@ -311,7 +310,7 @@ def _check_name(kind: PluginKind, name: str, key: str) -> None:
     table = TABLES[kind]
     if name not in table and not (kind == "model" and ":" in name):
         raise ConfigError(
-            f"{key}: there is no such {kind} ({name!r}). {did_you_mean(name, table)}"
+            f"{key}: unknown {kind} ({name!r}). {did_you_mean(name, table)}"
             f"Give one of: {', '.join(table)}; or "
             f"{spoken('--plugin FILE with your own', 'your own by raylt.register')}.",
             code="config.unknown-name",

@@ -2,7 +2,7 @@
 
     serve run raylt.serving:app model=runs/shops
 
-The token is that of the environment variable RAYLT_SERVE_TOKEN. `raylt serve` does the same, and more.
+The environment variable RAYLT_SERVE_TOKEN holds the token. `raylt serve` does the same, with more options.
 """
 
 import os
@@ -18,9 +18,9 @@ class ServeArguments(BaseModel):
     """The arguments of the Ray Serve application.
 
     Attributes:
-        model: path of a run folder or of an exported file.
-        rate: images a second from one address; None for any number.
-        replicas: processes that hold the model.
+        model: Path of a run folder or of an exported file.
+        rate: Maximum number of images per second from one address; None for no limit.
+        replicas: Number of processes that hold the model.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())

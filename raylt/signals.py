@@ -1,4 +1,4 @@
-"""Signals that stop commands, and output that cannot be written, as to a pipe whose reader closes it."""
+"""Handling of signals that stop commands, and of output that cannot be written, such as to a closed pipe."""
 
 import io
 import os
@@ -13,15 +13,15 @@ from typing import Any, NoReturn, TextIO
 from raylt.errors import RayltError
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STOPPED = 130  # exit code of a command that a signal has stopped
-PATIENCE_S = 1.0  # signals within this time count as one, as when a terminal and a scheduler both send one
+STOPPED = 130  # Exit code of a command that a signal has stopped.
+SAME_SIGNAL_S = 1.0  # Signals within this time count as one: a terminal and a scheduler may both send one.
 
 
 def stop_on_signals() -> None:
-    """Make Ctrl-C, SIGTERM and SIGHUP stop a command, and a second such signal end it at once.
+    """Make Ctrl-C, SIGTERM and SIGHUP stop a command, and a second such signal end it immediately.
 
-    Otherwise SIGTERM and SIGHUP would end it silently, and a second Ctrl-C with a traceback out of the clean-up.
-    Signals that the command's parent has switched off, as `nohup` does, stay so.
+    By default SIGTERM and SIGHUP end a process silently, and a second Ctrl-C ends it with a traceback from the
+    clean-up. Signals that the parent process ignores, as under `nohup`, stay ignored.
     """
     first = 0.0
 
@@ -30,8 +30,8 @@ def stop_on_signals() -> None:
         if not first:
             first = time.monotonic()
             raise KeyboardInterrupt
-        if time.monotonic() - first > PATIENCE_S:
-            os._exit(STOPPED)  # what is on the disk is whole, as after a kill
+        if time.monotonic() - first > SAME_SIGNAL_S:
+            os._exit(STOPPED)  # Safe at any time: files are replaced atomically.
 
     _handle(stop)
 
@@ -52,9 +52,9 @@ def _handle(handler: Callable[..., None] | signal.Handlers) -> None:
 def starting_ray() -> Iterator[None]:
     """Wrap the start of Ray, which replaces the handler of SIGTERM and whose processes inherit ignored signals.
 
-    Afterwards the handler is what it was; where there was none, SIGTERM interrupts as Ctrl-C does, since Ray's handler
-    would end the process silently. Ray's processes ignore SIGHUP: a terminal that is closed sends it to all processes
-    at once, and this one then ends them in order.
+    Afterwards the earlier handler is restored. If there was none, SIGTERM interrupts like Ctrl-C, because Ray's handler
+    would end the process silently. Ray's processes ignore SIGHUP: a closing terminal sends it to all processes at once,
+    and this process then ends them in order.
     """
 
     def interrupt(*_: object) -> None:
@@ -64,7 +64,7 @@ def starting_ray() -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
-    of_ray = getattr(before, "__module__", "").startswith("ray")  # of an earlier session in this process
+    of_ray = getattr(before, "__module__", "").startswith("ray")  # set by an earlier session in this process
     hang_up = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
@@ -76,8 +76,8 @@ def starting_ray() -> Iterator[None]:
 def guard_output() -> None:
     """Discard output to a pipe that its reader has closed, and report other output that cannot be written.
 
-    With a closed pipe, the command continues and ends with its own exit code. So it does without any output (`>&-`),
-    whose file descriptors would otherwise go to the first files that the command opens.
+    With a closed pipe, the command continues and ends with its own exit code. The same holds for closed standard
+    streams (`>&-`), whose file descriptors would otherwise be reused for the first files that the command opens.
     """
     handle = os.open(os.devnull, os.O_RDWR)
     while handle <= 2:
@@ -88,11 +88,11 @@ def guard_output() -> None:
 
 
 def _guarded(stream: TextIO) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper) or stream.isatty():  # of a notebook, or a terminal
+    if not isinstance(stream, io.TextIOWrapper) or stream.isatty():  # the output of a notebook, or a terminal
         return stream
     try:
         handle = stream.fileno()
-    except io.UnsupportedOperation:  # output that is kept in memory
+    except io.UnsupportedOperation:  # an output in memory has no file descriptor
         return stream
     stream.flush()
     return io.TextIOWrapper(
@@ -105,9 +105,9 @@ def _guarded(stream: TextIO) -> TextIO:
 
 
 class _Output(io.FileIO):
-    """An output that redirects what follows to /dev/null once it cannot be written.
+    """An output that redirects its file descriptor to /dev/null after the first failed write.
 
-    This includes the output of child processes.
+    This also discards later output of child processes.
     """
 
     def write(self, data: Any, /) -> int:
@@ -119,7 +119,7 @@ class _Output(io.FileIO):
             os.close(null)
             if not isinstance(error, BrokenPipeError):
                 raise RayltError(
-                    f"output: cannot be written ({error.strerror}). Send it to a place that has room.",
+                    f"output: cannot be written ({error.strerror}). Redirect it to a file system with free space.",
                     code="file.unwritable",
                 ) from None
             return super().write(data) or 0

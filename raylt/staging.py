@@ -1,8 +1,8 @@
 """Copy many tensors between the host and a GPU in one transfer.
 
-Each copy costs the host about ten microseconds whatever its size, and a copy from the GPU makes the host wait. A
-message or a reply has about a hundred tensors. So they are gathered in one piece of memory first. On the host this is
-a page-locked buffer, which the process keeps and the GPU reads and writes directly. On the GPU it is temporary.
+Each copy costs the host about ten microseconds, whatever its size, and a copy from the GPU makes the host wait. A
+message or a reply has about a hundred tensors, so they are first gathered in one buffer. On the host the buffer is
+page-locked, is kept for later transfers, and is read and written directly by the GPU. On the GPU it is temporary.
 """
 
 import threading
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = 64 * 2**20  # bytes of one copy; a GPU holds it twice while it is made; a whole ResNet-18 fits
-ALIGNED = 512  # bytes, as in torch's own allocator; libraries choose kernels by the alignment
+MAX_COPY_BYTES = 64 * 2**20  # A ResNet-18 fits. During a copy the GPU holds its content twice.
+ALIGNMENT = 512  # In bytes, as in torch's allocator; libraries choose kernels by the alignment.
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return each tensor on a device, with the same bits and strides. Tensors already on the device are shared.
 
-    Tensors that arrive on the GPU share one piece of memory, which lives as long as any of them. Tensors that arrive
-    on the CPU have memory of their own.
+    Tensors that are copied together to the GPU share one block of memory, which is freed with the last of them.
+    Tensors that are copied to the CPU have separate memory.
     """
     up = device.type != "cpu"
     together = [
@@ -32,7 +32,7 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     for places in _parcels(tensors, together):
         parcel = [tensors[place] for place in places]
         arrived.update(zip(places, _BUFFER.send(parcel, device) if up else _BUFFER.receive(parcel), strict=True))
-    # non-blocking only towards the GPU: the host could read a tensor from the GPU before it has arrived
+    # non-blocking only to the GPU: after a copy from the GPU the host could read a tensor before it has arrived
     return [
         arrived[place] if place in arrived else tensor.to(device, non_blocking=up)
         for place, tensor in enumerate(tensors)
@@ -52,7 +52,7 @@ class Buffer:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
-            end += -(-tensor.nbytes // ALIGNED) * ALIGNED
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
             memory = self._free(end)
             for start, tensor in zip(starts, tensors, strict=True):
@@ -61,7 +61,7 @@ class Buffer:
             there.copy_(memory, non_blocking=True)
             self._read = torch.get_device_module(device).Event()
             self._read.record()
-        # .data: torch then counts the changes of each tensor separately, as for single copies
+        # .data gives each tensor a version counter of its own, as single copies have
         return [_part(there, start, tensor).data for start, tensor in zip(starts, tensors, strict=True)]
 
     def receive(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -91,23 +91,25 @@ class Buffer:
         return self._memory[:size]
 
 
-_BUFFER = Buffer()  # of this process
+_BUFFER = Buffer()  # The only buffer of this process.
 
 
 def _parcels(tensors: Sequence[Tensor], places: list[int]) -> Iterator[list[int]]:
-    """Yield the indices of the tensors to copy together, one group at a time.
+    """Yield groups of indices of the tensors to copy together.
 
-    A group has at least two tensors and at most MOST bytes.
+    A group has at least two tensors and at most MAX_COPY_BYTES bytes. Tensors in no group are copied separately.
 
-    Other tensors are left out.
+    Args:
+        tensors: All tensors.
+        places: Indices of the tensors that may be copied together.
     """
     parcel: list[int] = []
     size = 0
     for place in places:
-        more = -(-tensors[place].nbytes // ALIGNED) * ALIGNED
-        if more > MOST:
+        more = -(-tensors[place].nbytes // ALIGNMENT) * ALIGNMENT
+        if more > MAX_COPY_BYTES:
             continue
-        if size + more > MOST:
+        if size + more > MAX_COPY_BYTES:
             if len(parcel) > 1:
                 yield parcel
             parcel, size = [], 0

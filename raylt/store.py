@@ -2,12 +2,12 @@
 
 A `Folder` keeps a handle of a folder open and reaches the folder's files by plain names from this handle:
 
-- A link is never followed, and opening a FIFO or a device never waits.
+- A symbolic link is never followed, and opening a FIFO or a device never blocks.
 - A file is written under another name and renamed when it is complete.
 - A file that is read has a size limit.
 - Folders have mode 700, files mode 600.
 
-Every failure is an error of raylt with the path.
+Every failure raises one of raylt's errors, with the path.
 """
 
 import hashlib
@@ -31,17 +31,17 @@ try:
     import fcntl
 except ImportError:
     raise RayltError(
-        "raylt: this Python has no fcntl, with which run folders are locked (Windows). Install raylt in WSL, the Linux "
-        "of Windows (wsl --install).",
+        "raylt: this Python has no fcntl module, which is needed to lock run folders (Windows). Install raylt in WSL, "
+        "the Windows Subsystem for Linux (wsl --install).",
         code="system.unsupported",
     ) from None
 
 T = TypeVar("T")
 MIB = 2**20
-LIMIT = 64 * MIB  # bytes of a file that is read at once, unless the caller gives another limit
-LINE = 64 * 1024  # bytes at the end of a file that are searched for its last line first
-WRITING = ".writing"  # suffix of a file's name until the file is complete
-# without NONBLOCK, opening a FIFO waits for a process at its other end
+MAX_BYTES = 64 * MIB  # Default size limit of a file that is read into memory.
+LAST_LINE_BYTES = 64 * 1024  # Size of the first window at the end of a file in which the last line is searched.
+WRITING = ".writing"  # Suffix of a file's name until the file is complete.
+# without O_NONBLOCK, opening a FIFO waits for a process at its other end
 _PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -49,8 +49,8 @@ class Folder:
     """A folder with an open handle, which finds the folder's files even if its path changes.
 
     Args:
-        path: path that errors name.
-        handle: handle of the open folder; `__exit__` closes it.
+        path: Path of the folder, for errors.
+        handle: File descriptor of the open folder; `__exit__` closes it.
     """
 
     def __init__(self, path: Path, handle: int):
@@ -97,7 +97,7 @@ class Folder:
             return stat.S_ISREG(os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_mode)
         return False
 
-    def read(self, name: str, limit: int = LIMIT) -> bytes:
+    def read(self, name: str, limit: int = MAX_BYTES) -> bytes:
         """Return the content of a file of at most `limit` bytes."""
         with self.stream(name) as stream, self._errors(name):
             if (size := os.fstat(stream.fileno()).st_size) > limit:
@@ -114,7 +114,7 @@ class Folder:
         with self._errors(name):
             return os.fdopen(self._plain(name, os.O_RDONLY), "rb")
 
-    def read_text(self, name: str, limit: int = LIMIT) -> str:
+    def read_text(self, name: str, limit: int = MAX_BYTES) -> str:
         """Return the content of a text file of at most `limit` bytes."""
         try:
             return self.read(name, limit).decode()
@@ -125,7 +125,7 @@ class Folder:
                 path=str(self.path / name),
             ) from None
 
-    def read_json(self, name: str, kind: "TypeAdapter[T]", limit: int = LIMIT) -> T:
+    def read_json(self, name: str, kind: "TypeAdapter[T]", limit: int = MAX_BYTES) -> T:
         """Return the content of a JSON file, checked against a type."""
         return as_json(self.read(name, limit), kind, str(self.path / name))
 
@@ -133,7 +133,7 @@ class Folder:
         """Return the last line of a file that ends with a line break, or nothing if there is no such line."""
         with self.stream(name) as stream, self._errors(name):
             size = stream.seek(0, os.SEEK_END)
-            window = LINE
+            window = LAST_LINE_BYTES
             while True:
                 start = max(0, size - window)
                 stream.seek(start)
@@ -158,22 +158,23 @@ class Folder:
         """Write a whole file atomically, replacing any file of the same name.
 
         Raises:
-            CheckpointError: the name belongs to a device, a FIFO or a socket, which would be lost, such as /dev/null.
+            CheckpointError: The name belongs to a device, a FIFO or a socket, such as /dev/null, which must not be
+                replaced.
         """
         content = content.encode() if isinstance(content, str) else content
-        beside = f".{name}.{secrets.token_hex(8)}{WRITING}"
+        temporary = f".{name}.{secrets.token_hex(8)}{WRITING}"
         with self._errors(name):
             self._check_replaceable(name)
-            handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o600, dir_fd=self._handle)
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o600, dir_fd=self._handle)
             try:
                 with os.fdopen(handle, "wb") as stream:
                     stream.write(content)
                     stream.flush()
                     os.fsync(handle)
-                os.replace(beside, name, src_dir_fd=self._handle, dst_dir_fd=self._handle)
+                os.replace(temporary, name, src_dir_fd=self._handle, dst_dir_fd=self._handle)
             except BaseException:
                 with suppress(OSError):
-                    os.unlink(beside, dir_fd=self._handle)
+                    os.unlink(temporary, dir_fd=self._handle)
                 raise
             os.fsync(self._handle)
 
@@ -192,7 +193,7 @@ class Folder:
         if links > 1:
             stream.close()
             raise CheckpointError(
-                f"{self.path / name}: the file has other names, whose content would change ({links} links). Replace "
+                f"{self.path / name}: the file has other hard links, which would change too ({links} links). Replace "
                 "it by a copy.",
                 code="file.not-plain",
                 path=str(self.path / name),
@@ -203,8 +204,8 @@ class Folder:
         """Take the named lock and return its handle. Closing the handle releases the lock.
 
         Args:
-            name: name of the lock's file.
-            wait: wait while another process has the lock; otherwise return None.
+            name: Name of the lock file.
+            wait: Whether to wait if another process holds the lock. Otherwise the method returns None.
         """
         with self._errors(name):
             handle = self._plain(name, os.O_RDWR | os.O_CREAT)
@@ -302,11 +303,11 @@ class Folder:
         """Return a context manager that adds the path of a file to file errors.
 
         Raises:
-            CheckpointError: no file can have this name.
+            CheckpointError: The name is not a valid file name.
         """
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise CheckpointError(
-                f"{self.path}: is asked for a name that no file can have ({name!r}). Give a plain name.",
+                f"{self.path}: cannot have a file of this name ({name!r}). Use a name without slashes.",
                 code="file.bad-name",
                 name=name,
             )
@@ -320,7 +321,7 @@ def folder_for(path: Path) -> Folder:
     return Folder.open(path)
 
 
-def read(path: Path, limit: int = LIMIT) -> bytes:
+def read(path: Path, limit: int = MAX_BYTES) -> bytes:
     """Return the content of a file that the user named. The path may be a symbolic link."""
     path = followed(path)
     with Folder.open(path.parent) as folder:
@@ -331,7 +332,7 @@ def plain(path: Path, limit: int | None = None) -> Path:
     """Resolve the path of a plain file that the user named, for libraries that read by path.
 
     Raises:
-        CheckpointError: there is none, it is a folder, a FIFO, a socket or a device, or it has more than `limit` bytes.
+        CheckpointError: The path does not exist, is not a plain file, or has more than `limit` bytes.
     """
     path = followed(path)
     with Folder.open(path.parent) as folder, folder.stream(path.name) as stream:
@@ -349,22 +350,23 @@ def check_archive(path: Path) -> None:
     """Check that a zip file does not unpack to more than its own size.
 
     Raises:
-        CheckpointError: its entries claim more bytes than the file has, or it is damaged.
+        CheckpointError: The entries declare more bytes than the file has, or the file is damaged.
     """
     if not zipfile.is_zipfile(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            claimed = sum(entry.file_size for entry in archive.infolist())
+            declared = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path}: is damaged ({reason}). Use an intact copy.", code="file.malformed", path=str(path)
         ) from None
     size = path.stat().st_size
-    if claimed > size:
+    if declared > size:
         raise CheckpointError(
-            f"{path}: claims to unpack to more than its size ({claimed:,} of {size:,} bytes). Use another file.",
+            f"{path}: declares an uncompressed size larger than the file ({declared:,} of {size:,} bytes). Use another "
+            "file.",
             code="file.too-large",
             path=str(path),
         )
@@ -374,7 +376,7 @@ def followed(path: Path) -> Path:
     """Make a path absolute and resolve its symbolic links.
 
     Raises:
-        CheckpointError: links lead to each other, or the path cannot be one.
+        CheckpointError: The links form a loop, or the path is invalid.
     """
     try:
         with file_errors(path):

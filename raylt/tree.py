@@ -1,4 +1,4 @@
-"""Functions on trees (nested dicts of tensors), of which messages, replies and states consist.
+"""Functions on trees (nested dicts of tensors), the form of messages, replies and states.
 
 Leaves are tensors, numbers, strings and None. Keys are strings; in messages and replies they may also be whole
 numbers, such as class indices.
@@ -32,9 +32,7 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 def leaf_paths(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
     """Yield every leaf of a tree with its path as a tuple of keys.
 
-    Unlike a dotted path, a tuple keeps a dot in a key apart from nesting.
-
-    A value that is no tree is a leaf itself.
+    Unlike a dotted path, a tuple is unambiguous if a key contains a dot. A value that is not a tree is itself a leaf.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -46,7 +44,7 @@ def leaf_paths(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]
 def from_leaf_paths(leaves: Mapping[LeafPath, Any]) -> Any:
     """Build a tree from its leaves by path, the inverse of `leaf_paths`.
 
-    A leaf with an empty path is returned itself.
+    If there is a leaf with an empty path, that leaf is returned.
     """
     if () in leaves:
         return leaves[()]
@@ -89,7 +87,7 @@ def view(array: np.ndarray) -> Tensor:
 
     Do not write to the tensor: arrays from an object store are read-only.
     """
-    if array.flags.writeable:  # the usual case; a warnings filter would take ten times as long as the view
+    if array.flags.writeable:  # The usual case; the warnings filter takes ten times as long as the view.
         return torch.from_numpy(array)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -110,7 +108,7 @@ def from_arrays(tree: Tree) -> Tree:
 
 
 def nbytes(tree: Tree) -> int:
-    """Return the size of a tree in bytes, counting tensors' bytes, 8 per number and the length of each string."""
+    """Return the size of a tree in bytes: the bytes of its tensors, 8 per number, and the bytes of strings in UTF-8."""
     total = 0
     for _, leaf in leaves(tree):
         if isinstance(leaf, Tensor):
@@ -124,7 +122,7 @@ def zip_tensors(fn: Callable[..., Any], *trees: Tree) -> Tree:
     """Combine several trees leaf by leaf: apply `fn` to the tensors or numbers of the same name.
 
     Raises:
-        KeyError: A tree lacks a name of the first tree.
+        KeyError: A tree has no value for a name of the first tree.
     """
     first = trees[0]
     return {
@@ -160,13 +158,13 @@ class Stamps:
         self._handed_over: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, tree: Tree, path: str) -> None:
-        """Record the tensors of a tree, replacing earlier records under the same names."""
+        """Record the tensors of a tree under a path, and replace earlier records of the same names."""
         for name, leaf in leaves(tree, path):
             if isinstance(leaf, Tensor):
                 self._handed_over[name] = leaf, leaf._version
 
     def forget(self, key: str, path: str) -> None:
-        """Drop the records of a key of a tree that was recorded under this path."""
+        """Drop the records of one key of the tree that was recorded under a path."""
         place = f"{path}.{key}"
         for name in [name for name in self._handed_over if name == place or name.startswith(f"{place}.")]:
             del self._handed_over[name]
@@ -197,8 +195,8 @@ class RunningSum:
         """Add another running sum to this one. The other sum stays unchanged.
 
         Args:
-            later: the other sum.
-            maximum: if true, integer tensors take the maximum, as in a mean.
+            later: The other sum.
+            maximum: Whether integer tensors take the maximum, as in a mean.
         """
         _merge(self.total, self._like, later.total, later._like, maximum)
         self.weight += later.weight

@@ -1,4 +1,4 @@
-"""JSON that is checked against a type, and hashes over JSON."""
+"""Functions that check JSON against a type, and hash JSON."""
 
 import hashlib
 import json
@@ -10,17 +10,17 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from raylt.errors import CheckpointError, RayltError
 
 T = TypeVar("T")
-closed = with_config(ConfigDict(extra="forbid"))  # for a TypedDict: refuses unknown keys
+closed = with_config(ConfigDict(extra="forbid"))  # Decorator for a TypedDict; rejects unknown keys.
 
 
 def as_json(content: bytes | str, kind: "TypeAdapter[T]", what: str, error: type[RayltError] = CheckpointError) -> T:
-    """Parse a JSON text and check it strictly against a type: a string, for example, is not a number.
+    """Parse a JSON text and check it against a type, without conversions such as from a string to a number.
 
     Args:
-        content: the JSON.
-        kind: adapter of the type.
-        what: name of the content in errors.
-        error: class of the error for content that is not JSON or has another type.
+        content: The JSON text.
+        kind: Adapter of the type.
+        what: Name of the content in errors.
+        error: Class of the error for content that is not JSON or does not have the type.
     """
     return check_json(parse_json(content, what, error), kind, what, error)
 
@@ -36,7 +36,7 @@ class DoubledKey(ValueError):
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dict; raise DoubledKey if two keys are equal.
 
-    Of equal keys Python's reader would keep the last, and other readers the first.
+    JSON parsers differ in the value that they keep; Python's keeps the last one.
     """
     tree = dict(pairs)
     if len(tree) < len(pairs):
@@ -48,9 +48,9 @@ def parse_json(content: bytes | str, what: str, error: type[RayltError] = Checkp
     """Return the value of a JSON text.
 
     Args:
-        content: the JSON.
-        what: name of the content in errors.
-        error: class of the error for a text that is not JSON, or that has a key twice in one object.
+        content: The JSON.
+        what: Name of the content in errors.
+        error: Class of the error for a text that is not JSON, or has duplicate keys in an object.
     """
     try:
         return json.loads(content, object_pairs_hook=unique_keys)
@@ -75,7 +75,7 @@ def printable(text: str) -> str:
     """Return a string if all its characters are printable; otherwise raise ValueError.
 
     Raises:
-        ValueError: it has a character that cannot be printed, such as a newline or an escape sequence.
+        ValueError: The string has a character that cannot be printed, such as a newline or an escape sequence.
     """
     if not text.isprintable():
         raise ValueError(f"has a character that cannot be printed ({text[:80]!a})")
@@ -91,7 +91,8 @@ def chain(content: dict[str, Any], previous: str) -> dict[str, Any]:
     """Return a log line with the previous line's hash and with a hash over its own content.
 
     Args:
-        previous: the hash of the line before; of the first line, that of the file it belongs to.
+        content: The content of the line.
+        previous: Hash of the previous line; for the first line, hash of the file to which the log belongs.
     """
     tree = json.loads(json.dumps({**content, "previous": previous}))
     return {**tree, "sha256": hash_json(tree)}

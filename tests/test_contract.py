@@ -220,7 +220,7 @@ def test_a_wrong_declaration_fails_the_check_on_every_processor(tmp_path, monkey
     monkeypatch.setattr("raylt.core.training.stacked_sgd.has_avx512", lambda: has_avx512)
     fault = fault_of(trains_in_stacks_as_alone, Case(Unstackable(), "classification", tmp_path))
     assert fault is not None
-    assert "in a stack, a number differs from alone by" in fault
+    assert "training in a stack and alone differ by" in fault
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from packaging.version import Version
 
-from actors.cluster.doctor import FLOORS
+from actors.cluster.doctor import MIN_VERSIONS
 
 PAGE = Path(__file__).parents[1] / "docs/deployment.md"
 HEAD, WORKER = "head", "worker"
@@ -132,7 +132,7 @@ def test_groups_have_labels_where_the_operator_accepts_them(cluster):
 
 def test_ray_s_version_is_one_that_doctor_accepts_and_that_is_tested(cluster):
     wanted = Version(cluster["spec"]["rayVersion"])
-    assert Version(FLOORS["ray"]) <= wanted <= Version(version("ray"))
+    assert Version(MIN_VERSIONS["ray"]) <= wanted <= Version(version("ray"))
     images = re.findall(r"rayproject/ray:([0-9.]+)-", PAGE.read_text())
     assert set(images) == {str(wanted)}
 

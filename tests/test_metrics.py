@@ -173,7 +173,7 @@ def test_figures_of_a_client_are_the_same_bits_with_however_many_others(monkeypa
     same = by_client({k: matrix.clone() for k, matrix in shared.items()}, counts)
     assert by_client(shared, counts) == same
     # so that three clients, or thirty that share a matrix, are computed at once
-    monkeypatch.setattr("raylt.metrics.AT_ONCE", 300)
+    monkeypatch.setattr("raylt.metrics.CHUNK_CELLS", 300)
     assert by_client(matrices, counts) == together
     assert by_client(shared, counts) == same
 

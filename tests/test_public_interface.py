@@ -106,7 +106,7 @@ def test_plugins_inside_tests_use_the_public_interface_alone():
 
 def test_every_public_name_is_what_its_module_has():
     """All modules are imported first, because a submodule of the same name would replace the name."""
-    for name, (module, attribute) in raylt._FOUND.items():
+    for name, (module, attribute) in raylt._EXPORTS.items():
         assert getattr(import_module(module), attribute) is not None
         assert getattr(raylt, name) is getattr(import_module(module), attribute), name
     for name, module in raylt._SUBMODULES.items():
@@ -125,13 +125,13 @@ def test_tables_and_type_checkers_imports_agree():
     submodules, places = imported_by_type_checkers()
     assert submodules == raylt._SUBMODULES
     assert {module: set(names) for module, names in places.items()} == {
-        module: set(names) for module, names in raylt._PLACES.items()
+        module: set(names) for module, names in raylt._MODULES.items()
     }
 
 
 def test_all_has_each_name_once_and_no_other_is_offered():
     assert len(set(raylt.__all__)) == len(raylt.__all__)
-    assert set(raylt.__all__) == {"__version__", *raylt._SUBMODULES, *raylt._FOUND} == set(dir(raylt))
+    assert set(raylt.__all__) == {"__version__", *raylt._SUBMODULES, *raylt._EXPORTS} == set(dir(raylt))
     with pytest.raises(AttributeError, match="has no attribute 'runn'"):
         raylt.runn  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 

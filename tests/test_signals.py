@@ -119,7 +119,7 @@ TWICE = """
 import os, signal, time
 from raylt import signals
 
-signals.PATIENCE_S = float({patience})
+signals.SAME_SIGNAL_S = float({patience})
 signals.stop_on_signals()
 try:
     os.kill(os.getpid(), signal.SIGTERM)

@@ -57,7 +57,7 @@ def test_many_tensors_cross_in_one_copy_each_way_with_their_bits_and_strides(dev
 def test_each_lies_as_if_it_had_been_copied_by_itself(device):  # noqa: F811
     places = [tensor.storage_offset() * tensor.element_size() for tensor in staging.moved(some(), THERE)]
     assert len(set(places)) == len(places)
-    assert all(place % staging.ALIGNED == 0 for place in places)
+    assert all(place % staging.ALIGNMENT == 0 for place in places)
 
 
 def test_what_is_not_dense_or_has_a_gradient_or_is_alone_goes_by_itself(device):  # noqa: F811
@@ -98,7 +98,7 @@ def test_changes_of_one_are_no_changes_of_the_others(device):  # noqa: F811
 
 
 def test_what_is_too_much_for_one_copy_goes_in_several(device, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(staging, "MOST", 2 * staging.ALIGNED)
+    monkeypatch.setattr(staging, "MAX_COPY_BYTES", 2 * staging.ALIGNMENT)
     tensors = [torch.full((100,), float(i)) for i in range(5)]
     tensors.insert(1, torch.ones(1000))
     there = staging.moved(tensors[:-1], THERE)

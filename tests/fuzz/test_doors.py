@@ -602,4 +602,4 @@ def test_weights_that_unpack_to_more_than_their_file_are_refused(tmp_path):
     assert file.stat().st_size < 2**20
     with pytest.raises(RayltError) as caught:
         pretrained.read(file, "resnet8")
-    assert "claims to unpack to more than its size" in str(caught.value)
+    assert "declares an uncompressed size larger than the file" in str(caught.value)
