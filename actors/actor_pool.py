@@ -20,27 +20,28 @@ from actors.capacity import Placement, nodes_of, reserve, room
 from actors.client import DeviceFull
 from raylt.errors import ConfigError, RayltError, count_of
 
-LOOK_S = 2.0  # seconds between looks at a cluster that may have become smaller
-STARTS = 3  # attempts to start the replacement of an actor
-LOST = (RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError)  # none is a base class of another
+CLUSTER_CHECK_S = 2.0  # Interval at which waiting code checks whether the cluster has become smaller.
+MAX_STARTS = 3  # Attempts to start the replacement of an actor.
+LOST = (RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError)  # None is a base class of another.
 
 
 @dataclass
 class ActorSlot:
-    """A slot of the pool, in which one client actor runs at a time.
+    """A slot of the pool, which holds one client actor.
 
     Attributes:
-        name: name of the actor in Ray.
-        home: the clients whose calls the actor takes first.
-        bundle: number of its bundle in the placement group.
-        home_node: number of the node whose actors have the slot's clients. After the loss of a node the actor may run
-            on another one.
-        process: node and pid of the actor, once it has started.
-        device: description of the device that the actor computes on.
-        starts: how many actors have been started in the slot.
-        packs: numbers of the packs of clients' data that the actor keeps.
-        current: name of the actor that runs in the slot now; a replacement has another one.
-        late: reference of a call whose result is no longer needed, and which is still running.
+        name: Name of the actor in Ray.
+        home: Ids of the clients whose calls the actor takes first.
+        bundle: Number of its bundle in the placement group.
+        home_node: Number of the node that is home to the slot's clients. After the loss of a node the actor may run
+            on another node.
+        actor: Ray's handle of the actor.
+        process: Node and pid of the actor, once it has started.
+        device: Description of the device that the actor computes on.
+        starts: Number of actors that have been started in the slot.
+        packs: Numbers of the packs of clients' data that the actor keeps.
+        current: Name of the actor that runs in the slot now; a replacement has another name.
+        late: Reference of a call that is still running although its result is no longer needed.
     """
 
     name: str
@@ -63,15 +64,16 @@ class ActorPool:
     """The slots of all client actors. The pool shrinks if a device or the cluster has too little room.
 
     Args:
-        run: name of the run, with which the names of the actors start.
-        groups: ids of clients; the clients of each group are distributed evenly.
-        start: starts the actor of a slot under a name, with Ray's scheduling strategy.
-        note: called with one line when there are fewer slots than before.
-        start_timeout_s: how long the actors may take to start.
+        run: Name of the run, the prefix of the actors' names.
+        groups: Ids of clients. The clients of each group are distributed evenly.
+        placement: Number, resources and node labels of the actors.
+        start: Function that starts the actor of a slot under a name, with Ray's scheduling strategy.
+        note: Function that is called with one line when slots are removed.
+        start_timeout_s: Seconds that the actors may take to start.
 
     Attributes:
         group: Ray's placement group of the actors; None inside a trial of a search, which has its own.
-        home_nodes: number of each client's home node (`ActorSlot.home_node`), by id.
+        home_nodes: Number of each client's home node (`ActorSlot.home_node`), by id.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class ActorPool:
         self._start = start
         self._note = note
         self._start_timeout_s = start_timeout_s
-        # all actors get resources or none does; a trial of a search has its resources already
+        # all actors get resources, or none of them; a trial of a search has its resources already
         actors = min(placement.actors, sum(map(len, groups)))
         self.group = None if get_current_placement_group() else reserve(placement, actors)
         try:
@@ -113,19 +115,19 @@ class ActorPool:
     def replace(self, slots: Sequence[ActorSlot]) -> None:
         """Start new actors in the slots of lost and stuck actors, and wait until they are ready.
 
-        A slot that the pool has given up is skipped. Where a node is gone there may be no room for a new actor.
+        A slot that the pool has removed is skipped. After the loss of a node, there may be no room for a new actor.
         """
         in_pool = [slot for slot in slots if any(slot is other for other in self._slots)]
         for slot in in_pool:
             ray.kill(slot.actor)
             self._spawn(slot)
-        self._await(in_pool, starts=STARTS)
+        self._await(in_pool, starts=MAX_STARTS)
 
     def halve(self) -> list[ActorSlot]:
         """Remove every second slot if there is more than one; return the removed slots.
 
-        A process frees its device memory when it has ended, which is later than `ray.kill` returns. The remaining
-        actors on its node wait for that before their next call.
+        A process frees its device memory only when it ends, after `ray.kill` has returned. The remaining actors on its
+        node wait for this before their next call.
         """
         given_up = self._slots[1::2]
         for slot in given_up:
@@ -147,7 +149,7 @@ class ActorPool:
     def _bundles_by_node(self, actors: int) -> list[list[int]]:
         """Wait for the placement group, and return the numbers of its bundles on each node.
 
-        A trial's resources count as those of one node.
+        The resources of a trial of a search count as one node.
         """
         if self.group is None:
             return [list(range(actors))]
@@ -172,14 +174,15 @@ class ActorPool:
         """Wait until the actor of each slot has started, or the slot has been removed.
 
         Args:
-            starts: how many times an actor that dies while it starts is started.
+            slots: The slots.
+            starts: Attempts to start an actor that dies while it starts.
         """
         end = time.monotonic() + self._start_timeout_s
         starts_left = {id(slot): starts for slot in slots}
         waiting = {slot.actor.ready.remote(): slot for slot in slots}
         while waiting:
             full: dict[int, DeviceFull] = {}
-            timeout = min(LOOK_S, max(0.0, end - time.monotonic()))
+            timeout = min(CLUSTER_CHECK_S, max(0.0, end - time.monotonic()))
             for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=timeout)[0]:
                 slot = waiting.pop(ref)
                 try:
@@ -187,7 +190,7 @@ class ActorPool:
                     slot.process = node, pid
                 except DeviceFull as error:
                     full[id(slot)] = _without_traceback(error)
-                except ConfigError as error:  # a process on another node would have the same settings
+                except ConfigError as error:  # another attempt would use the same settings
                     raise _without_traceback(error) from error
                 except LOST as error:
                     starts_left[id(slot)] -= 1
@@ -207,11 +210,14 @@ class ActorPool:
         Actors that had no room and keep their slots try again after the others have ended.
 
         Args:
-            full: the errors, by identity of their slots.
-            waiting: the slots whose actors are starting; the given-up ones are removed.
+            full: Errors of the actors that had no room, by identity of their slots.
+            waiting: Slots whose actors are starting, by reference. Removed slots are deleted from it.
 
         Returns:
             The slots that try again, by reference.
+
+        Raises:
+            ConfigError: There is only one slot.
         """
         before = len(self)
         error = next(iter(full.values()))
@@ -258,10 +264,7 @@ class ActorPool:
 
 
 def _without_traceback(error: Any) -> Any:
-    """Return the error that an actor raised, without Ray's exception around this error.
-
-    Ray's exception would print a whole traceback.
-    """
+    """Return the error that an actor raised, without Ray's exception around it, which would print a whole traceback."""
     return getattr(error, "cause", error)
 
 
@@ -278,15 +281,16 @@ def _not_started(slot: ActorSlot, error: Exception) -> RayltError:
 def deal_clients(run: str, groups: Sequence[Sequence[int]], bundles: Sequence[Sequence[int]]) -> list[ActorSlot]:
     """Distribute the clients of a run evenly over actors; return one slot per actor.
 
-    Neighbouring clients go to the same node, because they share packs of data and blocks of sums. On a node they go to
-    its actors in turn.
+    Clients with neighbouring ids go to the same node, because they share packs of data and blocks of sums. On a node
+    they are dealt to its actors in turn.
 
     Args:
-        groups: ids of clients, ascending. Each actor gets its share of each group.
-        bundles: numbers of the actors' bundles, by node.
+        run: Name of the run.
+        groups: Ids of clients, ascending. Each actor gets its share of each group.
+        bundles: Numbers of the actors' bundles, by node.
     """
     shares = np.concatenate([np.arange(len(group)) / len(group) for group in groups])
-    ids = np.concatenate(groups)[np.argsort(shares, kind="stable")]  # each stretch has the same share of every group
+    ids = np.concatenate(groups)[np.argsort(shares, kind="stable")]  # any interval has the same share of each group
     actors = sum(map(len, bundles))
     slots: list[ActorSlot] = []
     for node, numbers in enumerate(bundles):

@@ -1,4 +1,4 @@
-"""Sends values to Ray's workers together with the user's own code that the values need."""
+"""Packing of values for Ray's workers, together with the user's code that the values need."""
 
 from typing import Any
 
@@ -12,6 +12,6 @@ def pack(value: Any) -> Shipment:
     """Pickle a value for a Ray worker, with the sources of this process's plugins.
 
     Raises:
-        ConfigError: a part of the value cannot be pickled; the message names it.
+        ConfigError: A part of the value cannot be pickled; the message names it.
     """
     return ship(value, plugin_modules(), cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,9 +1,9 @@
 """Jobs of a `Dispatcher`: the calls of a client function, and the items of `Fleet.map`.
 
-Small clients travel in blocks, one call of Ray's for several clients: the call costs more than what they compute. A
-client with more than `SMALL` samples has a call of its own. So has every client where few are asked, or where the
-fleet does not wait for all of them. Where every actor gets several blocks of `raylt.core.fleet.block_sums`, each block
-whose clients are all small is one call and returns as its sum.
+Several small clients share one Ray call, because a call costs more than their computation. A client with more than
+`MAX_SHARED_SAMPLES` samples has a call of its own. So does every client if few clients are asked, or if the fleet does
+not wait for all of them. If every actor gets several blocks of `raylt.core.fleet.block_sums`, each block that has only
+small clients is one call and returns its sum.
 
 Large replies of other blocks stay in the object store, on the nodes of their actors. When all clients of a block have
 replied, an actor fetches the replies and adds them up, and only the sums reach the server.
@@ -34,10 +34,10 @@ from raylt.core.training.stacked_sgd import FEW, SAMPLES
 from raylt.errors import ClientError, ClientLost, RayltError
 from raylt.tree import Tree, from_arrays, to_arrays
 
-SMALL = 32  # samples of a client that shares a call; SAMPLES where such clients train in stacks
-MOST = 64  # clients of a call
-SPREAD = 4  # fewest calls per actor, so that no actor waits long for the last call
-STORED_BYTES = 2**20  # size from which replies are added up by actors; the server adds smaller ones in a millisecond
+MAX_SHARED_SAMPLES = 32  # For clients that share a call; SAMPLES applies to clients that train in stacks.
+MAX_CLIENTS_PER_CALL = 64
+MIN_CALLS_PER_ACTOR = 4  # With fewer calls, actors would wait long for the last one.
+MIN_STORED_BYTES = 2**20  # Larger replies are added up by actors; the server adds a smaller one in a millisecond.
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class StoredBlock:
     """A block of clients whose replies stay in the object store until an actor adds them up.
 
     Attributes:
-        missing: clients that may still reply.
-        losses: how many actors died while they added up the block.
+        ids: Ids of the clients.
+        losses: Number of actors that died while they added up the block.
+        missing: Clients that may still reply.
     """
 
     ids: list[int]
@@ -69,12 +70,12 @@ class Addition(Call):
 
 @dataclass
 class NodeQueue:
-    """The calls that wait for an actor of one node, or for an idle actor of another one.
+    """The calls that wait for an actor of one node, or for an idle actor of another node.
 
     Attributes:
-        clients: ids, in the order of their calls.
-        blocks: ids of small clients; each block is one call, which returns its sum.
-        complete: blocks to add up.
+        clients: Ids of clients, in the order of their calls.
+        blocks: Blocks of ids of small clients; each block is one call, which returns its sum.
+        complete: Blocks to add up.
     """
 
     clients: list[int] = field(default_factory=list)
@@ -89,9 +90,9 @@ class ClientDirectory(Protocol):
     """The attributes and methods of a fleet that `ClientCalls` uses.
 
     Attributes:
-        all_sizes: samples per client, by id.
-        shards: references to the clients' data.
-        slots: the pool of client actors.
+        all_sizes: Number of samples of each client, by id.
+        shards: References to the clients' data.
+        slots: The pool of client actors.
     """
 
     config: Config
@@ -125,18 +126,21 @@ class ClientDirectory(Protocol):
 
 
 class ClientCalls(Job):
-    """Job that calls one client function at several clients, the largest client first.
+    """Job that calls one client function on several clients, largest client first.
 
     The deadline counts from the construction. Retries are recorded in the fleet's `round_stats`.
 
     Args:
-        message: a reference to the message.
-        enough: number of usable answers after which the job is satisfied.
-        usable: checks a reply, and counts it if it is usable.
-        sums: see `Fleet._answers`.
+        fleet: The fleet of the clients.
+        fn: The client function.
+        ids: Ids of the clients.
+        message: A reference to the message.
+        enough: Number of usable answers after which the job is satisfied.
+        usable: Function that checks a reply, and counts it if it is usable.
+        sums: See `Fleet._answers`.
 
     Attributes:
-        answers: the answers that have arrived, by client.
+        answers: The answers that have arrived, by client.
     """
 
     def __init__(
@@ -159,21 +163,21 @@ class ClientCalls(Job):
         self.answers: dict[int, Answer] = {}
         self._usable_answers = 0
         self._attempts = dict.fromkeys(ids, 0)
-        self._alone = set[int]()  # clients of a call that was lost: each is asked again by itself
+        self._alone = set[int]()  # clients to retry one by one after a lost call
         limit = fleet.config.federation.deadline_s
         self.deadline = None if limit is None else time.monotonic() + limit
         waits_for_all = enough >= len(ids) and limit is None
-        size = len(ids) // (SPREAD * len(fleet.slots))
-        self._most_samples = SMALL
+        size = len(ids) // (MIN_CALLS_PER_ACTOR * len(fleet.slots))
+        self._most_samples = MAX_SHARED_SAMPLES
         if fleet.slots[0].device.get("stacked") == IN_STACKS:
             size = max(size, min(FEW, len(ids) // len(fleet.slots)))
             self._most_samples = SAMPLES
-        self._block_size = min(MOST, size) if waits_for_all else 1
+        self._block_size = min(MAX_CLIENTS_PER_CALL, size) if waits_for_all else 1
         self._queues = [NodeQueue() for _ in range(1 + fleet.slots.home_nodes.max())]
         self._stored_blocks: dict[int, StoredBlock] = {}  # by client
         self._stored_replies: dict[int, Outcome] = {}  # by client
         blocks = [] if sums is None else split_into_blocks(ids)
-        stores = sums is not None and waits_for_all and len(blocks) > 1 and sums.template_bytes >= STORED_BYTES
+        stores = sums is not None and waits_for_all and len(blocks) > 1 and sums.template_bytes >= MIN_STORED_BYTES
         in_no_call = set(ids)
         for block in blocks:
             if self._block_size >= BLOCK and all(map(self._shares, block)):
@@ -181,7 +185,7 @@ class ClientCalls(Job):
                 in_no_call.difference_update(block)
             elif stores:
                 self._stored_blocks |= dict.fromkeys(block, StoredBlock(block))
-        # the largest first: the round would otherwise end with it
+        # largest client first: started last, it would prolong the round
         for id in sorted(in_no_call, key=lambda id: (-fleet.all_sizes[id], id)):
             self._queue_of(id).clients.append(id)
 
@@ -218,7 +222,8 @@ class ClientCalls(Job):
         """Return the ids of the first waiting clients that can share one call, and remove these clients from the queue.
 
         Args:
-            clients: the clients to choose from; by default all.
+            waiting: The waiting clients.
+            clients: The clients to choose from; None for all.
         """
         positions: list[int] = []
         for position, id in enumerate(waiting):
@@ -247,7 +252,7 @@ class ClientCalls(Job):
         shards = self.fleet.shards
         private_refs = [self.fleet.private(id) for id in ids]
         new_packs = sorted({shards.places[id] for id in ids} - slot.packs)
-        # a node keeps the data of its own clients only
+        # a node keeps only the data of its own clients
         keep = self.fleet.slots.home_nodes[ids[0]] == slot.home_node
         if keep:
             slot.packs.update(new_packs)
@@ -275,7 +280,7 @@ class ClientCalls(Job):
     def _submit_addition(self, slot: ActorSlot, block: StoredBlock) -> tuple[Any, Call]:
         assert self.sums is not None
         ids = [id for id in block.ids if id in self._stored_replies]
-        # Ray would fetch all replies at once if they were arguments of their own
+        # if the references were separate arguments, Ray would fetch all replies at once
         replies = [self._stored_replies[id].value.ref for id in ids]
         name = f"add up {self.name}, round {self.fleet.round}"
         sums = slot.actor.add_up.options(name=name).remote(self.sums.restricted_to(ids), ids, replies)
@@ -306,7 +311,7 @@ class ClientCalls(Job):
         self.answers[outcome.id] = Answer(outcome.id, reply, outcome.private_ref)
 
     def _complete_block(self, id: int) -> None:
-        """Note that a client has replied or failed. Queue its block to be added up after the last client."""
+        """Record that a client has replied or failed. After the last client of a block, queue the block's addition."""
         block = self._stored_blocks.get(id)
         if block is None:
             return
@@ -336,7 +341,8 @@ class ClientCalls(Job):
     def lose(self, call: Call, error: Exception) -> None:
         """Retry the calls of all clients whose actor died.
 
-        The client that ended a block's process is unknown, so no client of a block loses an attempt.
+        If the call had several clients, it is unknown which of them ended the process, so this is not counted as an
+        attempt of any client.
         """
         cause = f"process died ({type(error).__name__})"
         if isinstance(call, Addition):
@@ -347,13 +353,13 @@ class ClientCalls(Job):
             self._fail(call.ids[0], lost)
         else:
             self.fleet.note(
-                f"{name_clients(call.ids)}, round {self.fleet.round}, {self.name}: their {cause}, each is asked "
-                "again by itself"
+                f"{name_clients(call.ids)}, round {self.fleet.round}, {self.name}: their {cause}, retrying them one by "
+                "one"
             )
             self._ask_alone(call.ids)
 
     def _lose_addition(self, call: Call, error: BaseException) -> None:
-        """Add up a block again at another actor, or ask its clients again for replies that the server adds up.
+        """Add up a block again on another actor, or ask its clients again for replies that the server adds up.
 
         The clients are asked again if a reply was lost with its node, or after a second loss.
         """
@@ -405,11 +411,14 @@ class ServerItems(Job):
     """Job that computes the items of `Fleet.map`, in order.
 
     Args:
-        retries: how many times an item may lose its process and be submitted again.
+        pool: The pool of client actors.
+        fn: Function to call on each item.
+        items: The items.
+        retries: Number of times that an item is submitted again after its process died.
 
     Attributes:
-        results: by position of the item.
-        error: the first error; the job ends with it.
+        results: Results by position of the item.
+        error: The first error; the job ends with it.
     """
 
     def __init__(self, pool: ActorPool, fn: ItemFunction, items: Sequence[Tree], retries: int):
@@ -420,8 +429,8 @@ class ServerItems(Job):
         self.name = getattr(fn, "__name__", "map")
         self.results: dict[int, Tree] = {}
         self.error: RayltError | None = None
-        self._waiting = list(range(len(items)))  # a heap: the first item is the smallest
-        self._submitted: set[int] = set()  # without a result yet
+        self._waiting = list(range(len(items)))  # a heap, so that the items are submitted in order
+        self._submitted: set[int] = set()  # items that have no result yet
         self._losses = dict.fromkeys(self._waiting, 0)
 
     @property

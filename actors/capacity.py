@@ -13,11 +13,11 @@ from typing import Any
 from raylt.config import Config, ResourcesConfig
 from raylt.errors import ConfigError, count_of
 
-SERVER_GPUS = 0.05  # share of a GPU for the server, for placement only; Ray does not limit memory
-USABLE = 0.9  # share of the memory; the rest is for Ray, fragmentation and other programs
+SERVER_GPUS = 0.05  # Share of a GPU for the server, for placement only; Ray does not limit memory.
+USABLE = 0.9  # Share of the memory to plan with; the rest is for Ray, fragmentation and other programs.
 
 
-# rounds of FedAvg with ResNet-8 and of SFD with ResNet-18 on one H200: benchmarks/results/gpu_h200.json
+# Measured on one H200 for rounds of FedAvg with ResNet-8 and of SFD with ResNet-18: benchmarks/results/gpu_h200.json.
 PRECISION_COSTS = {
     "float32": "rounds took 2.0 to 2.3 times as long as with local.precision=tf32",
     "tf32": "rounds with float32 took 2.0 to 2.3 times as long",
@@ -30,9 +30,11 @@ class Node:
     """A group of equal nodes of a cluster.
 
     Args:
-        memory: in bytes.
-        role: the node label `role`: server, client or None.
-        count: the number of such nodes.
+        cpus: CPUs of each node.
+        gpus: GPUs of each node.
+        memory: Memory of each node in bytes.
+        role: Value of the node label `role`: server, client or None.
+        count: Number of nodes in the group.
     """
 
     cpus: float
@@ -47,8 +49,8 @@ class Need:
     """The measured memory use of one client actor.
 
     Args:
-        memory: bytes of its process.
-        gpu_memory: share of a GPU's memory.
+        memory: Memory of its process in bytes.
+        gpu_memory: Share of a GPU's memory.
     """
 
     memory: float = 0
@@ -57,7 +59,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Placement:
-    """The number of client actors, the resources of each, and the labels of nodes that may host them."""
+    """The number of client actors, the resources of each actor, and the labels of nodes that may host them."""
 
     actors: int
     cpus: float
@@ -70,7 +72,7 @@ class PlacementPlan:
     """A placement of client actors, and the resources of the server.
 
     Attributes:
-        reasons: one line for each decision, by name.
+        reasons: One line that explains each decision, by the name of the decision.
     """
 
     placement: Placement
@@ -83,10 +85,12 @@ def place(config: Config, clients: int, have: Mapping[str, float]) -> Placement:
     """Plan the client actors of a run on the summed resources of all nodes.
 
     Args:
-        have: as from `ray.cluster_resources()`.
+        config: Configuration of the run.
+        clients: Number of clients, K.
+        have: Resources as returned by `ray.cluster_resources()`.
 
     Raises:
-        ConfigError: the settings ask for more than there is.
+        ConfigError: The settings ask for more resources than available.
     """
     return plan(config, clients, [Node(have.get("CPU", 0.0), have.get("GPU", 0.0))]).placement
 
@@ -94,15 +98,17 @@ def place(config: Config, clients: int, have: Mapping[str, float]) -> Placement:
 def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None = None) -> PlacementPlan:
     """Plan the client actors and the server of a run on the given nodes.
 
-    Every client gets its own actor where the nodes have enough slots; else there are as many actors as can work at
-    the same time.
+    Every client gets its own actor if the nodes have enough slots. Otherwise the number of actors is the number that
+    can work at the same time.
 
     Args:
-        clients: number of clients, K.
-        need: the measured use of one client actor, where it was measured.
+        config: Configuration of the run.
+        clients: Number of clients, K.
+        nodes: The nodes.
+        need: Measured memory use of one client actor; None if it was not measured.
 
     Raises:
-        ConfigError: the settings ask for more than there is.
+        ConfigError: The settings ask for more resources than available.
     """
     wanted = config.resources
     federation = config.federation
@@ -114,7 +120,7 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
     slots = sum(node.count * min(each.values()) for node, each in zip(homes, limits, strict=True))
     if slots < 1:
         raise ConfigError(
-            f"resources: a client actor takes {_size(wanted)}, and the cluster has {_total(homes)}, not enough for "
+            f"resources: a client actor needs {_size(wanted)}, but the cluster has {_total(homes)}, not enough for "
             "one. Lower resources.cpus_per_client or resources.gpus_per_client.",
             code="cluster.too-small",
             slots=0,
@@ -127,8 +133,8 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
     if wanted.device == "cuda" and not (share and server_gpus):
         who = "the server" if share else "client actors"
         raise ConfigError(
-            f"resources.device: cuda, but {who} would be on nodes without GPUs (the cluster has {_total(nodes)}). Add "
-            "GPUs there, or set resources.device=auto.",
+            f"resources.device: is cuda, but {who} would be on nodes without GPUs (the cluster has {_total(nodes)}). "
+            "Add GPUs there, or set resources.device=auto.",
             code="device.not-found",
             key="resources.device",
             value="cuda",
@@ -195,14 +201,14 @@ def parse_nodes(text: str) -> list[Node]:
     """Parse a description of nodes such as `4x4gpu16cpu` or `server:1x8cpu,client:2x4gpu48cpu`.
 
     Raises:
-        ConfigError: the description is malformed.
+        ConfigError: The description is malformed.
     """
     nodes = []
     for part in text.split(","):
         match = re.fullmatch(r"(?:(server|client):)?(#)x(?:(#)gpu)?(#)cpu".replace("#", "[0-9]{1,9}"), part.strip())
         if match is None or int(match[2]) < 1:
             raise ConfigError(
-                f"--nodes: not a description of nodes ({part[:40]}). Write [ROLE:]COUNTx[GPUSgpu]CPUScpu with numbers "
+                f"--nodes: is not a description of nodes ({part[:40]}). Use [ROLE:]COUNTx[GPUSgpu]CPUScpu with numbers "
                 "below a billion, as in 4x4gpu16cpu or server:1x8cpu,client:2x4gpu48cpu.",
                 code="config.malformed",
                 key="--nodes",
@@ -215,16 +221,16 @@ def parse_nodes(text: str) -> list[Node]:
 def reserve(placement: Placement, actors: int) -> Any:
     """Request a placement group for the client actors, spread evenly over the nodes if possible.
 
-    Ray reserves the resources of all actors at once or of none.
+    Ray reserves the resources of all actors at once, or of none.
     """
-    from ray.util.placement_group import placement_group  # `raylt plan` does not import Ray
+    from ray.util.placement_group import placement_group  # Not at the top, because `raylt plan` does not import Ray.
 
     each = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus > 0 else {})
     return placement_group([each] * actors, strategy="SPREAD", bundle_label_selector=[dict(placement.labels)] * actors)
 
 
 def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, str], str]:
-    """Return the nodes that may run clients, their label selector, and a text that describes these nodes."""
+    """Return the nodes that may run clients, their label selector, and a description of these nodes."""
     labels = {}
     where = "all nodes"
     homes = list(nodes)
@@ -248,7 +254,7 @@ def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
     limits = {"CPUs": math.floor(node.cpus / wanted.cpus_per_client + 1e-9)}
     if wanted.gpu_share == "auto":
         if node.gpus and need.gpu_memory:
-            limits["GPU memory"] = int(node.gpus) * max(1, math.floor(USABLE / need.gpu_memory))  # one actor fitted
+            limits["GPU memory"] = int(node.gpus) * max(1, math.floor(USABLE / need.gpu_memory))  # one actor did fit
     elif wanted.gpu_share > 0:
         limits["GPUs"] = _share(wanted.gpu_share, node.gpus)[0]
     if need.memory and node.memory < math.inf:
@@ -257,7 +263,7 @@ def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
 
 
 def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, homes: Sequence[Node]) -> tuple[int, str]:
-    """Return the number of client actors, and a text that explains this number."""
+    """Return the number of client actors, and the reason for this number."""
     if wanted.actors != "auto":
         actors = wanted.actors
         setting = f"actors = {wanted.actors}"
@@ -270,12 +276,13 @@ def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, home
         return clients, "one for each client"
     else:
         reason = f"a round asks {active} of {clients} clients"
-        return min(slots, active), reason if active <= slots else f"{reason}, and {slots} work at a time"
+        return min(slots, active), reason if active <= slots else f"{reason}, and {slots} work at the same time"
     actors = min(actors, clients)
     if actors > slots:
         raise ConfigError(
-            f"resources.{setting}: {actors} client actors of {_size(wanted)}, and the cluster has {_total(homes)}, "
-            f"enough for {slots}. {remedy}, or lower resources.cpus_per_client or resources.gpus_per_client.",
+            f"resources.{setting}: {actors} client actors need {_size(wanted)} each, but the cluster has "
+            f"{_total(homes)}, enough for {slots}. {remedy}, or lower resources.cpus_per_client or "
+            "resources.gpus_per_client.",
             code="cluster.too-small",
             actors=actors,
             slots=slots,
@@ -289,7 +296,7 @@ def _gpu_share(
     """Return the share of a GPU that each client actor gets."""
     if wanted.gpu_share != "auto":
         return _share(wanted.gpu_share, 1)[1]
-    # the smallest number of actors on a GPU with which all actors and the server fit
+    # the smallest number of actors per GPU for which all actors and the server fit
     each = next(
         each
         for each in range(1, actors + 1)
@@ -302,16 +309,16 @@ def _gpu_share(
 
 
 def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str], str]:
-    """Choose the server's GPU share and the labels of its node; return both, and a text that explains them."""
+    """Choose the server's GPU share and the labels of its node; return both with an explanation."""
     labelled = [node for node in nodes if node.role == "server"]
     labels = {"role": "server"} if labelled else {}
     where = "the node labelled role=server" if labelled else "any node"
     if not on_gpus:
-        return 0.0, labels, f"{where}; on the CPU, as resources says"
+        return 0.0, labels, f"{where}; on the CPU, as set in resources"
     if any(node.gpus for node in labelled or nodes):
         return SERVER_GPUS, labels, f"{where}{'' if labelled else ' with GPUs'}, on {SERVER_GPUS:g} of a GPU"
-    missing = "no GPU on it" if any(node.gpus for node in nodes) else "no GPU"
-    return 0.0, labels, f"{where}; {missing}, so it computes on the CPU"
+    missing = "the node has no GPU" if any(node.gpus for node in nodes) else "no node has a GPU"
+    return 0.0, labels, f"{where}; {missing}, so the server computes on the CPU"
 
 
 def _share(wanted: float, gpus: float) -> tuple[int, float]:
@@ -319,8 +326,8 @@ def _share(wanted: float, gpus: float) -> tuple[int, float]:
     if wanted > 1:
         if wanted != int(wanted):
             raise ConfigError(
-                f"resources.gpus_per_client: above 1 and not a whole number ({wanted:g}). Give a whole number of GPUs, "
-                "or a share of at most 1.",
+                f"resources.gpus_per_client: is above 1 and not a whole number ({wanted:g}). Give a whole number of "
+                "GPUs, or a share of at most 1.",
                 code="config.out-of-range",
                 key="resources.gpus_per_client",
                 value=wanted,

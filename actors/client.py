@@ -1,6 +1,6 @@
 """The Ray actor that runs client functions on its share of a GPU.
 
-A call that raises returns a `Fault`: Ray would send the exception without the place where it was raised.
+Exceptions are returned as `Fault`, because Ray would drop the place where they were raised.
 """
 
 import faulthandler
@@ -32,10 +32,10 @@ from raylt.runs.callbacks.progress import item_writer
 from raylt.store import Folder
 from raylt.tree import Tree, from_arrays, snapshot, to_arrays
 
-LOST_DEVICE_EXIT = 86  # exit code of a process that can no longer use its device
-DATA_SHARE = 0.5  # share of the device memory for data; the rest is for models, activations and CUDA
-GONE_S = 30.0  # a killed process, and its memory on a GPU, is gone in a second or two
-_STICKY = (
+LOST_DEVICE_EXIT = 86  # Exit code of a process that can no longer use its device.
+DATA_SHARE = 0.5  # Share of the device memory for data; the rest is for models, activations and CUDA.
+EXIT_TIMEOUT_S = 30.0  # Usually a killed process releases its GPU memory within two seconds.
+_STICKY = (  # Parts of error messages after which every later CUDA call of the process fails.
     "illegal memory access",
     "device-side assert",
     "unspecified launch failure",
@@ -55,7 +55,7 @@ _STICKY = (
 
 
 class DeviceFull(RayltError):
-    """Raised when the device has no room for another client actor."""
+    """Raised when the device has too little memory for another client actor."""
 
     def __init__(self, cause: str):
         super().__init__(
@@ -71,11 +71,12 @@ class Block:
     """The clients of one call, which an actor runs one after the other.
 
     Attributes:
-        packs: numbers of the packs of data that are sent with the call because the actor has not got them.
-        clients: for each client its id, the number of the pack with its data, and its place among the private states
-            that are sent with the call; None for the place before a client's first call.
-        keep: whether the actor keeps the packs and the clients' samples after the call.
-        apart: whether each reply becomes an object of its own in the object store.
+        round: Number of the round.
+        packs: Numbers of the packs of data that are sent with the call because the actor does not have them.
+        clients: For each client, its id, the number of the pack with its data, and its position among the private
+            states that are sent with the call; the position is None before a client's first call.
+        keep: Whether the actor keeps the packs and the clients' samples after the call.
+        apart: Whether each reply becomes a separate object in the object store.
     """
 
     round: int
@@ -90,8 +91,8 @@ class BlockReplies:
     """The replies of a block's call, and the problems of its actor.
 
     Attributes:
-        replies: of the block's clients, in their order; see `ClientActor.run`.
-        problems: lines about problems of the call from which the actor has recovered.
+        replies: Replies of the block's clients, in order; see `ClientActor.run`.
+        problems: Lines about problems during the call from which the actor has recovered.
     """
 
     replies: list[Any]
@@ -103,19 +104,20 @@ class ClientActor:
     """Runs client functions for one client, or for several if there are more clients than actors.
 
     Args:
-        label: the name that Ray's dashboard shows.
-        setup: the experiment's `Setup`.
-        test: the balanced test set.
-        stacks: file for the stacks of a call that is stuck; None to write none.
+        label: Name that Ray's dashboard shows.
+        setup: The experiment's `Setup`.
+        spec: Description of the task.
+        test: The balanced test set.
+        stacks: File for the stack traces of a stuck call; None to write none.
     """
 
-    label = "client"  # Ray asks for the name of an actor whose constructor failed
+    label = "client"  # Ray asks for the name even if the constructor failed
 
     def __init__(self, label: str, setup: Shipment, spec: TaskSpec, test: Shard, stacks: Path | None):
         self.label = label
         self.stacks = stacks
-        self._problems: list[str] = []  # of the call in progress
-        self.packs: dict[int, Pack] = {}  # in Ray's memory: the host may drop a client's samples and need them again
+        self._problems: list[str] = []  # problems of the call in progress
+        self.packs: dict[int, Pack] = {}  # in Ray's memory; the host may drop a client's samples and need them again
         self._parts = setup, spec, test
         self.refusal = self._open()
 
@@ -147,11 +149,11 @@ class ClientActor:
         """Return the actor's node, its pid and a description of its device, once the actor has started.
 
         Args:
-            again: whether to try again to use a device that was refused before.
+            again: Whether to try again to use a device that could not be used before.
 
         Raises:
-            ConfigError: the device cannot be used.
-            DeviceFull: the device has no room.
+            ConfigError: The device cannot be used.
+            DeviceFull: The device has too little free memory.
         """
         if again:
             self.refusal = self._open()
@@ -160,9 +162,9 @@ class ClientActor:
         return ray.get_runtime_context().get_node_id(), os.getpid(), self.host.describe()
 
     def wait_until_gone(self, processes: list[tuple[str, int]]) -> None:
-        """Wait until all given processes (node, pid) of this node have ended, at most `GONE_S` seconds."""
+        """Wait until all given processes (node, pid) of this node have ended, but at most `EXIT_TIMEOUT_S` seconds."""
         this_node = ray.get_runtime_context().get_node_id()
-        end = time.monotonic() + GONE_S
+        end = time.monotonic() + EXIT_TIMEOUT_S
         pids = [pid for node, pid in processes if node == this_node]
         while any(_lives(pid) for pid in pids) and time.monotonic() < end:
             time.sleep(0.05)
@@ -170,19 +172,22 @@ class ClientActor:
     def run(
         self, fn: ClientFunction, message: Tree, block: Block, patience: float, sums: Schema | None, *objects: Any
     ) -> Any:
-        """Run a client function on each client of a block, one after the other. Tensors travel as arrays.
+        """Run a client function on each client of a block, one after the other. Tensors are sent as arrays.
 
-        A client whose function raises gets a `Fault` for a reply; the other clients of the block are unaffected.
+        If the function raises, the client's reply is a `Fault`; the other clients of the block are unaffected.
 
         Args:
-            patience: seconds after which the stacks of a call that is still running are written to `stacks`.
-            sums: layout of the replies, for a block that returns as its sum. A block in which a client's function
-                raised returns its replies: that client is asked again, and its reply is added in its turn.
-            objects: the packs that `block` names, then the private states that it has places for.
+            fn: The client function.
+            message: The server's message.
+            block: The clients.
+            patience: Seconds after which the stack traces of a call that is still running are written to `stacks`.
+            sums: Layout of the replies, for a block that returns its sum. If a client's function raised, the block
+                returns its replies instead: that client is asked again, and its reply is added in id order.
+            objects: The packs that `block` names, followed by the private states that `block` refers to.
 
         Returns:
-            The replies with the problems of the call, and each client's private state as an object of its own. If the
-            replies are objects of their own, they follow the states, and a None stands in place of each reply.
+            A `BlockReplies`, and each client's private state as a separate object. If the replies are separate objects
+            too, they follow the states, and `BlockReplies` has None in their place.
         """
         packs = self.packs | dict(zip(block.packs, objects, strict=False))
         if block.keep:
@@ -212,22 +217,22 @@ class ClientActor:
         return BlockReplies(replies, problems), *states
 
     def add_up(self, sums: Schema, ids: list[int], replies: list[Any]) -> list[Any]:
-        """Add up the replies of a block's clients, which lie in the object store.
+        """Add up the replies of a block's clients from the object store.
 
         Args:
-            sums: layout of the replies.
-            ids: ascending.
-            replies: references to the clients' replies. One reply at a time is fetched and added.
+            sums: Layout of the replies.
+            ids: Ids of the clients, ascending.
+            replies: References to the clients' replies, which are fetched and added one by one.
 
         Returns:
-            For each client the same as `run` for a block that returns as its sum.
+            For each client, the same as `run` returns for a block that returns its sum.
         """
         return _summed(sums, ids, map(ray.get, replies))
 
     def _call(
         self, fn: ClientFunction, message: Tree, block: Block, call: ClientCall, outcome: Outcome | None
     ) -> tuple[Reply | Unusable | Fault, Tree]:
-        """Run a call, or take its outcome in a stack; return what is sent."""
+        """Run a call, or take its outcome from a stack of clients; return the packed reply and private state."""
         try:
             if outcome is not None:
                 return packed(*outcome)
@@ -239,10 +244,12 @@ class ClientActor:
             return fault_of(error, self.host.device), {}
 
     def compute(self, fn: ItemFunction, item: Tree, number: int) -> Tree | Fault:
-        """Compute one item of `Fleet.map`. Tensors travel as arrays.
+        """Compute one item of `Fleet.map`. Tensors are sent as arrays.
 
         Args:
-            number: of the item, under which its progress is written.
+            fn: The function.
+            item: The item.
+            number: Number of the item, under which its progress is written.
         """
         try:
             threads = max(1, int(self.host.setup.config.resources.cpus_per_client))
@@ -255,7 +262,7 @@ class ClientActor:
     def _stacks_after(self, patience: float) -> Iterator[None]:
         """Write this process's stack traces to a file if the block takes longer than `patience` seconds.
 
-        The interpreter's own timer writes them; it needs neither this thread nor the interpreter lock.
+        The timer of `faulthandler` writes them; it needs neither this thread nor the interpreter lock.
         """
         if self.stacks is None:
             yield
@@ -276,8 +283,8 @@ class ClientActor:
 def fault_of(error: BaseException, device: torch.device) -> Fault:
     """Convert an exception to a value that can be sent to the dispatcher.
 
-    A process that can no longer use its device ends in this call, without the clean-up that would ask the device.
-    The dispatcher then replaces its actor and makes the call again.
+    If this process can no longer use its device, it exits here without clean-up, which would access the device. The
+    dispatcher then replaces the actor and repeats the call.
     """
     fault = Fault.of(error)
     if is_lost(error, device):
@@ -289,9 +296,9 @@ def fault_of(error: BaseException, device: torch.device) -> Fault:
 def is_lost(error: BaseException, device: torch.device) -> bool:
     """Return whether an error means that this process can no longer use its device.
 
-    Torch raises most of CUDA's errors as plain `RuntimeError`, so only their texts tell them apart. Some errors are
-    sticky: after an illegal access or a failed assertion every later call of the process fails, whatever it computes.
-    An error whose text is not listed is recognised by a call that fails as well.
+    Torch raises most CUDA errors as plain `RuntimeError`, so only their messages distinguish them. Some errors are
+    sticky: after an illegal access or a failed assertion, every later call of the process fails. Sticky errors with an
+    unknown message are detected by a synchronisation, which then fails too.
     """
     if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _STICKY):
         return True
@@ -308,7 +315,7 @@ def own_device(config: Config) -> torch.device:
     """Return the device of this process: the GPU that Ray leased to it, or the CPU.
 
     Raises:
-        ConfigError: the leased GPU cannot be used.
+        ConfigError: The leased GPU cannot be used.
     """
     return open_device(config, leased=bool(ray.get_gpu_ids()))
 
@@ -338,10 +345,10 @@ def label_of(ids: list[int], sizes: Any, counts: Any, names: Sequence[str] = ())
     An actor with several clients has a label such as `clients 0, 2, 4 and 7 more · 1407 samples`.
 
     Args:
-        ids: ascending.
-        sizes: samples per client, int64 [K].
-        counts: samples or pixels per client and class, int64 [K, C].
-        names: name of each client; by default its number.
+        ids: Ids of the actor's clients, ascending.
+        sizes: Number of samples of each client, int64 [K].
+        counts: Number of samples or pixels of each client and class, int64 [K, C].
+        names: Name of each client; by default its number.
     """
     if len(ids) == 1:
         class_counts = counts[ids[0]]
@@ -352,7 +359,7 @@ def label_of(ids: list[int], sizes: Any, counts: Any, names: Sequence[str] = ())
 
 
 def _copied(reply: Reply | Unusable, state: Tree) -> tuple[Reply | Unusable, Tree]:
-    """Copy a reply and a private state, whose memory may belong to the model that the next client uses."""
+    """Copy a reply and a private state, because they may share memory with the model that the next client uses."""
     return reply if isinstance(reply, Unusable) else Reply(reply.weight, snapshot(reply.tree)), snapshot(state)
 
 

@@ -1,8 +1,8 @@
 """The process that reads a `ray:` source with Ray Data into the cache of decoded images.
 
-`raylt.data.sources.ray_data` starts it, sends a `Reading` and receives None or an error. The process enters a Ray
-session of its own: the cluster that RAYLT_ADDRESS or the Ray job names, otherwise a new local one. It ends when its
-parent closes the pipe.
+`raylt.data.sources.ray_data` starts the process, sends a `Reading` and receives None or an error. The process has its
+own Ray session, in the cluster that RAYLT_ADDRESS or the Ray job names, or in a new local one. It ends when its parent
+closes the pipe.
 """
 
 import logging
@@ -73,8 +73,8 @@ def read(reading: Reading) -> None:
     """Write a source's images and labels to its cache, unless another process has already done so.
 
     Raises:
-        ConfigError: see `find_columns`.
-        DataError: files cannot be read, labels are no classes, or images cannot be decoded and are not skipped.
+        ConfigError: See `find_columns`.
+        DataError: Files cannot be read, labels are not classes, or images cannot be decoded and are not skipped.
     """
     with folder_for(reading.array.parent) as folder, unfinished(folder, reading.array) as missing:
         if missing:
@@ -88,7 +88,7 @@ class _Read:
     def __init__(self, reading: Reading, folder: Folder):
         import ray.data
 
-        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it reports each step
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it logs each step
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True
         context.enable_progress_bars = False
@@ -146,7 +146,7 @@ class _Read:
         return find_columns(self.reading, {name: values[0] for name, values in first.items()})
 
     def _open(self, files: tuple[str, ...]) -> Any:
-        """Return the rows of some files as a data set of Ray, in the order of the files."""
+        """Return the rows of some files as a Ray data set, in the order of the files."""
         system, top = file_system(self.reading.address)
         paths = [str(PurePosixPath(top, file)) for file in files]
         match self.reading.kind:
@@ -178,7 +178,7 @@ class _Read:
         """Collect the labels of a batch, and return its rows."""
         if self.parts:
             for file, name in zip(batch["file"].tolist(), expected, strict=False):
-                assert file.endswith(name), f"Ray Data gave {file} in the place of {name}"
+                assert file.endswith(name), f"Ray Data returned {file} instead of {name}"
         else:
             self.labels.add(batch["label"])
             if self.columns.client is not None:
@@ -190,12 +190,12 @@ class _Read:
             name = batch["file"][position] or f"row {self.count + position}"
             reasons[position] = Undecodable(shown_name(name), batch["cause"][position]).reason
         self.count += len(batch["state"])
-        # a copy of the states, as a view would keep the whole block in the object store
+        # copy the states, because a view would keep the whole block in the object store
         return DecodedRows(np.ascontiguousarray(batch["pixels"]), batch["state"].copy(), reasons)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Convert errors of Ray Data and of the file system to a DataError of one line."""
+        """Convert errors of Ray Data and of the file system to a DataError with a message of one line."""
         try:
             yield
         except RayltError:
@@ -203,7 +203,7 @@ class _Read:
         except Exception as error:  # Ray Data and pyarrow raise errors of many types
             raise DataError(
                 f"data.source: Ray Data cannot read {self.reading.name} ({_last_line(error)}). Check that its files "
-                "are whole and have the same columns.",
+                "are complete and have the same columns.",
                 code="data.malformed",
                 key="data.source",
                 value=self.reading.name,
@@ -211,6 +211,6 @@ class _Read:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error, which in Ray's errors names the cause."""
+    """Return the last line of an error message, which in Ray's errors names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,8 +1,8 @@
 """Dispatches the calls of a job to client actors as the actors become free.
 
-A `Job` knows which call to make next and what its results mean. The dispatcher knows the actors. It replaces an actor
-that died, gives up half the actors when a device is full, and keeps actors busy with late calls out of the way. Both
-jobs, client functions and the items of `Fleet.map`, are in `actors.calls`.
+A `Job` chooses the next call and interprets its results. The dispatcher manages the actors: it replaces actors that
+died, removes half of the actors when a device is full, and gives no call to an actor that is busy with a late one. The
+two kinds of jobs, for client functions and for the items of `Fleet.map`, are in `actors.calls`.
 """
 
 import time
@@ -17,9 +17,9 @@ from ray.exceptions import RayTaskError
 from actors.actor_pool import LOST, ActorPool, ActorSlot
 from raylt.core.fleet.wire import Fault
 
-# an idle actor's choice of clients: its own, those of its node, those of other nodes
+# The clients that an idle actor considers: its own, the clients of its node, or the clients of other nodes.
 Reach = Literal["own", "node", "others"]
-REACHES: tuple[Reach, ...] = ("own", "node", "others")  # in the order of its choice
+REACHES: tuple[Reach, ...] = ("own", "node", "others")  # In order of preference.
 
 
 @dataclass
@@ -27,13 +27,14 @@ class Call:
     """A call that is running on an actor.
 
     Attributes:
-        ids: the clients, or items, that the call is for.
-        private_refs: references to the new private state of each client; empty for items.
-        reply_refs: references to replies that stay in the object store; empty if the call returns its replies.
-        start: when the call was submitted, from `time.monotonic`.
-        patience: seconds after which the call is reported as stuck; None for never.
-        actors: number of actors when the call was submitted.
-        reported: whether the call has been reported as stuck.
+        ids: Clients or items of the call.
+        slot: Slot of the actor.
+        actors: Number of actors when the call was submitted.
+        private_refs: References to the new private state of each client; empty for items.
+        reply_refs: References to replies that stay in the object store; empty if the call returns its replies.
+        start: Time at which the call was submitted, from `time.monotonic`.
+        patience: Seconds after which the call is reported as stuck; None for never.
+        reported: Whether the call has been reported as stuck.
     """
 
     ids: list[int]
@@ -59,8 +60,9 @@ class Outcome:
     """The result of a call for one client or one item.
 
     Attributes:
-        value: the reply or result, or a `Fault`.
-        private_ref: reference to the client's new private state.
+        id: The client or item.
+        value: The reply or result, or a `Fault`.
+        private_ref: Reference to the client's new private state.
     """
 
     id: int
@@ -72,7 +74,7 @@ class Job(ABC):
     """Base class of jobs: a set of calls that a `Dispatcher` submits.
 
     Attributes:
-        deadline: time, from `time.monotonic`, after which the job is given up; None for no limit.
+        deadline: Time, from `time.monotonic`, after which the job is given up; None for no limit.
     """
 
     deadline: float | None = None
@@ -92,8 +94,9 @@ class Job(ABC):
         """Submit the next call that an idle actor can run.
 
         Args:
-            reach: the clients that the call may be for. An actor takes over another actor's clients only if none of
-                its own wait.
+            slot: Slot of the actor.
+            reach: Clients that the call may be for. An actor takes over clients of another actor only if none of its
+                own are waiting.
 
         Returns:
             Ray's reference to the results, and the call; None if no call suits the actor.
@@ -127,10 +130,10 @@ class Job(ABC):
     def describe(self, id: int) -> str:
         """Return a description of a client or item, as in `client 3, round 2, train`."""
 
-    def expire(self, calls: Sequence[Call]) -> None:  # noqa: B027  (a job without a deadline has nothing to do)
+    def expire(self, calls: Sequence[Call]) -> None:  # noqa: B027  (optional: a job may have no deadline)
         """Give up all running and pending calls, because the deadline has passed."""
 
-    def report_stuck(self, call: Call, seconds: float) -> None:  # noqa: B027  (likewise without patience)
+    def report_stuck(self, call: Call, seconds: float) -> None:  # noqa: B027  (optional: calls may have no patience)
         """Report a call that has run longer than expected."""
 
 
@@ -138,10 +141,12 @@ class Dispatcher:
     """Submits the calls of one job to client actors and collects the results.
 
     Args:
-        note: called with one line for each remedy that the user should know of.
+        pool: The pool of client actors.
+        job: The job.
+        note: Function that is called with one line for each event that the user should know of.
 
     Attributes:
-        over: whether the job has ended.
+        over: Whether the job has ended.
     """
 
     def __init__(self, pool: ActorPool, job: Job, note: Callable[[str], None]):
@@ -155,7 +160,7 @@ class Dispatcher:
         """Submit all calls that can start, wait for one call to end, and record its results.
 
         Args:
-            wait_s: seconds to wait at most; None for as long as it takes.
+            wait_s: Maximum number of seconds to wait; None for no limit.
         """
         self._submit()
         late = [slot.late for slot in self.pool if slot.late is not None]
@@ -201,10 +206,10 @@ class Dispatcher:
             outcomes = self.job.outcomes(call, ray.get(ref))
         except LOST as error:
             self.job.lose(call, error)
-            if not isinstance(error, RayTaskError):  # the actor lives, and an object that it needed is lost
+            if not isinstance(error, RayTaskError):  # with RayTaskError the actor lives, but an object was lost
                 self._replace(call.slot)
             return
-        except RayTaskError as error:  # the call could not be sent, or its results could not
+        except RayTaskError as error:  # the call or its results could not be sent
             self.job.reject(call, error.cause)
             return
         seconds = (time.monotonic() - call.start) / len(call.ids)
@@ -212,13 +217,13 @@ class Dispatcher:
             fault = outcome.value if isinstance(outcome.value, Fault) else None
             if fault is None:
                 self.job.accept(outcome, seconds)
-            elif fault.code == "device.full" and call.actors > 1:  # fewer actors may mend it
+            elif fault.code == "device.full" and call.actors > 1:  # fewer actors may fit
                 self._make_room(call, outcome.id)
             else:
                 self.job.fail(outcome.id, fault)
 
     def _replace(self, slot: ActorSlot) -> None:
-        """Replace a dead actor. The time that this takes does not count towards the deadline."""
+        """Replace a dead actor. The time for this does not count towards the deadline."""
         start = time.monotonic()
         self.pool.replace([slot])
         if self.job.deadline is not None:
@@ -227,7 +232,7 @@ class Dispatcher:
     def _make_room(self, call: Call, id: int) -> None:
         """Remove half of the actors because a device was full, and submit the same calls again.
 
-        When other calls have made room since this call was submitted, the call is only submitted again.
+        If actors were removed after this call was submitted, only submit the call again.
         """
         if call.actors == len(self.pool):
             before = len(self.pool)

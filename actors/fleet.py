@@ -1,9 +1,8 @@
 """The fleet that runs its clients in Ray actors.
 
-The fleet holds, for each client, a reference to its data and one to the private state that its last call left. So any
-actor can run any client's call: a lost actor is replaced and its call made again, and where an actor holds several
-clients an idle actor takes over a waiting one. Calls are deterministic in (private state, message, seed), so none of
-this can change a result.
+The fleet holds references to each client's data and to the private state after its last call, so any actor can run any
+client's call. A lost actor is replaced and its call repeated. If an actor has several clients, an idle actor takes over
+waiting ones. Calls depend only on private state, message and seed, so none of this can change a result.
 """
 
 import time
@@ -31,24 +30,27 @@ from raylt.store import Folder
 from raylt.tree import Tree, from_arrays, to_arrays
 
 START_TIMEOUT_S = 180
-LOOK_S = 1.0  # seconds between two looks at the progress of items
-PATIENCE_S = 60.0  # a call is not reported as stuck before
-STACK_S = 3.0  # seconds after which a process has written its stacks if it can
-STACKS = "stacks"  # folder in the run folder: the stacks of stuck clients
+PROGRESS_S = 1.0  # Interval between two updates of the items' progress.
+MIN_PATIENCE_S = 60.0  # Minimum time after which a call is reported as stuck.
+STACKS_TIMEOUT_S = 3.0  # Time for a process to write its stack traces.
+STACKS = "stacks"  # Folder in the run folder for the stack traces of stuck clients.
 
 
 class RayFleet(Fleet):
     """Fleet that runs its clients in a pool of actors, with a `Dispatcher` for the calls of each client function.
 
     Args:
-        shards: references to the clients' data.
-        test: reference to the test set.
-        run: name of the run; actors are named `<run>/client-003`.
-        folder: the run folder, where notes and the stacks of stuck clients go.
+        setup: Configuration, method, model and augmentation.
+        task: Data of the experiment.
+        shards: References to the clients' data.
+        test: Reference to the test set.
+        placement: Number, resources and node labels of the actors.
+        run: Name of the run; actors are named `<run>/client-003`.
+        folder: The run folder, for notes and the stack traces of stuck clients.
 
     Raises:
-        ConfigError: there is no room for the actors.
-        RayltError: an actor died while it started.
+        ConfigError: There is no room for the actors.
+        RayltError: An actor died while it started.
     """
 
     def __init__(
@@ -69,9 +71,9 @@ class RayFleet(Fleet):
         self._placement = placement
         self._folder = folder
         self._several_nodes = len(nodes_of(ray.nodes())) > 1
-        self._longest: dict[str, float] = {}  # seconds, by client function
-        self._noted = set[str]()  # by `note_once`
-        self.seconds: dict[int, float] = {}  # of each client's calls since `begin`
+        self._longest: dict[str, float] = {}  # longest call of each client function, in seconds
+        self._noted = set[str]()  # lines that `note_once` has added
+        self.seconds: dict[int, float] = {}  # duration of each client's calls since `begin`
         self.slots = ActorPool(
             run,
             [group for group in (self.ids, self.new_clients) if group],
@@ -116,33 +118,34 @@ class RayFleet(Fleet):
             self.note(text)
 
     def note_stuck(self, ids: list[int], name: str, seconds: float, slot: ActorSlot) -> None:
-        """Add a note about a call that has run for long, with the file of its stack traces if there is one."""
+        """Add a note about a call that has run for a long time, with the file of its stack traces if there is one."""
         longest = self._longest.get(name)
         others = "no client has finished yet" if longest is None else f"other clients took at most {longest:.0f} s"
         self.note(
-            f"{name_clients(ids)}, round {self.round}, {name}: at work for {seconds:.0f} s, {others}; set "
+            f"{name_clients(ids)}, round {self.round}, {name}: running for {seconds:.0f} s, {others}; set "
             f"federation.deadline_s to continue without it; {self._stacks_of(slot)}"
         )
 
     def _stacks_of(self, slot: ActorSlot) -> str:
         """Return a clause that names the file with an actor's stack traces, or the reason why there is none."""
         if self._folder is None:
-            return "without a run folder it writes no stacks"
+            return "without a run folder it writes no stack traces"
         file = self._folder / STACKS / _stacks_file(slot.current)
-        end = time.monotonic() + STACK_S
+        end = time.monotonic() + STACKS_TIMEOUT_S
         while not (file.is_file() and file.stat().st_size):
             if time.monotonic() >= end:
-                return f"it wrote no stacks: {_process_state(slot)}"
+                return f"it wrote no stack traces: {_process_state(slot)}"
             time.sleep(0.05)
-        return f"{STACKS}/{file.name} has its stacks"
+        return f"{STACKS}/{file.name} has its stack traces"
 
     def patience(self, name: str, clients: int) -> float:
-        """Return the seconds after which a call counts as stuck: far more than calls of other clients took.
+        """Return the seconds after which a call counts as stuck, which is far more than earlier calls took.
 
         Args:
-            clients: how many the call is for, one after the other.
+            name: Name of the client function.
+            clients: Number of clients of the call, which run one after the other.
         """
-        return max(PATIENCE_S, 5 * clients * self._longest.get(name, 0.0))
+        return max(MIN_PATIENCE_S, 5 * clients * self._longest.get(name, 0.0))
 
     def record_seconds(self, name: str, id: int, seconds: float) -> None:
         """Record how long a client's call took."""
@@ -166,7 +169,7 @@ class RayFleet(Fleet):
                 self.show_steps(fn, len(job.results), len(items), steps)
             else:
                 self.show_items(fn, len(job.results), len(items))
-            dispatcher.advance(LOOK_S)
+            dispatcher.advance(PROGRESS_S)
         if self._folder is not None:
             remove_items(self._folder, range(len(items)))
         if job.error is not None:
@@ -212,11 +215,11 @@ def _process_state(slot: ActorSlot) -> str:
         return "its process has not started"
     node, pid = slot.process
     if node != ray.get_runtime_context().get_node_id():
-        return f"its process {pid} is on another node, and may be stopped or cut off"
+        return f"its process {pid} is on another node, and may be stopped or disconnected"
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return f"its process {pid} is gone"
+        return f"its process {pid} has ended"
     if state in "Tt":
         return f"its process {pid} is stopped; kill -CONT {pid} continues it"
     return f"its process {pid} does not answer (state {state})"

@@ -1,6 +1,6 @@
 """Entry points of `actors`. The runner imports only this module, whose top level does not import Ray.
 
-Environment variables that the cluster decides must be set before Ray is imported. So every module that imports Ray,
+Environment variables that depend on the cluster must be set before Ray is imported. So every module that imports Ray,
 such as `actors.remote_experiment`, is imported inside `session`.
 """
 
@@ -36,16 +36,20 @@ def open_experiment(
     """Start the server actor and client actors of a run, on a new local cluster or the cluster to join.
 
     Args:
-        address: of the cluster, see `actors.cluster.access.cluster_to_join`.
-        on_message: called with each line for the user; with `minor=True` when it matters only at a terminal.
-        on_progress: called with the progress inside a round.
-        on_items: called with the progress inside items of the server's own work.
+        setup: Configuration, method, model and augmentation.
+        task: Data of the experiment.
+        folder: The run folder.
+        address: Address of the cluster; see `actors.cluster.access.cluster_to_join`.
+        on_message: Function that is called with each line for the user, and with `minor=True` if the line is of
+            interest only at a terminal.
+        on_progress: Function that is called with the progress inside a round.
+        on_items: Function that is called with the progress inside items of the server's own work.
 
     Yields:
-        The experiment; its calls raise `ServerLost` when the server's process has died.
+        The experiment. Its calls raise `ServerLost` if the server's process has died.
 
     Raises:
-        ConfigError: the address does not answer, or the cluster is too small.
+        ConfigError: No cluster answers at the address, or the cluster is too small.
     """
     with session(address) as cluster:
         from actors.remote_experiment import start_experiment
@@ -61,8 +65,10 @@ def plan_placement(config: Config, address: str | None, description: str | None)
     """Return the plan of the actors that `open_experiment` would start, without starting them.
 
     Args:
-        description: description of nodes for `parse_nodes`. Without it the plan is for the cluster that a run would
-            join, or for this machine.
+        config: Configuration of the run.
+        address: Address of the cluster; see `actors.cluster.access.cluster_to_join`.
+        description: Description of nodes for `parse_nodes`. If None, the plan is for the cluster that a run would join,
+            or for this machine.
     """
     clients = config.data.clients or build_task(config.data).clients
     if description is not None:

@@ -1,4 +1,4 @@
-"""Measures a client actor's memory in a short run of a real client, to decide how many actors share a GPU."""
+"""Measures the memory of a client actor in a short run, to decide how many actors share a GPU."""
 
 import warnings
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from raylt.errors import one_line
 from raylt.machine import peak_memory
 from raylt.own_code.shipment import Shipment
 
-# device memory of a CUDA context and its libraries, which torch does not count: 1.53 GB on an H200 with CUDA 13
-CONTEXT = 1600 * 2**20
+# Device memory of a CUDA context and its libraries, which torch does not count: 1.53 GB on an H200 with CUDA 13.
+CONTEXT_BYTES = 1600 * 2**20
 TIMEOUT_S = 120
 
 
@@ -39,11 +39,13 @@ def probe(setup: Setup, task: Task, gpus: float, on_message: Callable[[str], Non
     """Measure the resources that the largest client needs.
 
     Args:
-        gpus: that the short run reserves.
-        on_message: called with the reason if the short run fails; by default it is a warning.
+        setup: Configuration, method, model and augmentation.
+        task: Data of the experiment.
+        gpus: GPUs that the short run reserves.
+        on_message: Function that is called with the reason if the short run fails; by default it issues a warning.
 
     Returns:
-        The need; None where it could not be measured, and the share of a GPU that Ray assigns decides alone.
+        The need, or None if it could not be measured.
     """
     largest = max(
         (id for id in range(len(task.shards)) if id not in task.new_clients), key=lambda id: len(task.shards[id])
@@ -53,8 +55,8 @@ def probe(setup: Setup, task: Task, gpus: float, on_message: Callable[[str], Non
     run = remote.remote(pack(setup), ray.put(task.without_data()), largest, ray.put(shard))
     ended, _ = ray.wait([run], timeout=TIMEOUT_S)
     if not ended:
-        # A probe that still waits for a GPU would take it from the clients later. A probe that has ended must not
-        # be cancelled: Ray would abort this process
+        # Otherwise a probe that still waits for a GPU would take it from the clients later. A probe that has ended
+        # must not be cancelled, because Ray would abort this process.
         ray.cancel(run, force=True)
         return None
     try:
@@ -69,11 +71,17 @@ def probe(setup: Setup, task: Task, gpus: float, on_message: Callable[[str], Non
 def _short_run(shipped: Shipment, task: Task, id: int, shard: Shard) -> tuple[float, float, float]:
     """Run one client for a round, the phase after the last round and an evaluation, and measure its memory.
 
-    The client has two training batches of samples, or one evaluation batch if that is larger. So everything that
-    clients compute occurs at its full size.
+    The client has two training batches of samples, or one evaluation batch if that is larger, so that all computation
+    of clients occurs at full size.
+
+    Args:
+        shipped: The `Setup`.
+        task: Data of the experiment, without the clients' samples.
+        id: Id of the client.
+        shard: Samples of the client.
 
     Returns:
-        Bytes of this process at its peak, bytes used of its device, and bytes of the whole device (0 on a CPU).
+        Peak memory of this process, memory used on its device, and memory of the device, in bytes (0 on a CPU).
     """
     setup: Setup = shipped.open()
     config = setup.config
@@ -82,7 +90,7 @@ def _short_run(shipped: Shipment, task: Task, id: int, shard: Shard) -> tuple[fl
     short = config.model_copy(
         update={
             "local": config.local.model_copy(update={"epochs": 1, "steps": None}),
-            # the one client surely takes part; a secure sum would need two
+            # the single client must take part; a secure sum would need two clients
             "federation": config.federation.model_copy(
                 update={"rounds": 1, "participation": 1, "over_select": 0, "secure": False}
             ),
@@ -106,14 +114,11 @@ def _short_run(shipped: Shipment, task: Task, id: int, shard: Shard) -> tuple[fl
     peak = float(peak_memory()) + data
     if device.type == "cpu":
         return peak, 0.0, 0.0
-    used = torch.cuda.max_memory_reserved(device) + CONTEXT + data
+    used = torch.cuda.max_memory_reserved(device) + CONTEXT_BYTES + data
     return peak, used, float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _evenly(shard: Shard, size: int) -> Shard:
-    """Return `size` evenly spaced samples of a shard.
-
-    Its first samples may all be of one class.
-    """
+    """Return `size` evenly spaced samples of a shard, because its first samples may all be of one class."""
     rows = np.linspace(0, max(len(shard) - 1, 0), min(size, len(shard))).astype(np.int64)
     return Shard(load(shard.x)[rows], shard.labels()[rows], None if shard.ids is None else shard.ids[rows])

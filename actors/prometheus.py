@@ -1,4 +1,4 @@
-"""A run's figures as Ray metrics, which Prometheus reads and the dashboard docs/grafana.json shows.
+"""Ray metrics of a run, which Prometheus reads and the dashboard docs/grafana.json shows.
 
 All metrics carry the tag `run`. Accuracy has the tag `group`, seconds have `client` or server `stage`, progress has
 `stage`, and bytes have `direction` and `call`.
@@ -16,22 +16,27 @@ class RunMetrics:
 
     def __init__(self, run: str):
         self._run = run
-        self._round = self._gauge("round", "steps committed")
-        self._accuracy = self._gauge("accuracy", "of the deployed model: all, or many, medium, few", "group")
+        self._round = self._gauge("round", "Number of committed steps.")
+        self._accuracy = self._gauge("accuracy", "Accuracy of the deployed model: all, many, medium or few.", "group")
         self._seconds = self._gauge(
             "server_seconds",
-            "of the last step by stage, such as waits for clients, aggregation, synthesis, evaluation, checkpoint",
+            "Duration of the last step by stage, such as waits for clients, aggregation, evaluation and checkpoint.",
             "stage",
         )
-        self._client = self._gauge("client_seconds", "of a client's calls in the last step", "client")
-        self._figure = self._gauge("figure", "figures that the method reports for the last step", "figure")
-        self._progress = self._gauge("progress", "share of a stage of the step that is done, as of train", "stage")
+        self._client = self._gauge("client_seconds", "Duration of a client's calls in the last step.", "client")
+        self._figure = self._gauge("figure", "Values that the method reports for the last step.", "figure")
+        self._progress = self._gauge("progress", "Finished share of the current stage, such as train.", "stage")
         self._stage = ""
-        self._bytes = self._counter("bytes", "sent to (down) and by (up) clients", "direction", "call")
-        self._troubles = self._counter("troubles", "calls retried, clients lost, replies rejected", "kind")
+        self._bytes = self._counter("bytes", "Bytes sent to (down) and by (up) clients.", "direction", "call")
+        self._troubles = self._counter("troubles", "Calls retried, clients lost and replies rejected.", "kind")
 
     def show(self, report: RoundReport, client_seconds: Mapping[int, float]) -> None:
-        """Set the metrics to the figures of one step."""
+        """Set the metrics to the values of one step.
+
+        Args:
+            report: Report of the step.
+            client_seconds: Duration of each client's calls, by id.
+        """
         self._round.set(report.step)
         if report.accuracy is not None:
             self._accuracy.set(report.accuracy, {"group": "all"})
@@ -54,7 +59,7 @@ class RunMetrics:
                 self._troubles.inc(len(clients), {"kind": kind})
 
     def show_progress(self, stage: str, done: float, total: int) -> None:
-        """Set the finished share of the current stage, and reset the previous stage's share to 0."""
+        """Set the finished share of the current stage, and reset the share of the previous stage to 0."""
         if self._stage and stage != self._stage:
             self._progress.set(0.0, {"stage": self._stage})
         self._stage = stage

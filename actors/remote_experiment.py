@@ -1,6 +1,6 @@
 """The driver's interface to an experiment that runs on Ray.
 
-This is a module of its own, and `actors.launch` imports it only inside a session, because it imports Ray.
+This is a separate module because it imports Ray: `actors.launch` imports it only inside a session.
 """
 
 from collections import Counter
@@ -31,21 +31,22 @@ from raylt.runs.callbacks import progress
 from raylt.runs.folder.writer import NOTES, SERVER_DIED
 from raylt.store import Folder
 
-LOOK_S = 1.0  # seconds between looks at the run's notes
-_servers_started: Counter[str] = Counter()  # by this process, by name of the run
+NOTES_INTERVAL_S = 1.0  # Interval at which the run's notes are read.
+_servers_started: Counter[str] = Counter()  # servers that this process has started, by name of the run
 
-OnMessage = Callable[..., None]  # called with a line for the user; minor=True: it matters only at a terminal
+OnMessage = Callable[..., None]  # Called with a line for the user; minor=True if it is of interest only at a terminal.
 
 
 class RemoteExperiment:
     """An experiment inside a server actor, with the interface of `Experiment`.
 
     Args:
-        server: the `ServerActor`.
+        server: Handle of the `ServerActor`.
         group: Ray's placement group of the client actors; None inside a trial.
-        notes: file with the run's notes, whose new lines go to `on_message`.
-        on_progress: called with the progress inside a round.
-        on_items: called with the progress inside items of the server's own work.
+        notes: File with the run's notes.
+        on_message: Function that is called with each new line of the notes.
+        on_progress: Function that is called with the progress inside a round.
+        on_items: Function that is called with the progress inside items of the server's own work.
     """
 
     def __init__(
@@ -71,31 +72,31 @@ class RemoteExperiment:
             raise
 
     def describe(self) -> dict[str, str | None]:
-        """Describe the devices of clients and server, see `Experiment.describe`."""
+        """Describe the devices of clients and server; see `Experiment.describe`."""
         return _get(self._server.describe.remote())
 
     def advance(self, seal: Seal | None = None) -> RoundReport:
-        """Run one step and write its checkpoint when due, see `Experiment.advance`."""
+        """Run one step and write its checkpoint if one is due; see `Experiment.advance`."""
         report, self.done = self._wait(self._server.advance.remote(seal))
         return report
 
     def export_model(self) -> dict[str, str]:
-        """Write the deployed model and return its hash, see `Experiment.export_model`."""
+        """Write the deployed model and return its hash; see `Experiment.export_model`."""
         return self._wait(self._server.export_model.remote())
 
     def close(self) -> None:
         """Release the resources of the client actors.
 
-        Ray would keep a placement group that an actor has made until the driver's session is over, however the actor
-        ended. The next run, or the next server of this one, would not get its resources.
+        Ray keeps a placement group that an actor has created until the driver's session ends, even if the actor has
+        ended before. The next run, or the next server of this run, would not get these resources.
         """
         if self._group is not None:
             remove_placement_group(self._group)
 
     def _wait(self, ref: Any) -> Any:
-        """Wait for a server call, and show the server's notes and progress meanwhile."""
+        """Wait for a server call, and meanwhile show the server's notes and progress."""
         try:
-            while not ray.wait([ref], timeout=LOOK_S)[0]:
+            while not ray.wait([ref], timeout=NOTES_INTERVAL_S)[0]:
                 self._show_notes()
                 self._show_progress()
         finally:
@@ -130,20 +131,20 @@ def start_experiment(
     """Plan the run for this process's cluster, show the plan, and start the server actor.
 
     Raises:
-        ConfigError: the cluster is too small.
+        ConfigError: The cluster is too small.
     """
     for remark in cluster.remarks:
         on_message(remark)
     config = setup.config
     clients = int((task.sizes > 0).sum())
-    place(config, clients, ray.cluster_resources())  # raises an error if all nodes together are too small
+    place(config, clients, ray.cluster_resources())  # raises ConfigError if the whole cluster is too small
     nodes = nodes_of(ray.nodes())
     chosen = plan(config, clients, nodes)
     if config.resources.gpu_share == "auto" and 0 < chosen.placement.gpus < 0.5:
         # several actors would share a GPU, so probe how many its memory holds
         chosen = plan(config, clients, nodes, probe(setup, task, 1, on_message))
     board = dashboard()
-    hint = " (it asks for the token that ray get-auth-token prints)" if board and cluster.token else ""
+    hint = " (log in with the token that ray get-auth-token prints)" if board and cluster.token else ""
     on_message(f"{cluster}, {chosen.reasons['nodes']}; dashboard {board or 'off'}{hint}", minor=cluster.started)
     server, group = _start_server(setup, task, folder, chosen)
     return RemoteExperiment(server, group, folder / NOTES, on_message, on_progress, on_items)
@@ -151,7 +152,7 @@ def start_experiment(
 
 def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan) -> tuple[Any, Any]:
     """Start the server actor and client actors; return the server actor and the clients' placement group."""
-    shipped = pack(setup)  # before anything starts: it may raise
+    shipped = pack(setup)  # before anything starts, because it may raise
     shards = Shards.put(task.shards)
     test = ray.put(task.test)
     # the actors of a server that has just died may still have their names
@@ -166,14 +167,14 @@ def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan)
     except GetTimeoutError:
         labels = "".join(f", on a node with label {key}={value}" for key, value in chosen.server_labels.items())
         raise ConfigError(
-            f"resources: no room for the server actor within {START_TIMEOUT_S} s (it takes {chosen.server_gpus} of a "
-            f"GPU{labels}). Wait until the cluster is free, or start a node that has them.",
+            f"resources: the server actor did not start within {START_TIMEOUT_S} s (it needs {chosen.server_gpus} of "
+            f"a GPU{labels}). Wait until the cluster is free, or add a node that has them.",
             code="cluster.busy",
             gpus=chosen.server_gpus,
             labels=dict(chosen.server_labels),
             timeout_s=START_TIMEOUT_S,
         ) from None
-    # references inside lists stay references: the server never receives the clients' data
+    # Ray does not resolve references inside lists, so the server does not receive the clients' data
     outline = ray.put(task.without_data())
     group = _get(server.open.remote(shipped, outline, shards, [test], chosen.placement, name, folder.resolve()))
     return server, group
@@ -182,7 +183,9 @@ def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan)
 def _get(ref: Any, timeout_s: float | None = None) -> Any:
     """Return the result of a server call.
 
-    Raises the server's own error, or `ServerLost` if its process died.
+    Raises:
+        RayltError: The server raised this error.
+        ServerLost: The server's process died.
     """
     try:
         return ray.get(ref, timeout=timeout_s)

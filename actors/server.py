@@ -1,7 +1,4 @@
-"""The Ray actor that hosts the experiment.
-
-Aggregation, server-side synthesis, evaluation and checkpoints happen in its process.
-"""
+"""The Ray actor that hosts the experiment: aggregation, server-side synthesis, evaluation and checkpoints."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +30,7 @@ class ServerActor:
     """Hosts an `Experiment` on a `RayFleet`. The client actors end with the server actor.
 
     Args:
-        method: name of the method, shown by Ray's dashboard.
+        method: Name of the method, for Ray's dashboard.
     """
 
     def __init__(self, method: str):
@@ -55,10 +52,19 @@ class ServerActor:
     ) -> Any:
         """Start the client actors of a run, and continue the run from its last checkpoint if there is one.
 
+        Args:
+            shipped: The `Setup`.
+            task: Data of the experiment, without samples.
+            shards: References to the clients' data.
+            test: A list with a reference to the test set.
+            placement: Number, resources and node labels of the client actors.
+            name: Name of the run, the prefix of the actors' names.
+            folder: The run folder.
+
         Returns:
             Ray's placement group of the client actors, which outlives this process: see `RemoteExperiment.close`.
         """
-        torch.set_num_threads(1)  # weights computed here must not depend on the machine's cores
+        torch.set_num_threads(1)  # so that weights computed here do not depend on the number of cores
         with self._as_one_line():
             setup: Setup = shipped.open()
             self.device = own_device(setup.config)
@@ -73,7 +79,7 @@ class ServerActor:
                 if saved is not None:
                     self.experiment.load(saved)
             except BaseException:
-                self.fleet.close()  # the driver has not got the placement group yet
+                self.fleet.close()  # the driver does not have the placement group yet
                 raise
             return self.fleet.slots.group
 
@@ -104,17 +110,15 @@ class ServerActor:
         self.metrics.show_progress(stage, done, total)
 
     def _show_items(self, progress: ItemsProgress) -> None:
-        """Show the progress of `Fleet.map` items, as `_show_progress` does for a step."""
+        """Show the progress of `Fleet.map` items; see `_show_progress`."""
         self._write_progress(*astuple(progress))
         self.metrics.show_progress(progress.stage, progress.share, 1)
 
     @contextmanager
     def _as_one_line(self) -> Iterator[None]:
-        """Turn an unexpected exception into a one-line RayltError that names the source line.
+        """Convert an unexpected exception to a one-line RayltError with its source line, which Ray's exception omits.
 
-        Ray's own exception lacks that line.
-
-        A process that can no longer use its device ends, and another continues from the last checkpoint.
+        If this process can no longer use its device, it exits, and another process continues from the last checkpoint.
         """
         try:
             yield

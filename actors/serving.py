@@ -1,4 +1,4 @@
-"""Serves a model over HTTP with Ray Serve: replicas that batch images, and the application for `serve run`."""
+"""Serving of a model over HTTP with Ray Serve: replicas that batch images, and the application for `serve run`."""
 
 import asyncio
 import logging
@@ -18,16 +18,16 @@ from raylt.registry import Plugin, adopt, plugins
 from raylt.runs.serving.model import ServedModel
 from raylt.runs.serving.service import Limits, Request, Service
 
-BATCH = 32  # images of one pass through the network
-WAIT_S = 0.005  # time that an image waits for others
-QUEUE = 256  # requests that wait for a replica; more are answered with 503
-CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # of Ray Serve, one in a cluster
-HEAD = "node:__internal_head__"  # the resource that only a cluster's head has
+MAX_BATCH = 32  # Images per forward pass.
+BATCH_WAIT_S = 0.005  # Time that an image waits for others.
+MAX_QUEUE = 256  # Requests that wait for a replica; further requests are answered with 503.
+CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # Name of Ray Serve's actor; a cluster has one.
+HEAD = "node:__internal_head__"  # Resource that only the head of a cluster has.
 
 
-@serve.deployment(max_ongoing_requests=64, max_queued_requests=QUEUE)
+@serve.deployment(max_ongoing_requests=64, max_queued_requests=MAX_QUEUE)
 class ModelReplica:
-    """Replica that loads the models in a file and answers prediction requests."""
+    """Replica that loads the models of a file or run folder and answers prediction requests."""
 
     def __init__(self, shipped: Shipment, limits: Limits):
         torch.set_num_threads(1)
@@ -53,7 +53,7 @@ class ModelReplica:
     async def _predict(self, client: str | None, image: np.ndarray) -> dict[str, float]:
         return await self._predict_together((client, image))
 
-    @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=WAIT_S)
+    @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=BATCH_WAIT_S)
     async def _predict_together(self, items: list[tuple[str | None, np.ndarray]]) -> list[dict[str, float]]:
         """Return the class probabilities of several images, with one forward pass per model."""
         return await asyncio.to_thread(self._shares, items)
@@ -69,18 +69,24 @@ class ModelReplica:
 
 
 def application(served: ServedModel, limits: Limits, replicas: int) -> serve.Application:
-    """Return the Serve application for a model, ready for `serve.run`."""
+    """Return the Ray Serve application for a model, for `serve.run`.
+
+    Args:
+        served: The model.
+        limits: Token and limits of the service.
+        replicas: Number of processes that hold the model.
+    """
     own_code: tuple[Plugin, ...] = tuple(plugins())
     return ModelReplica.options(num_replicas=replicas).bind(pack((served, own_code)), limits)
 
 
 def check_address(host: str, port: int) -> None:
-    """Check that a service can start in this process's Ray session, whose head listens for requests.
+    """Check that a service can start in this process's Ray session, with the cluster's head listening for requests.
 
-    Ray Serve itself shares a port with other processes, and its one instance keeps the address that it started with.
+    Ray Serve does not check this: it shares its port with other processes, and a running instance keeps its address.
 
     Raises:
-        ConfigError: the cluster already runs Ray Serve, or its head cannot listen at the address.
+        ConfigError: The cluster already runs Ray Serve, or its head cannot listen at the address.
     """
     try:
         ray.get_actor(CONTROLLER, namespace="serve")
@@ -88,8 +94,8 @@ def check_address(host: str, port: int) -> None:
         pass
     else:
         raise ConfigError(
-            f"--address: the cluster already runs Ray Serve, which keeps its own address ({host}:{port} is another). "
-            "End it with serve shutdown, or add the model to it with serve run raylt.serving:app.",
+            f"--address: the cluster already runs Ray Serve, whose address cannot be changed ({host}:{port}). End it "
+            "with serve shutdown, or add the model to it with serve run raylt.serving:app.",
             code="serve.already-running",
             key="--address",
         )
@@ -105,11 +111,11 @@ def check_address(host: str, port: int) -> None:
 
 
 def why_not(host: str, port: int) -> str | None:
-    """Return why this machine cannot listen at an address; None if it can."""
+    """Return the reason why this machine cannot listen at an address; None if it can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after an earlier service at this port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier service may have used the port
             listener.bind(address)
     except OSError as error:
         return error.strerror or str(error)

@@ -1,6 +1,7 @@
 """References to the clients' data in Ray's object store.
 
-The shards of neighbouring clients are one object, a `Pack`, so ten thousand small clients need only a few objects.
+The shards of clients with neighbouring ids form one object, a `Pack`, so that thousands of small clients need only a
+few objects.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import ray
 from raylt.data.images.cache import Mapped, Stored
 from raylt.data.task import Holdings, Shard
 
-PACK_BYTES = 2**20  # most bytes of a pack, unless a single client has more
+MAX_PACK_BYTES = 2**20  # A larger client has a pack of its own.
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +22,8 @@ class Pack:
     """Data of several clients with neighbouring ids, stored as one object.
 
     Args:
-        first: id of the first client.
-        shards: in the order of the ids.
+        first: Id of the first client.
+        shards: Data of the clients, by ascending id.
     """
 
     first: int
@@ -38,8 +39,8 @@ class Shards:
     """References to the packs that hold all clients' data.
 
     Attributes:
-        packs: references, each to a `Pack`.
-        places: number of the pack with a client's data, by id.
+        packs: References to `Pack` objects.
+        places: Number of the pack with a client's data, by client id.
     """
 
     packs: list[Any]
@@ -62,7 +63,7 @@ def packs(shards: Sequence[Shard]) -> Iterator[Pack]:
     size = 0
     for id, shard in enumerate(shards):
         added = _nbytes(shard)
-        if id > first and size + added > PACK_BYTES:
+        if id > first and size + added > MAX_PACK_BYTES:
             yield _pack(first, shards[first:id])
             first = id
             size = 0

@@ -135,18 +135,18 @@ def measure_sums(actors: int, repeats: int) -> dict[str, Any]:
     process = psutil.Process(os.getpid())
     received = dispatch.ray = Received()
     like = torch.empty(NUMBERS, device="meta")
-    limit = calls.STORED_BYTES
+    limit = calls.MIN_STORED_BYTES
     with fleet_of(160, 8, 4, actors) as fleet:
         fleet.begin(1)
         fleet.ask(touch, fleet.ids, {}, x=mean)  # every actor has its clients' data
         for kind in list(rows) * repeats:
-            calls.STORED_BYTES = limit if kind == "sums by node" else 2**62
+            calls.MIN_STORED_BYTES = limit if kind == "sums by node" else 2**62
             received.bytes, cpu, start = 0, sum(process.cpu_times()[:2]), time.perf_counter()
             got = fleet.ask(upload, fleet.ids, {}, x=mean.like(like))
             seconds = time.perf_counter() - start
             rows[kind].append((received.bytes / MB, sum(process.cpu_times()[:2]) - cpu, seconds))
             results.add(got["x"][0].item())
-    calls.STORED_BYTES = limit
+    calls.MIN_STORED_BYTES = limit
     assert len(results) == 1
     return {
         kind: dict(zip(("received_mb", "server_cpu_s", "seconds"), map(median, zip(*row, strict=True)), strict=True))

@@ -1,9 +1,9 @@
-"""Finds the cluster to join and its credentials, before Ray is imported.
+"""Discovery of the cluster to join and its credentials, before Ray is imported.
 
-Ray reads both on import.
+Ray reads both from environment variables on import.
 
-The cluster itself says whether it asks for a token. `entry` makes the first call of a Ray driver, without a token and,
-where that is refused, with the user's token. Ray then reads the result from `ClusterEntry.variables`.
+`entry` finds out whether a cluster requires a token: it makes the first call of a Ray driver without a token and, if
+the cluster refuses it, again with the user's token. `ClusterEntry.variables` holds the resulting variables for Ray.
 """
 
 import os
@@ -18,18 +18,19 @@ from typing import Any
 
 from raylt.errors import ConfigError, spoken
 
-PATIENCE_S = 10.0
-TOKEN_BYTES = 4096  # a larger file is not a token
-# the first call of every Ray driver; it needs only the token, and the answer is the cluster's id
+TIMEOUT_S = 10.0
+MAX_TOKEN_BYTES = 4096
+# The first call of every Ray driver. It needs only the token, and returns the id of the cluster.
 FIRST_CALL = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The address of a cluster that this process joins, and where the address comes from.
+    """The address of a cluster that this process joins, and the source of the address.
 
     Args:
-        asked_by: the option or variable that names it, or "this is a Ray job".
+        address: HOST:PORT or "auto".
+        asked_by: The option or variable that names the address, or "this is a Ray job".
     """
 
     address: str
@@ -40,7 +41,7 @@ class Joined:
 
     @property
     def source(self) -> str:
-        """Return the cluster's address and the option or variable that gave it. Error messages begin with this text."""
+        """Return the cluster's address with the option or variable that names it, for the start of error messages."""
         if self.asked_by == "--address":
             return f"{spoken('--address', 'address')} {self.address}"
         return f"{self.asked_by}, address {self.address}"
@@ -52,9 +53,9 @@ class ClusterEntry:
 
     Args:
         address: HOST:PORT, or "local" for a new cluster.
-        token: whether the cluster asks for a token.
-        remarks: what was corrected or should be, a line each.
-        variables: environment variables that Ray reads.
+        token: Whether the cluster requires a token.
+        remarks: Lines about problems that were corrected or that the user should correct.
+        variables: Environment variables that Ray reads.
     """
 
     address: str
@@ -66,11 +67,12 @@ class ClusterEntry:
 def cluster_to_join(address: str | None) -> Joined | None:
     """Return the cluster to join; None if a new local cluster is to be started.
 
-    The option decides; then RAYLT_ADDRESS, which cluster.yaml sets on the head; then the cluster of the Ray job that
-    this process is. RAY_ADDRESS alone does not count, because it may have been exported for something else.
+    In order of precedence, the address comes from the option, from RAYLT_ADDRESS, which cluster.yaml sets on the head,
+    or from the Ray job as which this process runs. RAY_ADDRESS alone does not count, because it may have been exported
+    for another purpose.
 
     Args:
-        address: the value of the option `--address`.
+        address: The value of the option `--address`.
     """
     if address is not None:
         return None if address == "local" else Joined(address, "--address")
@@ -86,16 +88,16 @@ def cluster_to_join(address: str | None) -> Joined | None:
 def entry(joined: Joined | None) -> ClusterEntry:
     """Return the address, token and variables for the cluster to join, or for a new local cluster.
 
-    A token is made for a new cluster.
+    For a new cluster, a token is created if there is none.
 
     Raises:
-        ConfigError: there is no such cluster, or it asks for a token that this machine does not have.
+        ConfigError: The cluster does not answer, or requires a token that this machine does not have.
     """
     return _local_entry() if joined is None else _joined_entry(joined)
 
 
 def token_file() -> Path:
-    """Return the file in which Ray looks for a token when RAY_AUTH_TOKEN is not set."""
+    """Return the path where Ray looks for a token if RAY_AUTH_TOKEN is not set."""
     return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
@@ -117,7 +119,7 @@ def tls() -> bool:
 def _local_entry() -> ClusterEntry:
     """Return the `ClusterEntry` of a new local cluster, which requires a token unless the user has set RAY_AUTH_MODE.
 
-    Ray itself would make a token file that other users can read.
+    The token file is created here, because Ray would create one that other users can read.
     """
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
@@ -171,7 +173,8 @@ def _joined_entry(joined: Joined) -> ClusterEntry:
 def _resolve(joined: Joined) -> str:
     """Return the cluster's address as HOST:PORT, after checking that a server listens there.
 
-    `auto` means what it means to Ray: RAY_ADDRESS, else the address that `ray start` wrote down on this machine.
+    As in Ray, `auto` stands for RAY_ADDRESS or, if it is not set, for the address that `ray start` has recorded on this
+    machine.
     """
     address = joined.address
     source = ""
@@ -183,12 +186,12 @@ def _resolve(joined: Joined) -> str:
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) <= 65535:
         raise ConfigError(
-            f"{joined.source}{source}: not the address of a cluster. Give HOST:PORT or auto.",
+            f"{joined.source}{source}: is not the address of a cluster. Give HOST:PORT or auto.",
             code="cluster.bad-address",
             address=address,
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT_S).close()
     except (OSError, UnicodeError) as error:
         cause = getattr(error, "strerror", None) or error
         raise ConfigError(
@@ -202,12 +205,12 @@ def _resolve(joined: Joined) -> str:
 
 
 def _written_address(joined: Joined) -> tuple[str, str]:
-    """Return the cluster address that `ray start` wrote to a file on this machine, and a note on the file."""
+    """Return the cluster address that `ray start` wrote to a file on this machine, and a note that names the file."""
     file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > 256 or status.st_uid not in (0, os.geteuid()):
-            # our token would be sent to the user who wrote it
+            # another user could make this process send its token to a server of that user
             raise ConfigError(
                 f"{joined.source}: the file with the cluster's address is not yours ({file}). Give HOST:PORT.",
                 code="cluster.untrusted-file",
@@ -216,8 +219,8 @@ def _written_address(joined: Joined) -> tuple[str, str]:
         return file.read_text().strip(), f" (in {file})"
     except (OSError, UnicodeError):
         raise ConfigError(
-            f"{joined.source}: no Ray cluster runs on this machine (there is no {file}). Start one with ray start "
-            "--head, or give its HOST:PORT.",
+            f"{joined.source}: no Ray cluster runs on this machine (no file {file}). Start one with ray start --head, "
+            "or give its HOST:PORT.",
             code="cluster.not-found",
             path=str(file),
         ) from None
@@ -225,7 +228,7 @@ def _written_address(joined: Joined) -> tuple[str, str]:
 
 def _admits(joined: Joined, address: str, token: str | None) -> bool:
     """Return whether the cluster accepts a call with this token, or without a token if it is None."""
-    import grpc  # takes a tenth of a second, and only a process that joins a cluster needs it
+    import grpc  # Not at the top: it takes 0.1 s, and only a process that joins a cluster needs it.
 
     options = [("grpc.enable_http_proxy", 0)]
     channel: Any = (
@@ -235,7 +238,7 @@ def _admits(joined: Joined, address: str, token: str | None) -> bool:
     )
     metadata = [("authorization", f"Bearer {token}")] if token else []
     try:
-        channel.unary_unary(FIRST_CALL)(b"", timeout=PATIENCE_S, metadata=metadata)
+        channel.unary_unary(FIRST_CALL)(b"", timeout=TIMEOUT_S, metadata=metadata)
         return True
     except grpc.RpcError as error:
         answer: Any = error
@@ -243,19 +246,19 @@ def _admits(joined: Joined, address: str, token: str | None) -> bool:
             return False
         if answer.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise ConfigError(
-                f"{joined.source}: the server there does not answer within {PATIENCE_S:g} s. Look at gcs_server.out in "
-                "the cluster's session folder.",
+                f"{joined.source}: the server does not answer within {TIMEOUT_S:g} s. Look at gcs_server.out in the "
+                "cluster's session folder.",
                 code="cluster.no-answer",
                 address=address,
             ) from None
         encryption = (
-            "a cluster without TLS, though RAY_USE_TLS is set"
+            "is a cluster without TLS, although RAY_USE_TLS is set"
             if tls()
-            else "a cluster with TLS: then set RAY_USE_TLS as on its nodes"
+            else "is a cluster with TLS: then set RAY_USE_TLS as on its nodes"
         )
         raise ConfigError(
-            f"{joined.source}: the server there is not a Ray cluster (or {encryption}). Give the port that ray start "
-            "--head printed (6379 by default), not the dashboard's.",
+            f"{joined.source}: the server is not a Ray cluster (or {encryption}). Give the port that ray start --head "
+            "printed (6379 by default), not the dashboard's.",
             code="cluster.not-ray",
             address=address,
         ) from None
@@ -270,7 +273,7 @@ def _tls_credentials(grpc: Any) -> Any:
         file = os.environ.get(name)
         if file is None:
             raise ConfigError(
-                f"{name}: not set, although RAY_USE_TLS is. Name the file, as on the nodes.",
+                f"{name}: is not set, although RAY_USE_TLS is. Set it to the path of the file, as on the nodes.",
                 code="cluster.tls-file",
                 name=name,
             )
@@ -278,7 +281,8 @@ def _tls_credentials(grpc: Any) -> Any:
             content.append(Path(file).read_bytes())
         except OSError as error:
             raise ConfigError(
-                f"{name}: the file cannot be read ({file}: {error.strerror}). Name the file, as on the nodes.",
+                f"{name}: the file cannot be read ({file}: {error.strerror}). Set it to the path of the file, as on "
+                "the nodes.",
                 code="cluster.tls-file",
                 name=name,
                 path=file,
@@ -287,17 +291,14 @@ def _tls_credentials(grpc: Any) -> Any:
 
 
 def _read_token(file: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the token in a file, and a remark if other users could read the file.
-
-    Such a file is made private.
-    """
+    """Return the token in a file, and a remark if other users could read the file. Such a file is made private."""
     try:
         status = file.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > TOKEN_BYTES:  # reading a FIFO would never end
-            raise _bad_token_file(file, "not a token file")
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_TOKEN_BYTES:  # reading a FIFO would block
+            raise _bad_token_file(file, "is not a token file")
         token = file.read_text().strip()
         if not token:
-            raise _bad_token_file(file, "empty")
+            raise _bad_token_file(file, "is empty")
         exposure = exposed(file)
         if not exposure:
             return token, ()
@@ -305,12 +306,12 @@ def _read_token(file: Path) -> tuple[str, tuple[str, ...]]:
             return token, (f"the token file {file}: {exposure}, and it belongs to another user; ask for mode 600",)
         file.chmod(0o600)
         remark = (
-            f"the token file {file}: {exposure}; it has mode 600 now, make a new token if someone else has an account "
-            "here"
+            f"the token file {file}: {exposure}; it has mode 600 now, create a new token if someone else has an "
+            "account here"
         )
         return token, (remark,)
     except UnicodeError:
-        raise _bad_token_file(file, "not a token file") from None
+        raise _bad_token_file(file, "is not a token file") from None
     except OSError as error:
         raise ConfigError(
             f"{file}: the token file cannot be read ({error.strerror}). Give a token file that only you can read (mode "
@@ -323,7 +324,7 @@ def _read_token(file: Path) -> tuple[str, tuple[str, ...]]:
 
 def _bad_token_file(file: Path, fault: str) -> ConfigError:
     return ConfigError(
-        f"{file}: {fault}. Remove it; ray get-auth-token --generate writes a new one.",
+        f"{file}: {fault}. Remove it; ray get-auth-token --generate creates a new one.",
         code="cluster.token-unreadable",
         path=str(file),
         cause=fault,

@@ -15,10 +15,10 @@ from actors.cluster.access import exposed, tls, token_file
 from actors.cluster.session import session
 from raylt.machine import cores
 
-# Older versions have known vulnerabilities: in programs that run code sent to them (ray, torch.load, filelock), that
-# read foreign files (pillow, scikit-learn, pyyaml, protobuf) or that serve Ray's network traffic (aiohttp, urllib3,
+# Older versions have known vulnerabilities. The packages run code from elsewhere (ray, torch.load, filelock), read
+# files from elsewhere (pillow, scikit-learn, pyyaml, protobuf), or serve Ray's network traffic (aiohttp, urllib3,
 # requests, jinja2, setuptools).
-FLOORS = {
+MIN_VERSIONS = {
     "ray": "2.59",
     "torch": "2.10",
     "pillow": "12.1.1",
@@ -34,8 +34,8 @@ FLOORS = {
 }
 SHOWN = ("raylt", "ray", "torch", "torchvision", "open_clip_torch", "numpy", "scikit-learn", "pillow")
 SAME_ON_ALL_NODES = ("python", "raylt", "ray", "torch", "torchvision", "numpy")
-PATIENCE_S = 60
-ANSWER_BYTES = 65536
+TIMEOUT_S = 60
+MAX_ANSWER_BYTES = 65536
 
 Diagnosis = dict[str, Any]
 
@@ -47,7 +47,7 @@ def examine(address: str | None) -> Diagnosis:
         Findings by name; `problems` lists faults, each with its remedy.
 
     Raises:
-        ConfigError: no cluster could be joined there.
+        ConfigError: The cluster cannot be joined.
     """
     from raylt.core.device import gpus
 
@@ -55,11 +55,11 @@ def examine(address: str | None) -> Diagnosis:
     problems = outdated(_version)
     findings |= {"CPUs": len(cores()), "GPUs (torch)": gpus()}
     token = token_file()
-    exposure = exposed(token)  # before the session, which corrects it
+    exposure = exposed(token)  # before `session`, which corrects the mode
     findings["token file"] = f"{token}" if token.exists() else f"{token}, does not exist yet"
     if exposure:
         problems.append(
-            f"the token file {token}: {exposure}; chmod 600 {token}, and make a new token if someone else has "
+            f"the token file {token}: {exposure}; chmod 600 {token}, and create a new token if someone else has "
             "an account here"
         )
     with session(address) as cluster:
@@ -78,8 +78,8 @@ def examine(address: str | None) -> Diagnosis:
         }
         if not cluster.token:
             problems.append(
-                "authentication is off: anyone who reaches the cluster runs code; export "
-                "RAY_AUTH_MODE=token where it is started"
+                "authentication is off: anyone who reaches the cluster can run code on it; export "
+                "RAY_AUTH_MODE=token before you start it"
             )
         if findings["dashboard"] != "off" and board.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
             problems.append(f"the dashboard listens on {board}: start Ray with --dashboard-host=127.0.0.1")
@@ -90,21 +90,21 @@ def examine(address: str | None) -> Diagnosis:
 
 def outdated(version_of: Callable[[str], str | None]) -> list[str]:
     """Return a warning for each installed package that is older than its minimum version."""
-    installed = {name: version_of(name) for name in FLOORS}
+    installed = {name: version_of(name) for name in MIN_VERSIONS}
     return [
-        f"{name} {has} is older than {FLOORS[name]}, below which vulnerabilities are known: pip install -U "
-        f"'{name}>={FLOORS[name]}'"
+        f"{name} {has} is older than {MIN_VERSIONS[name]}, below which vulnerabilities are known: pip install -U "
+        f"'{name}>={MIN_VERSIONS[name]}'"
         for name, has in installed.items()
-        if has is not None and Version(has) < Version(FLOORS[name])
+        if has is not None and Version(has) < Version(MIN_VERSIONS[name])
     ]
 
 
 def differences(local: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] | str]) -> list[str]:
-    """Return a warning for each node whose versions differ from those of this process.
+    """Return a warning for each node whose versions differ from the versions in this process.
 
     Args:
-        local: versions of this process.
-        nodes: versions by address, or the reason why a node's versions are unknown.
+        local: Versions in this process, by package.
+        nodes: Versions by address of the node, or the reason why a node's versions are unknown.
     """
     lines = []
     for node, remote in nodes.items():
@@ -142,31 +142,28 @@ def _differing_nodes() -> list[str]:
             answers[f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"] = ask.options(
                 scheduling_strategy=strategy
             ).remote()
-    ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=PATIENCE_S)
+    ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=TIMEOUT_S)
     by_node: dict[str, Mapping[str, str] | str] = {}
     for node, answer in answers.items():
         if answer not in ready:
-            by_node[node] = f"did not answer within {PATIENCE_S} s; look at its logs, or start it again"
+            by_node[node] = f"did not answer within {TIMEOUT_S} s; look at its logs, or restart it"
             continue
         try:
             by_node[node] = ray.get(answer)
-        except Exception as error:  # any: the node has no raylt, another Python, no room for a process
+        except Exception as error:  # for example, the node has no raylt, another Python or too little memory
             why = " ".join(str(error).split())[-200:]
             by_node[node] = f"could not return its versions ({why}); install raylt there"
     return differences(versions(), by_node)
 
 
 def _dashboard(board: str) -> str | None:
-    """Return the address of the dashboard if it answers.
-
-    Some clusters run without a dashboard.
-    """
+    """Return the address of the dashboard, or None if it does not answer; some clusters have none."""
     if not board:
         return None
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"http://{board}/api/authentication_mode", timeout=10) as answer:
-            json.loads(answer.read(ANSWER_BYTES))
+            json.loads(answer.read(MAX_ANSWER_BYTES))
     except (OSError, urllib.error.URLError, http.client.HTTPException, ValueError):
         return None
     return f"http://{board}"

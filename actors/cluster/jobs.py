@@ -1,7 +1,7 @@
 """Ray jobs: raylt commands that run on a cluster independently of the terminal that submitted them.
 
-A job is sent to the address of the cluster's dashboard. Ray carries the working directory there and runs the command on
-the head node. The run folder lies on the cluster, in a folder that outlives the job.
+A job is submitted to the cluster's dashboard. Ray uploads the working directory and runs the command on the head node.
+The run folder lies on the cluster and is kept after the job has ended.
 """
 
 import json
@@ -22,13 +22,17 @@ from actors.cluster.access import token_file
 from actors.cluster.session import environment
 from raylt.errors import ConfigError, RayltError, one_line
 
-PATIENCE_S = 10
-LEFT_OUT = (".git", ".venv", "__pycache__", "/runs", "/data", "/docs/_build", "*.pyc")  # of the working directory
-KEY = "raylt"  # in a job's metadata: the command
-FOLDER = "raylt_folder"  # in a job's metadata: the run folder on the cluster
-INTERRUPTED = 130  # exit code of a run that raylt stop or a signal ended
-SENDING = ("dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging", "_private.runtime_env.working_dir")
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+TIMEOUT_S = 10
+EXCLUDED = (".git", ".venv", "__pycache__", "/runs", "/data", "/docs/_build", "*.pyc")  # Not uploaded.
+KEY = "raylt"  # Key of the command in a job's metadata.
+FOLDER = "raylt_folder"  # Key of the run folder on the cluster in a job's metadata.
+INTERRUPTED = 130  # Exit code of a run that raylt stop or a signal ended.
+UPLOAD_LOGGERS = (
+    "dashboard.modules.dashboard_sdk",
+    "_private.runtime_env.packaging",
+    "_private.runtime_env.working_dir",
+)
+END_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,11 @@ class SubmittedJob:
     """A raylt command that was submitted to a cluster as a Ray job.
 
     Attributes:
+        id: Ray's id of the job.
         state: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED.
-        folder: of its run, on the cluster; None for other commands.
-        started: in seconds since 1970; None before the start.
+        command: The command, without `raylt`.
+        folder: Run folder on the cluster; None for a command without a run.
+        started: Start time in seconds since 1970; None before the start.
     """
 
     id: str
@@ -49,7 +55,7 @@ class SubmittedJob:
 
 
 class JobClient:
-    """Client for the raylt jobs of one cluster, see `connect`."""
+    """Client for the raylt jobs of a cluster; see `connect`."""
 
     def __init__(self, client: Any):
         self._client = client
@@ -60,16 +66,16 @@ class JobClient:
         """Submit a raylt command to the cluster and return the id of the job.
 
         Args:
-            command: the words after `raylt`; a word with `~/` at its start or after `=` is a path on the cluster.
-            folder: of the run on the cluster.
-            working_directory: it goes along; None for none.
-            variables: environment variables of the job.
+            command: The words after `raylt`. A word with `~/` at its start or after `=` is a path on the cluster.
+            folder: Run folder on the cluster; None for a command without a run.
+            working_directory: Folder to upload; None for none.
+            variables: Environment variables of the job.
 
         Raises:
-            ConfigError: the working directory is too large to be sent.
+            ConfigError: The working directory cannot be sent, for example because it is too large.
         """
         words = " ".join(_on_cluster(word) for word in command)
-        files = {"working_dir": str(working_directory), "excludes": list(LEFT_OUT)} if working_directory else {}
+        files = {"working_dir": str(working_directory), "excludes": list(EXCLUDED)} if working_directory else {}
         metadata = {KEY: shlex.join(command)} | ({} if folder is None else {FOLDER: folder})
         try:
             return self._client.submit_job(
@@ -79,8 +85,8 @@ class JobClient:
             )
         except ValueError as error:
             raise ConfigError(
-                f"{working_directory}: cannot be sent to the cluster ({one_line(error)}). Start in a folder with the "
-                "configuration and your own code only, or name what to leave out in .gitignore.",
+                f"{working_directory}: cannot be sent to the cluster ({one_line(error)}). Start in a folder that has "
+                "only the configuration and your own code, or list other files in .gitignore.",
                 code="job.not-sent",
                 path=str(working_directory),
             ) from None
@@ -94,7 +100,7 @@ class JobClient:
         """Return the job with this id, or the latest job whose run folder has this name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: No job matches.
         """
         jobs = [job for job in self.list() if name in (job.id, job.folder, Path(job.folder or "").name)]
         if not jobs:
@@ -106,10 +112,15 @@ class JobClient:
         return jobs[-1]
 
     def lines(self, job: SubmittedJob, every_s: float) -> Iterator[str]:
-        """Yield the output of a job piece by piece until the job ends."""
+        """Yield the output of a job in pieces until the job ends.
+
+        Args:
+            job: The job.
+            every_s: Interval in seconds at which the output is read.
+        """
         shown = 0
         while True:
-            ended = self._current(job.id).state in ENDED
+            ended = self._current(job.id).state in END_STATES
             text = self._client.get_job_logs(job.id)
             if len(text) > shown:
                 yield text[shown:]
@@ -120,12 +131,12 @@ class JobClient:
 
     def wait(self, id: str) -> SubmittedJob:
         """Wait until a job ends, and return the job."""
-        while (job := self._current(id)).state not in ENDED:
+        while (job := self._current(id)).state not in END_STATES:
             time.sleep(0.5)
         return job
 
     def _current(self, id: str) -> SubmittedJob:
-        """Return a job of raylt in its present state."""
+        """Return a raylt job in its current state."""
         return _job_of(self._client.get_job_info(id))
 
     def output(self, id: str) -> str:
@@ -133,7 +144,7 @@ class JobClient:
         return self._client.get_job_logs(id)
 
     def interrupt(self, job: SubmittedJob) -> None:
-        """Stop a job by a signal. Its run can be resumed."""
+        """Stop a job with a signal. Its run can be resumed."""
         self._client.stop_job(job.id)
 
 
@@ -142,10 +153,10 @@ def connect(address: str) -> Iterator[JobClient]:
     """Connect to the dashboard of a cluster, with the user's token if the dashboard requires one.
 
     Args:
-        address: of the dashboard, as in http://head:8265.
+        address: Address of the dashboard, as in http://head:8265.
 
     Raises:
-        ConfigError: no dashboard answers there, or it asks for a token that this machine does not have.
+        ConfigError: No dashboard answers there, or it requires a token that this machine does not have.
     """
     address = address.rstrip("/")
     token = _asks_for_token(address)
@@ -161,7 +172,7 @@ def connect(address: str) -> Iterator[JobClient]:
         from ray.exceptions import AuthenticationError
         from ray.job_submission import JobSubmissionClient
 
-        for module in SENDING:  # they report each step of sending the working directory
+        for module in UPLOAD_LOGGERS:  # they log each step of the upload
             logging.getLogger(f"ray.{module}").setLevel(logging.ERROR)
         try:
             client = JobSubmissionClient(address)
@@ -186,12 +197,12 @@ def _asks_for_token(address: str) -> bool:
     """Return whether a dashboard requires a token. The check itself needs no token."""
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
-            f"--address {address}: not the address of a dashboard. Give one as http://HOST:8265.",
+            f"--address {address}: is not the address of a dashboard. Give one as http://HOST:8265.",
             code="cluster.bad-address",
             address=address,
         )
     try:
-        with urllib.request.urlopen(f"{address}/api/authentication_mode", timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(f"{address}/api/authentication_mode", timeout=TIMEOUT_S) as answer:
             return json.load(answer)["authentication_mode"] == "token"
     except urllib.error.URLError as error:
         raise _no_dashboard(address, str(error.reason)) from None
@@ -201,8 +212,8 @@ def _asks_for_token(address: str) -> bool:
 
 def _no_dashboard(address: str, cause: str) -> ConfigError:
     return ConfigError(
-        f"--address {address}: no dashboard of Ray answers there ({cause}). Give the address that ray start --head "
-        "printed, http://HOST:8265 by default; forward the port with ssh where the head is elsewhere.",
+        f"--address {address}: no Ray dashboard answers there ({cause}). Give the address that ray start --head "
+        "printed, http://HOST:8265 by default; for a head on another machine, forward the port with ssh.",
         code="cluster.no-answer",
         address=address,
         cause=cause,
@@ -213,7 +224,7 @@ def _job_of(details: Any) -> SubmittedJob:
     started = None if details.start_time is None else details.start_time / 1000
     metadata = details.metadata
     state = str(details.status.value)
-    if state == "FAILED" and details.driver_exit_code == INTERRUPTED:  # Ray knows no other end than success
+    if state == "FAILED" and details.driver_exit_code == INTERRUPTED:  # for Ray, any exit code but 0 is a failure
         state = "STOPPED"
     return SubmittedJob(details.submission_id, state, metadata[KEY], metadata.get(FOLDER), started)
 

@@ -1,9 +1,9 @@
 """Ends the processes of a local Ray cluster whose driver was killed, and removes the cluster's session folder.
 
-This is a program of its own and not a part of session.py: `python -I reaper.py FOLDER` must outlive the driver and
-start without raylt or Ray, so it imports only the standard library. The driver is at the other end of its standard
-input. A driver that ends normally writes a byte first, and then no process is ended. Ray's own processes follow a dead
-driver within a second or two, except for agents that look for it for a minute.
+This is a separate program: `python -I reaper.py FOLDER` must outlive the driver and start without raylt and Ray, so it
+imports only the standard library. Its standard input is a pipe from the driver. A driver that ends normally writes a
+byte first; then the reaper ends no process. Most of Ray's processes end within two seconds after their driver, but its
+agents may take a minute.
 """
 
 import os
@@ -14,20 +14,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-MARK = "RAYLT_SESSION"  # environment variable, with the session folder, of all processes that the driver starts
-GRACE_S = 2.0  # for processes that end by themselves
-LIMIT_S = 8.0  # a process that has not ended by then is left alone
+MARK = "RAYLT_SESSION"  # Environment variable with the session folder; processes that the driver starts inherit it.
+GRACE_S = 2.0  # Time for processes to end without a signal.
+KILL_TIMEOUT_S = 8.0  # Time after which the reaper gives up.
 
 
 def members(folder: str) -> Iterator[int]:
     """Yield the pids of the processes that belong to a Ray session.
 
-    They carry the mark in their environment. Ray's agents do not, because their title has overwritten it; they are
-    recognised by their title and the files that they have open. A user's process that reads a log has neither.
+    Their environment contains the mark. Ray's agents overwrite their environment with a process title, so they are
+    recognised by the title and by their open files. A user's process that reads a log has neither.
     """
     mark = f"{MARK}={folder}".encode()
     processes = Path("/proc")
-    # macOS has no such folder; there Ray's processes follow their driver by themselves
+    # macOS has no /proc; there Ray's processes end with their driver
     for entry in processes.iterdir() if processes.is_dir() else ():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue
@@ -36,7 +36,7 @@ def members(folder: str) -> Iterator[int]:
                 (entry / "cmdline").read_bytes().startswith(b"ray::") and _writes_in(entry, folder)
             ):
                 yield int(entry.name)
-        except OSError:  # gone, or another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
 
 
@@ -45,11 +45,11 @@ def _writes_in(entry: Path, folder: str) -> bool:
 
 
 def reap(folder: str) -> None:
-    """End the processes of a Ray session within `LIMIT_S`, by SIGTERM and then by SIGKILL."""
-    begun = time.monotonic()
+    """End the processes of a Ray session within `KILL_TIMEOUT_S`, by SIGTERM and then by SIGKILL."""
+    start = time.monotonic()
     number = signal.SIGTERM
     time.sleep(GRACE_S)
-    while time.monotonic() - begun < LIMIT_S:
+    while time.monotonic() - start < KILL_TIMEOUT_S:
         pids = list(members(folder))
         if not pids:
             break
@@ -65,7 +65,8 @@ def reap(folder: str) -> None:
 def main() -> None:
     """Wait until the driver ends, then clean up if it did not end normally."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the driver; its end is seen on standard input
+        # the signals are for the driver; end of file on standard input shows that it ended
+        signal.signal(number, signal.SIG_IGN)
     folder = sys.argv[1]
     if not sys.stdin.buffer.read():
         reap(folder)

@@ -1,7 +1,7 @@
 """The Ray cluster of this process: a cluster that the user names, or a new local cluster.
 
-A cluster that happens to run on the machine is not joined. Importing this module does not import Ray, because the
-environment variables that Ray reads on import must be set before.
+A cluster that the user does not name is not joined, even if it runs on this machine. Importing this module does not
+import Ray, because the environment variables that Ray reads on import must be set before.
 """
 
 import importlib
@@ -23,11 +23,12 @@ from raylt.errors import ConfigError, spoken
 from raylt.own_code.top_level_names import check_session, worker_environment
 from raylt.signals import starting_ray
 
-# fewer page faults: the process keeps large buffers; otherwise they are returned and cleared at every step
+# Keep large buffers in the process. By default they are returned to the system and cleared at every step, which causes
+# page faults.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "2147483648", "MALLOC_TOP_PAD_": "67108864"}
 DEFAULTS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-LONGEST_FOLDER = 40  # most characters of a session folder's path; the paths of sockets in it may have 107
-NO_DASHBOARD = "Ray's dashboard did not start; the run has none and is otherwise the same"
+MAX_FOLDER_LENGTH = 40  # For the path of a session folder; the paths of sockets in it may have at most 107 characters.
+NO_DASHBOARD = "Ray's dashboard did not start; the run continues without it"
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Cluster:
     """The Ray cluster to which this process is connected.
 
     Args:
-        origin: how the process came to be in it, as a clause.
-        token: whether the cluster asks for a token.
-        started: whether this process started it.
-        remarks: what was corrected or should be, a line each.
+        origin: A clause that says how the process joined it.
+        token: Whether the cluster requires a token.
+        started: Whether this process started the cluster.
+        remarks: Lines about problems that were corrected or that the user should correct.
     """
 
     origin: str
@@ -54,15 +55,14 @@ class Cluster:
 def session(address: str | None) -> Iterator[Cluster]:
     """Join the cluster that the user names, or start a local one.
 
-    After the block the process leaves or stops it.
-
-    A process that is in a Ray session already, as in a notebook, uses that session and stays in it.
+    After the block, the process leaves the cluster, or stops it if it started it. If the process has a Ray session
+    already, as in a notebook, the block uses that session and does not end it.
 
     Args:
-        address: see `actors.cluster.access.cluster_to_join`.
+        address: See `actors.cluster.access.cluster_to_join`.
 
     Raises:
-        ConfigError: the cluster cannot be joined or started, or the process is in another one.
+        ConfigError: The cluster cannot be joined or started, or the process is in another one.
     """
     joined = cluster_to_join(address)
     if "ray" in sys.modules and importlib.import_module("ray").is_initialized():
@@ -85,7 +85,7 @@ def session(address: str | None) -> Iterator[Cluster]:
         _connected(
             None,
             address="local",
-            include_dashboard=None,  # True would end the run where the dashboard cannot start
+            include_dashboard=None,  # with True, the run would fail if the dashboard cannot start
             dashboard_host="127.0.0.1",
             _temp_dir=str(folder / "ray"),
             runtime_env=worker_environment() or None,
@@ -115,7 +115,7 @@ def _connected(joined: Joined | None, **options: Any) -> Iterator[None]:
         try:
             with starting_ray():
                 ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-        except SystemExit:  # Ray's own handler of SIGTERM while it starts
+        except SystemExit:  # raised by Ray's handler of SIGTERM during its start
             raise KeyboardInterrupt from None
         except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
             raise _not_connected(joined, " ".join(str(error).split())[:300]) from error
@@ -127,11 +127,9 @@ def _connected(joined: Joined | None, **options: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_reports(ray: Any) -> Iterator[None]:
-    """Suppress Ray's reports of lost processes on standard output.
+    """Suppress Ray's reports of lost processes on standard output, which contain the last log lines of a node.
 
-    They contain the last log lines of a node.
-
-    The run says in a line which process it has lost, and Ray's logs have the rest. Ray has no setting for this.
+    The run notes each lost process in one line, and Ray's logs have the details. Ray has no setting for this.
     """
     worker = ray._private.worker
     before = worker.print_to_stdstream
@@ -151,8 +149,8 @@ def _not_connected(joined: Joined | None, cause: str) -> ConfigError:
             cause=cause,
         )
     return ConfigError(
-        f"{joined.source}: the Ray cluster cannot be joined ({cause}). It must run the same Ray and Python as this "
-        "machine.",
+        f"{joined.source}: the Ray cluster cannot be joined ({cause}). Use the same versions of Ray and Python as the "
+        "cluster.",
         code="cluster.not-joined",
         address=joined.address,
         cause=cause,
@@ -162,7 +160,8 @@ def _not_connected(joined: Joined | None, cause: str) -> ConfigError:
 def _current(address: str | None, joined: Joined | None) -> Cluster:
     """Return the cluster of this process's existing Ray session.
 
-    It must be the cluster that the user names.
+    Raises:
+        ConfigError: The user names another cluster.
     """
     import ray
 
@@ -172,7 +171,7 @@ def _current(address: str | None, joined: Joined | None) -> Cluster:
         source = joined.source if joined else f"{spoken('--address', 'address')} {address}"
         raise ConfigError(
             f"{source}: this process is in the Ray cluster at {current} already. End that session with ray.shutdown(), "
-            "or leave the address out to work in it.",
+            "or omit the address to use it.",
             code="cluster.already-joined",
             address=address,
             current=current,
@@ -187,7 +186,8 @@ def _current(address: str | None, joined: Joined | None) -> Cluster:
 def _refresh() -> None:
     """Make Ray read its environment variables again, which it otherwise reads only on import.
 
-    They change between two sessions of one process. Ray does the same for the clusters that `ray.init` starts.
+    The variables may change between two sessions of a process. Ray itself does this only for clusters that `ray.init`
+    starts.
     """
     core: Any = importlib.import_module("ray._raylet")
     core.Config.initialize("")
@@ -215,22 +215,22 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _temporary(folder: Path) -> dict[str, str]:
-    """Return the variable TMPDIR for Ray's processes, if the user's temporary folder has too long a path for sockets.
+    """Return TMPDIR = session folder for Ray's processes if the path of the temporary folder is too long for sockets.
 
-    It is then the session folder; otherwise no variable is set.
+    Otherwise return no variable.
     """
     return {} if _fits(tempfile.gettempdir()) else {"TMPDIR": str(folder)}
 
 
 def _fits(base: str) -> bool:
-    return len(base) < LONGEST_FOLDER - 15
+    return len(base) < MAX_FOLDER_LENGTH - 15
 
 
 @contextmanager
 def _folder() -> Iterator[Path]:
     """Create a private session folder, and start a process that cleans up if this process is killed.
 
-    Ray opens its own folder to all users, so that folder lies inside the private one. When the block ends in an error
+    Ray gives all users access to its folder, so that folder lies inside the private one. If the block raises an error
     other than `ConfigError`, the folder with Ray's logs is kept.
     """
     base = tempfile.gettempdir()

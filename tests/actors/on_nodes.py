@@ -66,7 +66,7 @@ def main(clients: int, folder: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
     nodes = [cluster.head_node, cluster.add_node(**NODE), cluster.add_node(**NODE)]
     ray.init(address=cluster.address, log_to_driver=False, namespace="on-nodes")
-    shards.PACK_BYTES = 500  # five to ten clients
+    shards.MAX_PACK_BYTES = 500  # five to ten clients
     (folder / "notes").mkdir()
     fleet = make_fleet(config, task, 3, FedAvg(), folder / "notes")
     dispatch.ray = received = Received()

@@ -231,7 +231,7 @@ def test_an_address_where_something_else_listens_is_refused(answer):
 
 
 def test_an_address_that_never_answers_is_given_up(monkeypatch):
-    monkeypatch.setattr("actors.cluster.access.PATIENCE_S", 0.5)
+    monkeypatch.setattr("actors.cluster.access.TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ConfigError) as caught:
         joined(f"127.0.0.1:{listener.getsockname()[1]}")
     assert caught.value.code in ("cluster.not-ray", "cluster.no-answer")

@@ -7,7 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from actors.cluster.doctor import FLOORS, differences, examine, outdated
+from actors.cluster.doctor import MIN_VERSIONS, differences, examine, outdated
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from actors.cluster.doctor import FLOORS, differences, examine, outdated
             ],
         ),
         ({"pillow": "12.1.1", "torch": "2.10.0+cu128", "ray": "2.100.1"}, []),
-        (dict(FLOORS), []),
+        (dict(MIN_VERSIONS), []),
     ],
 )
 def test_what_is_below_its_floor_is_named_with_the_remedy(installed, found):
@@ -29,7 +29,7 @@ def test_what_is_below_its_floor_is_named_with_the_remedy(installed, found):
 
 
 def test_everything_has_a_floor_that_can_be_undercut():
-    assert len(outdated(lambda name: "0.0.1")) == len(FLOORS)
+    assert len(outdated(lambda name: "0.0.1")) == len(MIN_VERSIONS)
 
 
 def test_an_installation_of_today_is_above_the_floors():
@@ -39,7 +39,7 @@ def test_an_installation_of_today_is_above_the_floors():
         need.name: max(Version(part.version) for part in need.specifier if part.operator == ">=")
         for need in map(Requirement, project["dependencies"])
     }
-    assert [name for name in FLOORS if name in lower and lower[name] < Version(FLOORS[name])] == []
+    assert [name for name in MIN_VERSIONS if name in lower and lower[name] < Version(MIN_VERSIONS[name])] == []
 
 
 def test_a_node_with_other_versions_is_named():

@@ -51,7 +51,7 @@ def test_reasons_of_a_plan_do_not_contradict_each_other():
     config = configure(data={"clients": 20}, federation={"participation": 0.3})
     few, enough = (plan(config, 20, [Node(cpus, 0.0)]).reasons for cpus in (2.0, 8.0))
     assert few["client actors"].startswith(
-        "2 on all nodes; a round asks 6 of 20 clients, and 2 work at a time; 2 slots, limited by CPUs"
+        "2 on all nodes; a round asks 6 of 20 clients, and 2 work at the same time; 2 slots, limited by CPUs"
     )
     assert "a round asks 6 of 20 clients; 8 slots" in enough["client actors"]
     assert few["each actor"] == "1 CPU and 0 GPUs"
@@ -120,7 +120,7 @@ def test_more_actors_than_clients_are_as_many_as_clients():
         ((3, 0), {"clients_per_actor": 5}, {"actors": 4, "slots": 3}, "Set resources.clients_per_actor=7"),
         ((2, 0), {"cpus_per_client": 4}, {"slots": 0}, "Lower resources.cpus_per_client"),
         ((8, 0), {"gpus_per_client": 0.5}, {"slots": 0}, "resources.gpus_per_client"),
-        ((8, 1), {"gpus_per_client": 2}, {"slots": 0}, "2 GPUs, and the cluster has 8 CPUs and 1 GPU,"),
+        ((8, 1), {"gpus_per_client": 2}, {"slots": 0}, "2 GPUs, but the cluster has 8 CPUs and 1 GPU,"),
         ((64, 2), {"gpus_per_client": 0.25, "actors": 9}, {"actors": 9, "slots": 8}, "Set resources.actors=8"),
     ],
 )

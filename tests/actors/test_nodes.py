@@ -17,7 +17,7 @@ from many import fake_fleet
 from ray.exceptions import ActorDiedError, ObjectLostError
 
 from actors.actor_pool import deal_clients
-from actors.calls import STORED_BYTES, ClientCalls
+from actors.calls import MIN_STORED_BYTES, ClientCalls
 from actors.client import Block, BlockReplies, ClientActor
 from actors.fleet import RayFleet
 from actors.shards import Shards
@@ -141,7 +141,7 @@ def test_an_actor_returns_the_problems_of_a_call_and_each_is_noted_once():
     assert calls.fleet.notes == ["count: one"]
 
 
-def schema(clients, numbers=STORED_BYTES // 4):
+def schema(clients, numbers=MIN_STORED_BYTES // 4):
     return Schema({"x": total.like(torch.empty(numbers, device="meta"))}, dict.fromkeys(range(clients), 100))
 
 
@@ -150,7 +150,7 @@ def schema(clients, numbers=STORED_BYTES // 4):
     [
         (2 * BLOCK, schema(2 * BLOCK), 100, True),
         (2 * BLOCK, None, 100, False),
-        (2 * BLOCK, schema(2 * BLOCK, STORED_BYTES // 4 - 1), 100, False),
+        (2 * BLOCK, schema(2 * BLOCK, MIN_STORED_BYTES // 4 - 1), 100, False),
         (BLOCK, schema(BLOCK), 100, False),  # one block: its sum is as large as the server's own work
         (12 * BLOCK, schema(12 * BLOCK), 3, False),  # every actor gets whole blocks of small clients
     ],
@@ -265,8 +265,8 @@ def test_large_replies_are_added_up_on_their_nodes_to_the_bits_of_one_process(re
     assert [got[key] for key in OUTCOME] == [local[key] for key in OUTCOME]
     assert (sorted(got["added"]), got["retried"]) == ([21, BLOCK, BLOCK], 0)
     # the float64 sums of three blocks, and less than a kilobyte for each client, in place of 149 replies
-    assert 3 * 2 * STORED_BYTES < got["received"] < 3 * 2 * STORED_BYTES + CLIENTS * 1000
-    assert got["up"] == (CLIENTS - 1) * STORED_BYTES  # the traffic is still that of the replies
+    assert 3 * 2 * MIN_STORED_BYTES < got["received"] < 3 * 2 * MIN_STORED_BYTES + CLIENTS * 1000
+    assert got["up"] == (CLIENTS - 1) * MIN_STORED_BYTES  # the traffic is still that of the replies
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_a_long_temporary_folder_ends_no_run(tmp_path):
     long.mkdir(parents=True)
     lines = started(tmp_path, TMPDIR=str(long))
     assert lines["driver"] == str(long)
-    assert len(lines["worker"]) < session.LONGEST_FOLDER
+    assert len(lines["worker"]) < session.MAX_FOLDER_LENGTH
     assert lines["dashboard"].startswith("http://127.0.0.1:")
     assert lines["remarks"] == "()"
 

@@ -19,7 +19,7 @@ def shards_of(packed, clients):
 @pytest.mark.parametrize("make", [make_task, make_scenes])
 def test_every_client_gets_out_what_was_put_in(make, monkeypatch):
     shards = [replace(shard, ids=100 * k + np.arange(len(shard))) for k, shard in enumerate(make().shards)]
-    monkeypatch.setattr("actors.shards.PACK_BYTES", 2000)
+    monkeypatch.setattr("actors.shards.MAX_PACK_BYTES", 2000)
     packed = pickle.loads(pickle.dumps(list(packs(shards))))
     assert 1 < len(packed) <= len(shards)
     for shard, out in zip(shards, shards_of(packed, len(shards)), strict=True):
@@ -44,7 +44,7 @@ def test_neighbours_share_a_pack_up_to_its_size_and_a_large_client_has_its_own()
     sizes = [3, 0, 2, 9, 1, 1]  # numbers of images; an image has 100 bytes, its label and id 16
     shards = [Shard(np.zeros((n, 10, 10, 1), np.uint8), np.zeros(n, np.int64), np.zeros(n, np.int64)) for n in sizes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("actors.shards.PACK_BYTES", 600)
+        patch.setattr("actors.shards.MAX_PACK_BYTES", 600)
         packed = list(packs(shards))
     assert [(pack.first, len(pack.shards)) for pack in packed] == [(0, 3), (3, 1), (4, 2)]
     assert packed[1].shards.whole.x is shards[3].x  # a client with its own pack is not copied

@@ -42,7 +42,7 @@ def check(result, undisturbed, actors, nodes):
 @pytest.mark.soak
 def test_sixteen_actors(ray_session, undisturbed, monkeypatch, tmp_path):
     # the default of four calls per actor would need 256 asked clients for each of the 16 actors
-    monkeypatch.setattr(calls, "SPREAD", 1)
+    monkeypatch.setattr(calls, "MIN_CALLS_PER_ACTOR", 1)
     check(spread.run(CLIENTS, 16, tmp_path), undisturbed, 16, 1)
 
 

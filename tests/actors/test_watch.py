@@ -13,7 +13,7 @@ from tiny import make_setup
 from trouble import IDS, Unable, configure
 
 from actors.capacity import Placement
-from actors.fleet import PATIENCE_S, STACKS, RayFleet
+from actors.fleet import MIN_PATIENCE_S, STACKS, RayFleet
 from actors.probe import probe
 from actors.shards import Shards
 from raylt.core.fleet.reductions import each
@@ -46,13 +46,13 @@ def test_a_full_device_halves_the_actors_and_the_call_continues(fleet, tmp_path)
 
 
 def test_a_stuck_client_is_named_with_its_stack(fleet, tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.fleet.PATIENCE_S", 1.0)
+    monkeypatch.setattr("actors.fleet.MIN_PATIENCE_S", 1.0)
     fleet.ask(faulty.sleep, IDS, {"seconds": {}}, id=each)  # how long the other clients take
     fleet.ask(faulty.sleep, IDS, {"seconds": {"2": 3.0}}, id=each)
     (note,) = (tmp_path / NOTES).read_text().splitlines()
     match = re.fullmatch(
-        r"client 2, round 3, sleep: at work for [1-3] s, other clients took at most 0 s; set "
-        r"federation.deadline_s to continue without it; (stacks/client\S+txt) has its stacks",
+        r"client 2, round 3, sleep: running for [1-3] s, other clients took at most 0 s; set "
+        r"federation.deadline_s to continue without it; (stacks/client\S+txt) has its stack traces",
         note,
     )
     assert match
@@ -64,7 +64,7 @@ def test_a_stuck_client_is_named_with_its_stack(fleet, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("known", [True, False], ids=["later", "first"])
 def test_a_stopped_client_is_named_with_the_reason_why_it_has_no_stack(fleet, tmp_path, monkeypatch, known):
-    monkeypatch.setattr("actors.fleet.PATIENCE_S", 1.0)
+    monkeypatch.setattr("actors.fleet.MIN_PATIENCE_S", 1.0)
     monkeypatch.setattr("actors.fleet.STACK_S", 0.5)
     if known:
         fleet.ask(faulty.sleep, IDS, {"seconds": {}}, id=each)
@@ -74,13 +74,13 @@ def test_a_stopped_client_is_named_with_the_reason_why_it_has_no_stack(fleet, tm
     threading.Timer(4.0, os.kill, (pid, signal.SIGCONT)).start()
     fleet.ask(faulty.sleep, [2], {"seconds": {}}, id=each)
     (note,) = (tmp_path / NOTES).read_text().splitlines()
-    assert note.startswith("client 2, round 3, sleep: at work for 1 s, ")
+    assert note.startswith("client 2, round 3, sleep: running for 1 s, ")
     assert ("no client has finished yet" in note) != known
-    assert note.endswith(f"it wrote no stacks: its process {pid} is stopped; kill -CONT {pid} continues it")
+    assert note.endswith(f"it wrote no stack traces: its process {pid} is stopped; kill -CONT {pid} continues it")
 
 
 def test_a_call_of_many_clients_may_take_longer_once_one_is_known(fleet):
-    assert fleet.patience("train", 64) == PATIENCE_S
+    assert fleet.patience("train", 64) == MIN_PATIENCE_S
     fleet.record_seconds("train", 1, 30.0)
     assert (fleet.patience("train", 1), fleet.patience("train", 2)) == (150.0, 300.0)
 
