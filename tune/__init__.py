@@ -1,6 +1,6 @@
 """Hyper-parameter searches for any method: `from tune import search, space`.
 
-With Ray Tune's own schedulers and searchers: `from tune import param_space, trainable`, for `ray.tune.Tuner`.
+For Ray Tune's schedulers and searchers, use `from tune import param_space, trainable` with `ray.tune.Tuner`.
 """
 
 from importlib import import_module
@@ -27,7 +27,7 @@ __all__ = [
     "spaces_of",
     "trainable",
 ]
-# names whose modules import Ray, which a search in this process does not need
+# Modules that import Ray, which a search in this process does not need.
 _WITH_RAY = {"model_of": "tune.ray_trainable", "param_space": "tune.ray_space", "trainable": "tune.ray_trainable"}
 
 

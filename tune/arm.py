@@ -1,8 +1,8 @@
 """Process that tunes one arm of a study. raylt/studies/running/tuning.py starts it.
 
-The job arrives as a line of JSON on its standard input, and the result leaves as a line of JSON on its standard output.
-It ends at once when its standard input ends, which happens when the study's process dies. The search can then be
-resumed from the last rounds of its trials.
+The process reads the job as a line of JSON from standard input, and writes the result as JSON to standard output. It
+exits when standard input ends, which happens when the study's process dies. The search can then be resumed from the
+last rounds of its trials.
 """
 
 import json
@@ -42,13 +42,17 @@ def tune_arm(
     """Search for the best settings of an arm, or continue an interrupted search.
 
     Args:
-        folder: of the arm; the search's folder is made in it.
-        base: the arm's settings, with only the given fields of its method.
-        reference: the settings whose run is the unit of the budget.
+        folder: Folder of the arm, in which the search's folder is created.
+        base: Settings of the arm, with only the given fields of its method.
+        reference: Settings of the run that is the unit of the budget.
+        tuning: Settings of the search.
+        arm: Name of the arm.
+        fleet: Where the trials run.
+        address: Address of the Ray cluster.
 
     Raises:
-        ConfigError: a range is invalid, or one trial takes more than the budget.
-        CheckpointError: the folder holds another search.
+        ConfigError: A range is invalid, or one trial costs more than the budget.
+        CheckpointError: The folder holds another search.
     """
     base = with_validation(base)
     reference = with_validation(reference)
@@ -70,7 +74,7 @@ def tune_arm(
         )
     if cost > budget:
         raise ConfigError(
-            f"study.tune.runs: the budget is {budget} {UNITS[tuning.count]}, and one trial of the arm takes {cost} "
+            f"study.tune.runs: the budget is {budget} {UNITS[tuning.count]}, but one trial of the arm takes {cost} "
             f"({tuning.runs:g}). Raise it to at least {tuning.runs * cost / budget:.2g}.",
             code="search.budget-too-small",
             key="study.tune.runs",
@@ -82,7 +86,7 @@ def tune_arm(
         result = resume(folder / NAME, fleet=fleet, address=address)
     else:
         with folder_for(folder) as arm_folder:
-            arm_folder.remove(NAME)  # left by a process that died before it wrote search.json
+            arm_folder.remove(NAME)  # a process may have died before it wrote search.json
         result = search(
             base,
             arm_space,
@@ -110,11 +114,11 @@ def tune_arm(
 
 
 def check_searches(definition: Definition) -> None:
-    """Check the searches of a tuned study, without data: each field, range and setting that it names.
+    """Check each field, range and setting that a tuned study names, without its data.
 
     Raises:
-        ConfigError: an arm's method has no such field, no arm has the setting of a range, or the setting cannot have
-            the range.
+        ConfigError: A method does not have a named field, no arm has the setting of a range, or the range is not valid
+            for the setting.
     """
     assert definition.tune is not None, "the study tunes its arms"
     for key, text in definition.tune.ranges.items():
@@ -129,8 +133,8 @@ def check_searches(definition: Definition) -> None:
     for key in definition.tune.ranges:
         if key not in searched:
             raise ConfigError(
-                f"study.tune.ranges: no arm can search this setting ({key}). Give one that raylt settings or raylt "
-                "methods lists, and no local one where there are no rounds.",
+                f"study.tune.ranges: no arm can search this setting ({key}). Use a setting that raylt settings or "
+                "raylt methods lists; without rounds, local settings cannot be searched.",
                 code="search.unknown-field",
                 key=key,
             )
@@ -143,7 +147,7 @@ def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int,
     expected = ({method: arm_space}, budget or None, tuning.count, tuning.metric, tuning.searcher, tuning.splits)
     if (plan.spaces, plan.budget, plan.count, plan.metric, plan.searcher, plan.splits) != expected:
         raise CheckpointError(
-            f"{folder}: the folder holds a search for something else. Give the study another name, or remove the "
+            f"{folder}: the folder holds a search with other settings. Give the study another name, or remove the "
             "folder.",
             code="search.different",
             path=str(folder),
@@ -153,7 +157,7 @@ def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int,
 def _space(base: Config, tuning: Tuning, arm: str) -> Space:
     """Return the search space of an arm, without ranges of fields that the arm's method does not have.
 
-    Without rounds there is no local training, and no range of its settings.
+    Without rounds there is no local training, so ranges of local settings are left out too.
     """
     method = base.method["name"]
     texts = applying(tuning.ranges, METHODS[method])
@@ -166,7 +170,7 @@ def _space(base: Config, tuning: Tuning, arm: str) -> Space:
 def main() -> None:
     """Tune the arm of the job on standard input, and write the result or the error to standard output."""
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # so that libraries print to standard error
+    os.dup2(2, 1)  # make libraries print to standard error
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_job, args=(jobs,), daemon=True).start()
     job = jobs.get()

@@ -1,17 +1,16 @@
 """Asynchronous successive halving (ASHA, Li et al., MLSys 2020) with decisions that do not depend on timing.
 
 ASHA compares a trial at a rung with the trials that reached the rung before it. In other implementations these depend
-on which process was faster. Here a trial comes after the trials with smaller numbers, whenever it arrives. No process
-waits for that: a trial runs on while it is unknown whether an earlier one reaches the rung. If it is then stopped at
-the rung, its later steps do not count. So the outcome of a search is a function of its seed, and a search that was
-killed and resumed has the same outcome.
+on which process was faster. Here they are the trials with smaller numbers, whenever they arrive. No process waits for
+them: a trial continues while it is unknown whether an earlier one reaches the rung. If it is then stopped at the rung,
+its later steps do not count. So the outcome of a search depends only on its seed, even if it was killed and resumed.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-ETA = 3  # one trial in this many continues at a rung
+ETA = 3  # One of ETA trials continues at a rung.
 
 
 @dataclass(frozen=True)
@@ -19,11 +18,11 @@ class TrialProgress:
     """The scores of a trial so far.
 
     Args:
-        scores: by round, at rungs at least; higher is better.
-        end: the score of the deployed model, None before the end.
-        failed: whether the trial has failed for good.
-        over: whether no more scores will come although it neither ended nor failed: it was stopped before the search
-            was interrupted.
+        scores: Scores by round, at least for the rungs; higher is better.
+        end: Score of the deployed model; None before the end.
+        failed: Whether the trial has failed and is not retried.
+        over: Whether the trial gets no more scores although it neither ended nor failed, because it was stopped before
+            the search was interrupted.
     """
 
     scores: Mapping[int, float]
@@ -38,8 +37,8 @@ class Outcome:
 
     Args:
         state: "done", "stopped" at a rung, or "failed".
-        step: the step that it came to: the rung, or the number of rounds.
-        score: the score that counts; None for a failed trial.
+        step: The step that the trial reached: a rung, or the number of rounds.
+        score: The score that counts; None for a failed trial.
     """
 
     state: str
@@ -51,8 +50,8 @@ def rungs(rounds: int, grace: int | None = None) -> list[int]:
     """Return the round numbers (rungs) after which trials are compared.
 
     Args:
-        rounds: R; by default the rungs are R/9 and R/3.
-        grace: rounds before the first rung; each next rung is `ETA` times as far, up to R/2.
+        rounds: Number of rounds R. By default the rungs are R/9 and R/3.
+        grace: The first rung. Each further rung is `ETA` times the previous one, up to R/2.
     """
     if grace is None:
         steps = {rounds // ETA**k for k in (1, 2)}
@@ -65,9 +64,9 @@ def outcomes(trials: Sequence[TrialProgress], steps: Sequence[int], rounds: int)
     """Return the outcome of each trial, in order; None for a trial that is still undecided.
 
     Args:
-        trials: progress of the trials of one method, in the order of their numbers.
-        steps: the rungs, ascending; none for no halving.
-        rounds: R, the `step` of an outcome at the end.
+        trials: Progress of the trials of one method, in the order of their numbers.
+        steps: The rungs, ascending; empty for no halving.
+        rounds: Number of rounds R, the `step` of an outcome at the end.
     """
     recorded: dict[int, list[float]] = {step: [] for step in steps}
     open_rungs: set[int] = set()  # rungs that an earlier trial may still reach
@@ -78,13 +77,13 @@ def _outcome(
     trial: TrialProgress, steps: Sequence[int], rounds: int, recorded: dict[int, list[float]], open_rungs: set[int]
 ) -> Outcome | None:
     """Return the outcome of one trial, and add its scores to `recorded` for the comparison with later trials."""
-    passed: Outcome | None = None  # at the last rung that the trial has passed
+    passed: Outcome | None = None  # outcome at the last rung that the trial has passed
     for step in steps:
         score = trial.scores.get(step)
         if score is None and trial.failed:
             return Outcome("failed", step, None)
         if score is None and trial.over:
-            return passed  # after an earlier trial was run again, this trial passes the rung at which it was stopped
+            return passed  # an earlier trial was run again, and this one now passes the rung at which it was stopped
         if score is None or step in open_rungs:
             open_rungs.update(later for later in steps if later >= step)
             return None

@@ -1,8 +1,8 @@
-"""Limits on how a trial's settings may differ from those of the trial whose checkpoint it continues.
+"""Checks of the settings that may change when a trial continues from another trial's checkpoint.
 
-Population-based training gives a trial another trial's checkpoint, and changes some settings at once. Settings of
-`local` take effect in every round. So does a field of a method, unless the method reads it before the first round:
-where it builds the model, chooses what travels, lets clients join or starts the server. All other settings are fixed.
+Population-based training gives a trial another trial's checkpoint, and changes some settings at the same time. Settings
+of `local` take effect in every round. So do fields of a method, unless the method reads them before the first round: to
+build the model, choose what is sent, let clients join or start the server. All other settings are fixed.
 """
 
 import ast
@@ -15,23 +15,24 @@ from raylt.core.method import Method
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 
-BEFORE_ROUNDS = ("build", "shared", "prepare", "join", "start")  # functions of a method
+BEFORE_ROUNDS = ("build", "shared", "prepare", "join", "start")  # Functions of a method.
 
 
 def check_changes(before: Config, after: Config) -> None:
-    """Raise ConfigError if a trial cannot continue from a checkpoint that has other settings.
+    """Check that a trial can continue from a checkpoint with other settings.
 
     Args:
-        before: the settings of the checkpoint, with all fields of the method.
+        before: Settings of the checkpoint, with all fields of the method.
+        after: Settings of the trial.
 
     Raises:
-        ConfigError: a setting differs that acts before the first round.
+        ConfigError: A setting that acts before the first round differs.
     """
     for key, old, new in differences(settled(before), settled(after)):
         if not may_change(key, after.method["name"]):
             raise ConfigError(
                 f"{key}: acts before the first round, so a trial cannot change it when it continues from another "
-                f"({old!r} -> {new!r}). Let the scheduler change local.* and fields of the method that act in rounds.",
+                f"({old!r} -> {new!r}). Let the scheduler change only local.* and method fields that act in rounds.",
                 code="search.fixed-setting",
                 key=key,
                 value=new,
@@ -39,16 +40,16 @@ def check_changes(before: Config, after: Config) -> None:
 
 
 def check_exchangeable(keys: Iterable[str], method: str) -> None:
-    """Raise ConfigError if population-based training cannot change one of the settings.
+    """Check that population-based training can change all of the settings.
 
     Raises:
-        ConfigError: one acts before the first round.
+        ConfigError: A setting acts before the first round.
     """
     for key in keys:
         if not may_change(key, method):
             raise ConfigError(
                 f"{key}: acts before the first round, so population-based training cannot change it (--scheduler pbt). "
-                "Give it a value, or leave it out of --fields.",
+                "Give it a value, or remove it from --fields.",
                 code="search.fixed-setting",
                 key=key,
                 method=method,
@@ -65,10 +66,10 @@ def may_change(key: str, method: str) -> bool:
 
 
 def fields_before_rounds(method: str) -> set[str]:
-    """Return the fields that a method reads before the first round, found by analysis of its source code.
+    """Return the fields that a method reads before the first round, by analysis of its source code.
 
-    Functions are followed as long as they belong to the method. Where the method passes itself to another function, or
-    has no source, these are all fields.
+    The analysis follows calls to functions of the method. If the method passes itself to another function, or its
+    source code is unavailable, the result is all fields.
     """
     kind = METHODS[method]
     functions = _functions(kind)

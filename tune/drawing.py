@@ -19,12 +19,14 @@ def draw(plan: SearchPlan, state: SearchState, shares: Mapping[str, Mapping[str,
     """Draw scores against client-steps and against each searched setting, as a PNG. Stopped trials are hollow.
 
     Args:
-        shares: the importance of each setting by method, see tune/importance.py.
+        plan: Settings of the search.
+        state: The trials so far.
+        shares: Importance of each setting by method; see tune/importance.py.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no global state, no display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # Unlike pyplot, needs no global state and no display.
     from matplotlib.figure import Figure
 
-    # fields of different methods may have the same name and other ranges, so each range has its own panel
+    # methods may have different ranges for fields of the same name, so each range has its own panel
     slices = list(dict.fromkeys((key, axis) for space in plan.spaces.values() for key, axis in space.items()))
     columns = min(3, max(1, len(slices)))
     lines = -(-len(slices) // columns)
@@ -152,11 +154,11 @@ def draw_pareto(trials: Sequence[Mapping[str, Any]], metrics: Sequence[str], nam
     A step line joins the front of two metrics.
 
     Args:
-        trials: figures by name. Trials without one of the metrics are not drawn.
-        metrics: two or more.
-        names: of the trials.
+        trials: Metrics of each trial by name. Trials without one of the metrics are not drawn.
+        metrics: Names of two or more metrics.
+        names: Names of the trials.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no global state, no display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # Unlike pyplot, needs no global state and no display.
     from matplotlib.figure import Figure
 
     front = pareto_front(trials, metrics)
@@ -190,5 +192,5 @@ def draw_pareto(trials: Sequence[Mapping[str, Any]], metrics: Sequence[str], nam
 
 
 def shown(value: Any) -> str:
-    """Return a setting's value for a table or a plot."""
+    """Format a setting's value for a table or a plot."""
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
 """Importance of the searched settings by fANOVA (Hutter et al., ICML 2014), computed from a search's trials.
 
-Optuna's fANOVA fits a random forest to the scores and splits their variance between the settings. Trials are compared
-after the same step: the last one after which nearly all were judged. Under ASHA that is the first rung, because later
-rungs have only trials with good values.
+Optuna's fANOVA fits a random forest to the scores and splits their variance between the settings. All scores are of the
+same step, the last one after which nearly all trials were evaluated. Under ASHA this is the first rung, because only
+trials with good values reach later rungs.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from tune.plan import SearchPlan, SearchState, as_params, distributions_of
 from tune.records import TrialRecord
 from tune.space import Grid, Space
 
-LEAST = 8  # fewest trials; with fewer, the forest would find importance in noise
-NEARLY_ALL = 0.9  # share of the trials; some fail
+MIN_TRIALS = 8  # With fewer trials, the random forest would find importance in noise.
+NEARLY_ALL = 0.9  # Share of the trials, because some fail.
 
 
 def importance(plan: SearchPlan, state: SearchState, method: str) -> dict[str, float]:
     """Return each setting's share of the variance of the scores, largest first. The shares sum to 1.
 
     Returns:
-        Empty where too few trials were judged after the same step, where all have the same score, or where fewer than
-        two settings are searched.
+        The shares by setting. The dict is empty if too few trials were evaluated after the same step, if all have the
+        same score, or if the search has fewer than two settings.
     """
     import optuna
 
@@ -52,14 +52,11 @@ def _scores_of_one_step(records: Sequence[TrialRecord]) -> dict[str, float]:
             if score.kind != "proxy":
                 by_step.setdefault(score.step, {})[record.id] = score.value
     most = max((len(scores) for scores in by_step.values()), default=0)
-    if most < LEAST:
+    if most < MIN_TRIALS:
         return {}
     return by_step[max(step for step, scores in by_step.items() if len(scores) >= NEARLY_ALL * most)]
 
 
 def _without_grids(space: Space) -> dict[str, Range]:
-    """Return a search space without its grids, so that only settings with random values are left.
-
-    A grid's values occur equally often by design.
-    """
+    """Return a search space without its grids, whose values occur equally often by design."""
     return {key: axis for key, axis in space.items() if not isinstance(axis, Grid)}

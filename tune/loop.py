@@ -1,4 +1,4 @@
-"""A running search: hands out trials and collects scores, wherever the trials run."""
+"""The loop of a running search, which hands out trials and collects scores, wherever the trials run."""
 
 import os
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tune.asha import rungs
 from tune.plan import SearchPlan, SearchState
 from tune.records import Score, TrialRecord, append_trial, read_ended, split_folder
 
-ERROR = "error.txt"  # in a trial's folder: the error of its last attempt
+ERROR = "error.txt"  # File in a trial's folder with the error of its last attempt.
 
 
 @lru_cache(maxsize=4)
@@ -26,19 +26,19 @@ def _task(data: str, start: str, files: tuple[tuple[int, int] | None, ...]) -> T
 def task_of(config: Config) -> Task:
     """Return the task of a configuration, cached for other configurations with the same data.
 
-    Relative paths start in the working directory. A file that changed is read again.
+    Relative paths are relative to the working directory. Files that have changed are read again.
     """
     return _task(*_key(config.data))
 
 
 def _key(data: DataConfig) -> tuple[str, str, tuple[tuple[int, int] | None, ...]]:
-    """Return what tells apart the tasks of data settings: the settings, the working directory, and the files."""
+    """Return the cache key of a task: the data settings, the working directory, and the stamps of the files."""
     files = (data.source.partition(":")[2], data.split)
     return data.model_dump_json(), os.getcwd(), tuple(map(_stamp, files))
 
 
 def _stamp(path: str | None) -> tuple[int, int] | None:
-    """Return size and time of the last change of a file; None for what is no file."""
+    """Return the size and modification time of a file, or None if the path is not a file."""
     if not path:
         return None
     try:
@@ -49,7 +49,7 @@ def _stamp(path: str | None) -> tuple[int, int] | None:
 
 
 def sizes(config: Config) -> list[int]:
-    """Return the number of samples of each client that trains; 0 for one that holds none."""
+    """Return the number of samples of each client that trains, including 0 for clients without samples."""
     return list(_sizes(*_key(config.data)))
 
 
@@ -84,7 +84,7 @@ class SearchLoop:
         """Return the next trial to run, or WAIT or OVER. Trials that ended before an interruption are restored.
 
         Raises:
-            CheckpointError: such a trial does not fit the search.
+            CheckpointError: A restored trial does not fit the search.
         """
         while True:
             record = self.state.next()
@@ -112,7 +112,9 @@ class SearchLoop:
         """Record that the process of a trial has ended its work on the trial.
 
         Args:
-            failed: an error for a failed trial that has not written its own to its folder; None if it did not fail.
+            id: Id of the trial.
+            failed: Error of a failed trial, used if the trial has not written an error to its folder; None if the
+                trial did not fail.
         """
         record = self._records[id]
         folder = self.folder / "trials" / id

@@ -1,4 +1,4 @@
-"""Computes the Pareto front: the trials that are best by several metrics at once."""
+"""Computation of the Pareto front: the trials that no other trial dominates by several metrics."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +10,9 @@ def pareto_front(trials: Sequence[Mapping[str, Any]], metrics: Sequence[str]) ->
     A trial dominates another if it is at least as good by all metrics and better by one.
 
     Args:
-        trials: figures by name, as in `result.metrics` of a `ResultGrid`; higher is better. Trials without one of the
-            metrics are left out.
+        trials: Metrics of each trial by name, as in `result.metrics` of a `ResultGrid`; higher is better. Trials
+            without one of the metrics are left out.
+        metrics: Names of the metrics to compare.
 
     Returns:
         Indices, by descending first metric.

@@ -1,6 +1,6 @@
 """Plans the resources of a search: client actors per trial, and the number of parallel trials on a cluster.
 
-Where processes share a GPU, `need_of` measures before the first trial what one of them takes.
+If processes share a GPU, `need_of` measures the memory use of one process before the first trial.
 """
 
 import math
@@ -16,12 +16,8 @@ from tune.plan import SearchPlan
 from tune.space import Space, configure, probes
 
 Bundle = dict[str, float]
-PER_GPU = 8  # parallel trials on one GPU, unless `resources.gpus_per_client` decides
-SIZES = (
-    "local.batch",
-    "evaluation.batch",
-    "method.retrain_batch",
-)  # settings whose largest value takes the most memory
+TRIALS_PER_GPU = 8  # Parallel trials on one GPU, unless `resources.gpus_per_client` is set.
+MEMORY_SETTINGS = ("local.batch", "evaluation.batch", "method.retrain_batch")  # Larger values need more memory.
 
 
 def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:
@@ -42,19 +38,20 @@ def place_trial(
     """Plan the client actors of one trial. With `auto`, all trials share the cluster evenly.
 
     Args:
-        clients: number of clients that hold samples.
-        trials: number of trials at most.
-        have: the cluster's resources.
-        most: processes (client actors, and each trial's server) that share a GPU at most, where that was measured.
+        config: Settings of the trial.
+        clients: Number of clients that have samples.
+        trials: Maximum number of parallel trials.
+        have: Resources of the cluster.
+        most: Maximum number of processes (client actors and servers of trials) that share a GPU, if it was measured.
 
     Raises:
-        ConfigError: the settings ask for GPUs, and there are none; or for more actors than fit into their memory.
+        ConfigError: The settings ask for GPUs and there are none, or for more actors than fit into GPU memory.
     """
     wanted = config.resources
     cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
     if wanted.device == "cuda" and not gpus:
         raise ConfigError(
-            "resources.device: cuda, but the cluster has no GPU. Join a cluster with GPUs, or set "
+            "resources.device: is cuda, but the cluster has no GPU. Join a cluster with GPUs, or set "
             "resources.device=auto.",
             code="device.not-found",
             key="resources.device",
@@ -64,7 +61,7 @@ def place_trial(
     if wanted.gpu_share != "auto" and wanted.gpu_share > 0:
         slots = max(1, min(slots, int(gpus / wanted.gpu_share + 1e-9)))
     elif gpus and wanted.gpu_share == "auto":
-        trials = min(trials, PER_GPU * gpus)
+        trials = min(trials, TRIALS_PER_GPU * gpus)
 
     def fit(trials: int, actors: int) -> bool:
         return not gpus or sum(_on_gpu(trials, actors, gpus)) <= most
@@ -99,7 +96,7 @@ def place_trial(
 def _share_with_servers(share: float) -> float:
     """Return a client actor's share of a GPU, reduced if the trials' servers need room on the same GPU.
 
-    It assumes as many trials of one actor each on a GPU as `share` allows.
+    This assumes that a GPU holds as many trials with one client actor each as `share` allows.
     """
     each = math.floor(1 / share + 1e-9) if 0 < share <= 1 else 0
     room = 1 - SERVER_GPUS * each
@@ -142,10 +139,15 @@ def fitting(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], mos
 
 
 def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], most: int) -> int:
-    """Return the number of parallel trials that the nodes can hold; raise ConfigError if they can hold none.
+    """Return the number of parallel trials that the nodes can hold, at least one.
+
+    Args:
+        bundles: Resources of a trial.
+        nodes: Resources of each node.
+        most: Maximum number of parallel trials.
 
     Raises:
-        ConfigError: the nodes have no room for one trial.
+        ConfigError: The nodes have no room for a trial.
     """
     count = fitting(bundles, nodes, most)
     if count:
@@ -175,7 +177,7 @@ def need_of(plan: SearchPlan) -> Need | None:
     The runs use each model and the largest batches of the search.
 
     Returns:
-        The need; None where nothing could be measured.
+        The need; None if nothing could be measured.
     """
     needs = []
     for method, space in plan.spaces.items():
@@ -189,6 +191,6 @@ def need_of(plan: SearchPlan) -> Need | None:
 
 def largest(base: Config, method: str, space: Space) -> list[Config]:
     """Return the configurations of a method that may need the most memory, one for each model of the search."""
-    sizes = {key: max(probes(space[key])) for key in SIZES if key in space}
+    sizes = {key: max(probes(space[key])) for key in MEMORY_SETTINGS if key in space}
     models = [{"model": name} for name in probes(space["model"])] if "model" in space else [{}]
     return [configure(base, method, sizes | model) for model in models]

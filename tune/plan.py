@@ -1,8 +1,8 @@
-"""The settings of a search, and the state that decides the next trial from the trials so far.
+"""The settings of a search, and the state that determines the next trial from the trials so far.
 
 Each method has a sequence of numbered trials. Trial k is a function of (seed, method, k) and, for TPE, of the outcomes
-of trials 0 .. k - lag, which it waits for. `lag` is the number of trials that could run at once when the search was
-started. So a search has no state to save: the records of its trials restore it.
+of trials 0 .. k - lag, for which it waits. `lag` is the number of parallel trials when the search was started. So a
+search has no further state to save: the records of its trials restore it.
 """
 
 import math
@@ -26,8 +26,8 @@ from tune.space import Grid, Space, combinations, configure, draw, parse, readab
 
 SAMPLES = 20
 VALIDATION = 0.2  # share of the training samples for validation, unless data.validation is set
-OVER = "over"  # no more trials will come
-WAIT = "wait"  # the next trial depends on trials that are running
+OVER = "over"  # No more trials will start.
+WAIT = "wait"  # The next trial depends on trials that are running.
 Sizes = Callable[[Config], list[int]]
 
 
@@ -36,18 +36,21 @@ class SearchPlan:
     """The settings of a search, which are the content of search.json.
 
     Args:
-        base: settings that all trials share.
-        spaces: by method.
-        samples: trials of each method, or draws when a setting is given as a grid; None for no limit but the budget.
-        budget: client-steps that each method may spend.
-        count: unit of the budget, see `cost_of`.
-        grace: rounds before the first rung.
-        metric: the metric that decides which trials ASHA stops, what TPE proposes and which trial is the best.
-        other_metrics: metrics that are shown and that the Pareto front takes into account.
-        lag: see the module's docstring.
-        retries: how many times a failed trial is continued.
-        splits: number of splits on which a trial runs; its final score is the worst of them.
-        start: folder in which relative paths of the settings start; None until the search has a folder.
+        base: Settings that all trials share.
+        spaces: Search space of each method.
+        samples: Number of trials of each method, or of draws if a setting is a grid; None for no limit but the budget.
+        budget: Cost that each method may spend, in the unit `count`.
+        count: Unit of the budget; see `cost_of`.
+        searcher: How values are chosen.
+        scheduler: How trials are stopped early.
+        grace: The first rung, in rounds.
+        metric: The metric by which ASHA stops trials, TPE proposes values, and the best trial is chosen.
+        other_metrics: Further metrics that are shown and used for the Pareto front.
+        seed: Seed of the search.
+        lag: See the module's docstring.
+        retries: Number of times that a failed trial is continued.
+        splits: Number of splits on which a trial runs; its final score is the worst of them.
+        start: Folder to which relative paths of the settings are relative; None until the search has a folder.
     """
 
     base: Config
@@ -86,7 +89,7 @@ class SearchPlan:
         if self.other_metrics:
             rest["other_metrics"] = list(self.other_metrics)
         else:
-            del rest["other_metrics"]  # so that a search with one metric keeps its hash
+            del rest["other_metrics"]  # keep the hash of searches with one metric
         if self.count == "steps":
             del rest["count"]
         if self.splits == 1:
@@ -99,11 +102,12 @@ class SearchPlan:
         """Read a plan from the content of search.json.
 
         Args:
-            name: the file's name in errors.
+            content: The content.
+            name: Name of the file in errors.
 
         Raises:
-            CheckpointError: the content is malformed, or was changed.
-            ConfigError: a setting is invalid.
+            CheckpointError: The content is malformed, or was changed.
+            ConfigError: A setting is invalid.
         """
         tree: dict[str, Any] = {**as_json(content, SEARCH_PLAN_JSON, name)}
         sha256 = tree.pop("sha256")
@@ -119,7 +123,7 @@ class SearchPlan:
                 axis = parse(text)
                 if axis is None:
                     raise CheckpointError(
-                        f"{name}: not a range ({text!r}). Put the original file back.",
+                        f"{name}: has a value that is not a range ({text!r}). Put the original back.",
                         code="search.changed",
                         path=name,
                         value=text,
@@ -134,7 +138,8 @@ class SearchState:
     """The trials of a search so far, as one sequence per method.
 
     Args:
-        sizes: returns the samples of each client that trains, for a configuration; 0 for one that holds none.
+        plan: Settings of the search.
+        sizes: Function that returns, for a configuration, the number of samples of each client that trains.
     """
 
     def __init__(self, plan: SearchPlan, sizes: Sizes):
@@ -143,11 +148,11 @@ class SearchState:
 
     @property
     def trials(self) -> list[TrialRecord]:
-        """Return the trials that have begun, grouped by method."""
+        """Return the trials that have started, grouped by method."""
         return [record for sequence in self.sequences.values() for record in sequence.records]
 
     def next(self) -> TrialRecord | str:
-        """Begin a trial of the method with the fewest trials and return it; return WAIT or OVER if there is none."""
+        """Start a trial of the method with the fewest trials and return it; return WAIT or OVER if there is none."""
         answers = []
         for sequence in sorted(self.sequences.values(), key=lambda sequence: len(sequence.records)):
             answer = sequence.next()
@@ -164,7 +169,7 @@ class SearchState:
         """Return the finished trial with the best score, the first one if several are equal.
 
         Args:
-            method: to choose from; by default all methods.
+            method: Method whose trials to consider; None for all methods.
         """
         done = [r for r in self.trials if r.outcome and r.outcome.state == "done" and method in (None, r.method)]
         return max(
@@ -177,7 +182,7 @@ class SearchState:
 def front_of(plan: SearchPlan, trials: Sequence[TrialRecord]) -> list[TrialRecord]:
     """Return the finished trials that no other finished trial dominates by the search's metrics.
 
-    Stopped trials are left out, because their figures are of an earlier round.
+    Stopped trials are left out, because their metrics are of an earlier round.
 
     Returns:
         The trials, by descending first metric.
@@ -198,7 +203,7 @@ class TrialSequence:
 
     @cached_property
     def total(self) -> float:
-        """Return the largest number of trials of the method."""
+        """Return the maximum number of trials of the method."""
         if not self.space:
             return 1
         if self.plan.searcher == "grid":
@@ -211,7 +216,7 @@ class TrialSequence:
         return combinations(self.space)
 
     def next(self) -> TrialRecord | str:
-        """Begin the next trial and return it; return WAIT or OVER if there is none."""
+        """Start the next trial and return it; return WAIT or OVER if there is none."""
         number = len(self.records)
         if number >= self.total:
             return OVER
@@ -231,7 +236,7 @@ class TrialSequence:
     def update_outcomes(self) -> None:
         """Compute the outcomes of the trials from their scores.
 
-        Each number of rounds has its own rungs, so only trials with the same number are compared.
+        Rungs depend on the number of rounds, so only trials with the same number of rounds are compared.
         """
         asha = self.plan.scheduler == "asha"
         for rounds in {record.config.federation.rounds for record in self.records}:
@@ -245,7 +250,8 @@ class TrialSequence:
         """Return the settings' values for a new trial.
 
         Args:
-            earlier: the trials that TPE learns from.
+            number: Number of the trial.
+            earlier: Trials from which TPE learns.
         """
         if self.plan.searcher == "grid":
             return self._combinations[number] if self.space else {}
@@ -265,14 +271,15 @@ def cost_of(config: Config, sizes: list[int], count: Count) -> int:
     """Return the cost of a trial in a unit of budgets.
 
     Args:
-        sizes: samples of each client that trains; 0 for one that holds none.
-        count: "steps": client-steps. "passes": client-steps times the passes that the method makes in a round of
-            these settings, on average over the run, as a multiple of FedAvg's; see `relative_cost`.
+        config: Settings of the trial.
+        sizes: Number of samples of each client that trains.
+        count: The unit. "steps" are client-steps. "passes" are client-steps times the passes that the method makes in
+            a round with these settings, on average over the run, as a multiple of FedAvg's; see `relative_cost`.
     """
     steps = client_steps(config, sizes)
     if count == "steps" or not steps:
         return steps
-    from raylt.contract.costs import passes_of_settings  # it imports torch, which `raylt tune --help` does not need
+    from raylt.contract.costs import passes_of_settings  # Imports torch, which `raylt tune --help` does not need.
 
     local, federation = config.local, config.federation
     epochs = local.epochs
@@ -285,10 +292,11 @@ def cost_of(config: Config, sizes: list[int], count: Count) -> int:
 def client_steps(config: Config, sizes: list[int]) -> int:
     """Return the cost of a trial: the number of SGD steps of all clients in all rounds.
 
-    With partial participation it is their expectation.
+    With partial participation it is the expected number.
 
     Args:
-        sizes: samples of each client that trains; 0 for one that holds none, which is never asked.
+        config: Settings of the trial.
+        sizes: Number of samples of each client that trains. Clients without samples are never asked.
     """
     federation = config.federation
     each = [config.local.step_count(n) for n in sizes if n]

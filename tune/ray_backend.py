@@ -1,6 +1,6 @@
 """Runs the trials of a search on Ray.
 
-Ray Tune starts their processes, reserves their resources and continues trials that fail.
+Ray Tune starts the processes, reserves their resources and continues failed trials.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # read by Tune when it is imported
+os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # Tune reads it on import.
 import ray
 import torch
 from ray import tune as ray_tune
@@ -41,10 +41,12 @@ def run_trials(
     """Run the trials of a search on Ray until the search is over.
 
     Args:
-        placement: the client actors of one trial.
-        at_once: the number of trials that run at the same time.
-        retries: how many times a failed trial is continued.
-        track: the trackers that Ray logs trials to, "mlflow" or "wandb".
+        loop: The search.
+        job: Settings that all trials share.
+        placement: The client actors of one trial.
+        at_once: Number of trials that run at the same time.
+        retries: Number of times that a failed trial is continued.
+        track: Trackers to which Ray logs trials, "mlflow" or "wandb".
     """
     for name in ("ray.tune", "ray.air", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -54,7 +56,7 @@ def run_trials(
         ray_tune.PlacementGroupFactory(bundles_of(placement), strategy="PACK"),
     )
     with Folder.open(job.folder) as folder:
-        folder.remove("tune")  # Tune's own state of an earlier start; the search restores its trials itself
+        folder.remove("tune")  # Tune's state from an earlier start; the search restores its trials without it
     ray_tune.Tuner(
         trainable,
         tune_config=ray_tune.TuneConfig(
@@ -93,10 +95,10 @@ class TrialActor(ray_tune.Trainable):
         self._trial: Trial | None = None
 
     def step(self) -> dict[str, Any]:
-        """Run one step of the trial; return its new scores as JSON, and figures for Ray's loggers."""
+        """Run one step of the trial; return its new scores as JSON, and metrics for Ray's loggers."""
         folder = self._folder / "trials" / self._config["trial"]
         try:
-            if self._trial is None:  # not in `setup`: Tune continues a failed trial only after `setup` has succeeded
+            if self._trial is None:  # not in `setup`, because Tune does not continue a trial that failed there
                 self._trial = self._open()
             scores = self._trial.step()
         except Exception as error:
@@ -124,7 +126,7 @@ class TrialActor(ray_tune.Trainable):
         return True
 
     def cleanup(self) -> None:
-        """Release the clients and the folder of the trial."""
+        """Stop the trial's client actors and release its folder."""
         if self._trial is not None:
             self._trial.close()
             self._trial = None
@@ -139,17 +141,21 @@ class TrialActor(ray_tune.Trainable):
         )
 
     def _fleet(self, setup: Setup, task: Task, name: str, device: torch.device, folder: Path) -> Fleet:
-        # without a scheduling strategy Ray puts the actors into the trial's placement group
+        # without a scheduling strategy, Ray places the actors in the trial's placement group
         return RayFleet(setup, task, Shards.put(task.shards), ray.put(task.test), self._placement, name, folder)
 
 
 class RaySearchAdapter:
     """Holder of the search loop, shared by Tune's searcher and scheduler.
 
-    Tune copies and pickles its searcher and scheduler. The copies share one adapter, and a pickled one has no loop.
+    Tune copies and pickles its searcher and scheduler. Copies share one adapter, and a pickled adapter has no loop.
+
+    Args:
+        loop: The search.
+        at_once: Number of trials that run at the same time.
 
     Attributes:
-        running: ids of the trials that are running, by Tune's names for them.
+        running: Ids of the running trials, by Tune's ids.
     """
 
     def __init__(self, loop: Any, at_once: int):
@@ -165,7 +171,7 @@ class RaySearchAdapter:
 
 
 class _TrialSuggester(RaySearcher):
-    """Tune searcher that suggests the trials that the search loop begins."""
+    """Tune searcher that suggests the trials that the search loop starts."""
 
     def __init__(self, adapter: RaySearchAdapter):
         super().__init__()
@@ -210,7 +216,7 @@ class _TrialStopper(FIFOScheduler):
         return TrialScheduler.CONTINUE if continues else TrialScheduler.STOP
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        if "scores" in result:  # Tune passes the last result of a trial that ended by itself only to this method
+        if "scores" in result:  # Tune passes the last result of a trial that was not stopped only to this method
             self._adapter.loop.add_scores(trial.config["trial"], _scores_of(result))
         self._adapter.loop.close_trial(trial.config["trial"], None)
 

@@ -1,14 +1,14 @@
 """Searches with Ray Tune's own schedulers (`raylt tune --scheduler pbt|hyperband|median`).
 
-Which trials they stop or copy depends on which process is faster, so the same seed need not give the same search.
-raylt's own ASHA does not have this property, and stays the default (asha.py).
+These schedulers stop and copy trials depending on the speed of processes, so a search is not reproducible from its
+seed. The default, raylt's own ASHA (asha.py), is.
 
-The search's folder is Tune's own, with some more files:
+The search's folder is Tune's folder with some more files:
 
     ray_search.json  the settings of the search, for `raylt tune --resume`
     trials.csv       one row for each trial
-    pareto.png       for several metrics: the trials and their Pareto front
-    best.yaml        the best trial's configuration; a trial of pbt has another one for each stretch of its rounds
+    pareto.png       the trials and their Pareto front, for several metrics
+    best.yaml        the best trial's configuration; under pbt, which changes settings between rounds, its last one
 """
 
 import json
@@ -48,16 +48,20 @@ PLAN = "ray_search.json"
 
 @dataclass(frozen=True)
 class RaySearchPlan:
-    """The settings of a search with one of Ray's own schedulers.
+    """The settings of a search with one of Ray's schedulers.
 
     Args:
-        config: the settings that all trials share, as JSON values.
-        space: the ranges, as texts.
-        samples: trials.
-        metric: the metric that decides.
-        other_metrics: metrics that are shown and that the Pareto front takes into account.
-        grace: rounds before trials are compared for the first time, and for pbt between two exchanges.
-        retries: how many times a failed trial is continued from its last checkpoint.
+        config: Settings that all trials share, as JSON values.
+        space: Ranges as texts, by setting.
+        samples: Number of trials.
+        metric: The metric by which trials are compared.
+        searcher: How values are chosen.
+        scheduler: Ray's scheduler.
+        grace: Rounds before trials are first compared and, for pbt, between two exchanges.
+        seed: Seed of the searcher.
+        parallel: Maximum number of parallel trials; None for as many as fit.
+        retries: Number of times that a failed trial is continued from its last checkpoint.
+        other_metrics: Further metrics that are shown and used for the Pareto front.
     """
 
     config: dict[str, Any]
@@ -79,7 +83,7 @@ class RaySearchPlan:
 
 @closed
 class RaySearchPlanJson(TypedDict):
-    """The content of ray_search.json: the fields of a `RaySearchPlan`."""
+    """The content of ray_search.json, the fields of a `RaySearchPlan`."""
 
     config: dict[str, Any]
     space: dict[str, str]
@@ -99,13 +103,15 @@ _PLAN_JSON = TypeAdapter(RaySearchPlanJson)
 
 @dataclass(frozen=True)
 class RaySearchResult:
-    """The result of a search with one of Ray's own schedulers.
+    """The result of a search with one of Ray's schedulers.
 
     Args:
-        rows: one mapping for each trial, best first, as in trials.csv.
-        metrics: their columns in the rows, the deciding one first.
-        exchanged: whether trials took over others' models, so that a row has only the last values of its trial.
-        results: Tune's own; `model_of` (ray_trainable.py) opens a checkpoint in it.
+        folder: The search's folder.
+        rows: One mapping for each trial, best first, as in trials.csv.
+        metrics: The metrics, which are columns of the rows. The first one decides.
+        exchanged: Whether trials took over models of other trials, so that a row has only the last settings of its
+            trial.
+        results: Tune's result; `model_of` (ray_trainable.py) opens its checkpoints.
     """
 
     folder: Path
@@ -119,8 +125,8 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
     """Run a search with a Ray scheduler in a new folder, in this process's Ray session.
 
     Raises:
-        ConfigError: a trial does not fit into the cluster.
-        RayltError: no trial reached an evaluation.
+        ConfigError: A trial does not fit into the cluster.
+        RayltError: No trial reached an evaluation.
     """
     config, space = _opened(plan)
     searcher = _searcher(plan)
@@ -133,7 +139,7 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
             num_samples=1 if plan.searcher == "grid" else plan.samples,
             search_alg=searcher,
             scheduler=_scheduler(plan, config, space),
-            # Ray's generator of random values takes the number of trials at once itself
+            # BasicVariantGenerator limits parallel trials by its own argument
             max_concurrent_trials=plan.parallel if isinstance(searcher, OptunaSearch) else None,
             reuse_actors=True,
         ),
@@ -164,7 +170,7 @@ def resume_ray_search(folder: Path) -> RaySearchResult:
 def _checkpoints(plan: RaySearchPlan, config: Config) -> ray_tune.CheckpointConfig:
     """Return Ray's settings for checkpoints of trials.
 
-    Under pbt all checkpoints are kept, since slower trials may need old ones.
+    Under pbt all checkpoints are kept, because slower trials may need old ones.
     """
     if plan.scheduler == "pbt":
         return ray_tune.CheckpointConfig(checkpoint_frequency=_first_comparison(plan, config), checkpoint_at_end=True)
@@ -180,7 +186,7 @@ def _first_comparison(plan: RaySearchPlan, config: Config) -> int:
 def _searcher(plan: RaySearchPlan) -> OptunaSearch | BasicVariantGenerator:
     """Return Ray's searcher with the search's seed; pbt starts all trials with random values.
 
-    The changes that pbt makes to these values later are not seeded, since they depend on timing too.
+    The later changes by pbt are not seeded, because they depend on timing as well.
     """
     if plan.searcher != "tpe" or plan.scheduler == "pbt":
         return BasicVariantGenerator(random_state=plan.seed, max_concurrent=plan.parallel or 0)
@@ -211,7 +217,7 @@ def _opened(plan: RaySearchPlan) -> tuple[Config, Space]:
         axis = parse(text)
         if axis is None:
             raise CheckpointError(
-                f"{PLAN}: {key} is not a range ({text}). Put the original file back, or start a new search.",
+                f"{PLAN}: {key} is not a range ({text}). Restore the original file, or start a new search.",
                 code="search.changed",
                 key=key,
                 value=text,
@@ -221,7 +227,7 @@ def _opened(plan: RaySearchPlan) -> tuple[Config, Space]:
 
 
 def _scheduler(plan: RaySearchPlan, config: Config, space: Space) -> TrialScheduler:
-    """Return Ray's scheduler for a search, with rounds converted to evaluations, the unit that Ray counts."""
+    """Return Ray's scheduler for a search, with rounds converted to evaluations, which are Ray's unit."""
     evaluations = math.ceil(config.federation.rounds / config.evaluation.every)
     first = _first_comparison(plan, config)
     if plan.scheduler == "pbt":
@@ -241,7 +247,7 @@ def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -
         key=lambda row: (row[plan.metric] is None, -(row[plan.metric] or 0), row["trial"] or ""),
     )
     if not rows or rows[0][plan.metric] is None:
-        cause = _last_line(results.errors[0]) if results.errors else "none was begun"
+        cause = _last_line(results.errors[0]) if results.errors else "none was started"
         raise RayltError(
             f"{folder}: no trial reached an evaluation ({cause}). Continue it with raylt tune --resume {folder}.",
             code="search.no-result",
@@ -261,9 +267,9 @@ def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -
 
 
 def _with_front(rows: list[dict[str, Any]], metrics: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows with `front`: whether no other finished trial dominates this one.
+    """Add to each row whether its trial is on the Pareto front, as `front`.
 
-    Figures of a trial that failed or was stopped are of an earlier round, so it is on no front.
+    Metrics of a trial that failed or was stopped are of an earlier round, so such a trial is never on the front.
     """
     last = max(row["round"] or 0 for row in rows)
     finished = [row for row in rows if row["failed"] is None and row["round"] == last]

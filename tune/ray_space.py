@@ -13,11 +13,11 @@ def param_space(space: Space, grid: bool = False) -> dict[str, Any]:
     """Convert a search space to Ray Tune's notation, for `ray.tune.Tuner(param_space=...)`.
 
     Args:
-        space: from `tune.space`.
-        grid: whether each value of a choice is taken in turn.
+        space: A search space from `tune.space`.
+        grid: Whether each value of a choice is tried in turn.
 
     Raises:
-        ConfigError: a range of numbers has no grid.
+        ConfigError: The space has a range of numbers, and `grid` is true.
     """
     domains: dict[str, Any] = {}
     for key, axis in space.items():
@@ -25,8 +25,8 @@ def param_space(space: Space, grid: bool = False) -> dict[str, Any]:
             domains[key] = ray_tune.grid_search(list(axis.values))
         elif grid:
             raise ConfigError(
-                f"{key}: a range of numbers has no grid with one of Ray's schedulers ({to_text(axis)}). Give the "
-                "values as grid(a, b, ...).",
+                f"{key}: a range of numbers has no grid with Ray's schedulers ({to_text(axis)}). Give the values as "
+                "grid(a, b, ...).",
                 code="search.bad-range",
                 key=key,
                 value=to_text(axis),

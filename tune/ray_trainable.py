@@ -1,11 +1,12 @@
 """A federated run as a trainable class for `ray.tune.Tuner`, with any of Tune's schedulers and searchers.
 
-One iteration of Tune takes the rounds up to the next evaluation (`evaluation.every`) and reports figures on validation
-samples. A method with a last phase reports a rehearsal of it. The last iteration ends with the model that is deployed.
+A Tune iteration runs the rounds up to the next evaluation (`evaluation.every`) and reports metrics on validation
+samples. For a method with a last phase, the metrics are of a rehearsal of that phase. The last iteration ends with the
+deployed model.
 
-A trial's configuration is a flat or nested mapping of settings, as in {"local.lr": 0.1}. A checkpoint of Tune holds
-raylt's own checkpoint and the settings that it was written with. So a trial may continue from another trial's
-checkpoint, as population-based training does, if the settings in which they differ act in rounds only (changes.py).
+A trial's configuration is a flat or nested mapping of settings, as in {"local.lr": 0.1}. A Tune checkpoint holds a
+raylt checkpoint and the settings with which it was written. So a trial may continue from another trial's checkpoint, as
+in population-based training, if they differ only in settings that act in rounds (changes.py).
 """
 
 import math
@@ -50,9 +51,9 @@ from tune.plan import with_validation
 from tune.search import plugins_for
 from tune.space import configure
 
-SETTINGS = "settings.json"  # in a checkpoint of Tune: the settings that it was written with
+SETTINGS = "settings.json"  # File in a Tune checkpoint with the settings with which it was written.
 _TREE = TypeAdapter(dict[str, Any])
-CHECKPOINTS = "checkpoints"  # in a checkpoint of Tune: raylt's own
+CHECKPOINTS = "checkpoints"  # Folder in a Tune checkpoint with raylt's checkpoint.
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ class TrainableJob:
     """The configuration, folder and plugins that all trials share.
 
     Args:
-        cwd: folder that relative paths of the configuration start from.
-        plugins: the plugins that the configurations of trials may name.
+        config: Settings that all trials share.
+        cwd: Folder to which relative paths of the configuration are relative.
+        plugins: Plugins that the configurations of trials may name.
     """
 
     config: Config
@@ -72,16 +74,16 @@ class TrainableJob:
 def trainable(config: Config, parallel: int | None = None) -> Any:
     """Return a trainable class for `ray.tune.Tuner` that runs a configuration with the settings of each trial.
 
-    It reserves a placement group for each trial: its server, which is the trial's own process, and its client actors.
-    Ray is started if it is not.
+    Each trial reserves a placement group for its server, which runs in the trial's process, and for its client actors.
+    The function starts Ray if it is not running.
 
     Args:
-        config: the settings that all trials share. Without `data.validation` a fifth of the training samples is set
-            aside.
-        parallel: trials at once, between which the cluster's resources are divided; by default as many as fit.
+        config: Settings that all trials share. Without `data.validation`, a fifth of the training samples is used for
+            validation.
+        parallel: Number of parallel trials, which share the cluster's resources evenly; None for as many as fit.
 
     Raises:
-        ConfigError: the settings do not fit together, or a trial does not fit into the cluster.
+        ConfigError: Settings are in conflict, or a trial does not fit into the cluster.
     """
     config = with_validation(config)
     setup = resolve(config)
@@ -109,11 +111,10 @@ def trainable(config: Config, parallel: int | None = None) -> Any:
 def model_of(saved: ray_tune.Checkpoint) -> TrainedModel:
     """Return the global model in a trial's checkpoint, as in `model_of(results.get_best_result().checkpoint)`.
 
-    A trial whose settings changed on its way, as in population-based training, has no single configuration that gives
-    the same model again.
+    If settings changed during the trial, as in population-based training, no single configuration reproduces the model.
 
     Raises:
-        ConfigError: each client keeps its own running statistics, so there is no global model.
+        ConfigError: Each client keeps its own running statistics, so there is no global model.
     """
     with saved.as_directory() as folder, one_thread():
         config = _settings_in(Path(folder))
@@ -139,8 +140,8 @@ class FederatedRun(ray_tune.Trainable):
         """Run the rounds up to and including the next evaluation.
 
         Returns:
-            The figures of `raylt.core.evaluation.evaluator.validate` that there are, in [0, 1], the mean `loss` of the
-            last round where the method logs one, and `round`.
+            The metrics of `raylt.core.evaluation.evaluator.validate` that have a value, in [0, 1], the mean `loss` of
+            the last round if the method logs one, and `round`.
         """
         experiment = self._experiment or self._open()
         every = self._config.evaluation.every
@@ -174,7 +175,7 @@ class FederatedRun(ray_tune.Trainable):
         """Continue from a checkpoint of this trial or of another trial.
 
         Raises:
-            ConfigError: the other trial has settings that act before the first round, see changes.py.
+            ConfigError: The other trial differs in settings that act before the first round; see changes.py.
         """
         assert checkpoint is not None
         self._load(Path(checkpoint))
@@ -202,7 +203,7 @@ class FederatedRun(ray_tune.Trainable):
     def _open(self) -> Experiment:
         """Start the client actors and return a new experiment, in an empty folder."""
         self.cleanup()
-        torch.set_num_threads(1)  # weights computed here must not depend on the machine's cores
+        torch.set_num_threads(1)  # so that weights computed here do not depend on the number of cores
         job: TrainableJob = self._shipped.open()
         if Path(job.cwd).is_dir():
             os.chdir(job.cwd)
@@ -218,10 +219,10 @@ class FederatedRun(ray_tune.Trainable):
         setup.check(task.spec, model)
         setup, task = encode(setup, task)
         setup.method.prepare(task, self._config, model)
-        # the actors of a process that has just died, or that were just killed here, may still have their names
+        # actors of a process that has just died, or that were just killed here, may still hold their names
         self._openings += 1
         name = f"{self.trial_id}~{os.getpid()}~{self._openings}"
-        # without a scheduling strategy Ray puts the actors into the trial's placement group
+        # without a scheduling strategy, Ray places the actors in the trial's placement group
         fleet = RayFleet(setup, task, Shards.put(task.shards), ray.put(task.test), self._placement, name, self._folder)
         try:
             device = open_device(self._config, leased=bool(ray.get_gpu_ids()))
@@ -254,7 +255,7 @@ def _checkpoint_in(folder: Path) -> Checkpoint:
     saved, _ = checkpoint.latest(folder / CHECKPOINTS)
     if saved is None:
         raise CheckpointError(
-            f"{folder}: holds no checkpoint of raylt. Give one that a trial has saved.",
+            f"{folder}: has no checkpoint of raylt. Give a checkpoint that a trial has saved.",
             code="checkpoint.not-found",
             path=str(folder),
         )

@@ -1,7 +1,7 @@
 """Scores and records of trials, and their JSON form in the files of a search.
 
-`Score` is one judgement of a trial, a line of scores.jsonl. `TrialRecord` is a trial as its search sees it, a line of
-trials.jsonl once it has ended.
+`Score` is one evaluation of a trial, a line of scores.jsonl. `TrialRecord` is the search's record of a trial, a line of
+trials.jsonl once the trial has ended.
 """
 
 import json
@@ -29,9 +29,9 @@ Searcher = Literal["tpe", "random", "grid"]
 Scheduler = Literal["asha", "none"]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-SCORES = "scores.jsonl"  # in a trial's folder
-TRIALS = "trials.jsonl"  # in a search's folder
-PLAN = "search.json"  # in a search's folder
+SCORES = "scores.jsonl"  # In a trial's folder.
+TRIALS = "trials.jsonl"  # In a search's folder.
+PLAN = "search.json"  # In a search's folder.
 
 
 @closed
@@ -51,8 +51,8 @@ class ScoreJson(TypedDict):
 class EndedTrialJson(TypedDict):
     """A line of trials.jsonl, which describes a trial that has ended.
 
-    `previous` is the hash of the line before, of the first line that of search.json; `sha256` is that of all other
-    fields.
+    `sha256` is the hash of all other fields. `previous` is the hash of the previous line; on the first line, it is the
+    hash of search.json.
     """
 
     trial: str
@@ -65,7 +65,7 @@ class EndedTrialJson(TypedDict):
 
 @closed
 class SearchPlanJson(TypedDict):
-    """The content of search.json as JSON. Later settings at their defaults are left out."""
+    """The content of search.json. Settings of later versions are left out if they have their defaults."""
 
     base: dict[str, Any]
     spaces: dict[str, dict[str, Any]]
@@ -95,16 +95,15 @@ class Score:
     """One evaluation of a trial on the validation set.
 
     Args:
-        step: the step of the run after which it was taken.
-        kind: "round" after a round, and "final" for the model that is deployed in the end. A method with a last phase
-            has "proxy" before that phase, which decides nothing, and "rehearsal" at a rung, where the phase runs on a
-            copy.
-        value: the metric of the search; higher is better.
-        client_steps: SGD steps of all clients until then; with a budget in passes, the steps of FedAvg with as many
-            passes.
-        validation: figures on the validation set, by name.
-        test: figures on the test set, which decide nothing; empty for a rehearsal.
-        split: the split whose figures these are: 0, or for the final score of a trial on several splits the worst one.
+        step: The step of the run after which the model was evaluated.
+        kind: "round" after a round, and "final" for the deployed model. A method with a last phase has "proxy" before
+            that phase, which is not used for decisions, and "rehearsal" at a rung, where the phase runs on a copy.
+        value: The metric of the search; higher is better.
+        client_steps: Number of SGD steps of all clients so far. With a budget in passes, it is the number of FedAvg
+            steps with as many passes.
+        validation: Metrics on the validation set, by name.
+        test: Metrics on the test set, which are not used for decisions; empty for a rehearsal.
+        split: The split of the metrics: 0, or the worst split for the final score of a trial on several splits.
     """
 
     step: int
@@ -148,12 +147,16 @@ class TrialRecord:
     """The state of a trial as recorded by its search.
 
     Attributes:
-        cost: of all its rounds on one split, in the unit of the search's budget.
-        scores: by step.
-        failed: the error of a failed trial.
-        closed: whether no more scores will come.
-        outcome: the result of the trial; None while it is unknown.
-        splits: number of splits that a trial is run on if it reaches its end.
+        id: Method and number of the trial.
+        method: Name of the method.
+        values: Values of the searched settings.
+        config: Configuration of the trial.
+        cost: Cost of all rounds on one split, in the unit of the search's budget.
+        scores: Scores by step.
+        failed: Error of a failed trial.
+        closed: Whether the trial gets no more scores.
+        outcome: Result of the trial; None while it is unknown.
+        splits: Number of splits on which the trial runs if it reaches its end.
     """
 
     id: str
@@ -171,10 +174,11 @@ class TrialRecord:
         """Restore the scores that this trial had before an interruption.
 
         Args:
-            folder: of the trial.
+            ended: The line of the trial in trials.jsonl.
+            folder: Folder of the trial.
 
         Raises:
-            CheckpointError: the trial had other values, or its folder contradicts its line.
+            CheckpointError: The trial had other values, or its folder contradicts its line.
         """
         if ended["values"] != self.values:
             raise CheckpointError(
@@ -197,7 +201,7 @@ class TrialRecord:
             if reported is not None and reported != score.validation:
                 file = folder.parent.parent / TRIALS
                 raise CheckpointError(
-                    f"{file}: the figures of a trial differ from those in its metrics.jsonl (trial {self.id}, step "
+                    f"{file}: the metrics of a trial differ from its metrics.jsonl (trial {self.id}, step "
                     f"{score.step}). Restore the original file.",
                     code="search.changed",
                     path=str(file),
@@ -208,22 +212,22 @@ class TrialRecord:
         self.closed = True
 
     def check_interrupted(self, folder: Path, metric: Metric, rungs: Collection[int]) -> None:
-        """Check what an interruption left of this trial: its runs, and that its scores are those of its runs.
+        """Check the files of this trial after an interruption: its runs are intact, and its scores match its runs.
 
         Args:
-            folder: of the trial, which need not exist.
-            metric: of the search.
-            rungs: steps after which its first split is compared with other trials.
+            folder: Folder of the trial, which need not exist.
+            metric: Metric of the search.
+            rungs: Steps after which the first split is compared with other trials.
 
         Raises:
-            CheckpointError: a file was changed.
+            CheckpointError: A file was changed.
         """
         for split in range(self.splits):
             path = split_folder(folder, split)
             if exists(path) and Files(path).state != "missing":
                 reports = self._read_split(folder, split)
                 saved = Files(path).checkpoint()
-                if saved is not None and saved.facts["step"] > len(reports):  # killed before it wrote the line
+                if saved is not None and saved.facts["step"] > len(reports):  # killed before writing the line
                     reports.append(saved.facts["report"])
                 self._check_scores(path, reports, metric, rungs if split == 0 else ())
 
@@ -237,27 +241,27 @@ class TrialRecord:
             score = scores.get(step)
             kind = kind_of(step, self.config, method.finishes, rungs)
             if score is None:
-                # of the last step the trial makes the score again, unless it is done
+                # unless the trial is done, it computes the score of the last step again
                 due = kind is not None and not (own_models and kind in ("round", "proxy") and step not in rungs)
                 if not due or (step == len(reports) and not done):
                     continue
                 raise _changed_scores(path, step, "is missing")
-            # a line that was restored from a checkpoint lacks them
+            # a line that was restored from a checkpoint does not have these metrics
             validation = report["figures"].get(figures_of(score.kind), score.validation)
             expected = kind and score_of(report, kind, validation, metric, self.config, self.cost)
             if not expected or hash_json(expected.to_json()) != hash_json(score.to_json()):
-                raise _changed_scores(path, step, "is not that of its step")
+                raise _changed_scores(path, step, "does not match the step's metrics")
 
     def _read_split(self, folder: Path, split: int) -> list[dict[str, Any]]:
         """Check the run folder of a trial on one split, and return its reports."""
         path = split_folder(folder, split)
         files = Files(path)
         recorded = files.config()
-        # `recorded` has the settings that the data decided
+        # `recorded` includes settings that were derived from the data
         if followed(on_split(self.config, split), recorded) != recorded:
             raise CheckpointError(
-                f"{path}: the trial's configuration is not that of the search (trial {self.id}). Restore the "
-                "trial's files.",
+                f"{path}: the trial's configuration does not match the search (trial {self.id}). Restore the trial's "
+                "files.",
                 code="search.changed",
                 path=str(path),
                 trial=self.id,
@@ -270,7 +274,7 @@ class TrialRecord:
         """Return the line of this trial for trials.jsonl.
 
         Args:
-            previous: the hash of the line before.
+            previous: Hash of the previous line.
         """
         content = {
             "trial": self.id,
@@ -282,7 +286,7 @@ class TrialRecord:
 
     @property
     def spent(self) -> int:
-        """Return the cost that counts towards the budget; the full cost while the outcome is unknown."""
+        """Return the cost that counts towards the budget, which is the full cost while the outcome is unknown."""
         if self.outcome is None or self.outcome.state != "stopped":
             return self.whole_cost
         return self.cost * self.outcome.step // self.config.federation.rounds
@@ -303,7 +307,7 @@ class TrialRecord:
 
     @property
     def figures(self) -> dict[str, float | None]:
-        """Return the validation figures of the deciding score; empty while there is no outcome."""
+        """Return the validation metrics of the deciding score; empty while there is no outcome."""
         deciding = self.deciding_score
         return {} if deciding is None else deciding.validation
 
@@ -321,19 +325,19 @@ class TrialRecord:
 
 
 def on_split(config: Config, split: int) -> Config:
-    """Return a trial's configuration on one of its splits, which have `data.seed` and the seeds that follow it."""
+    """Return a trial's configuration on one of its splits, whose seeds start at `data.seed`."""
     return config.model_copy(update={"data": config.data.model_copy(update={"seed": config.data.seed + split})})
 
 
 def split_folder(folder: Path, split: int) -> Path:
-    """Return the run folder of a trial on one of its splits; that of the first split is the trial's folder."""
+    """Return the run folder of a trial on one of its splits. For the first split, it is the trial's folder."""
     return folder.with_name(f"{folder.name}-split-{split}") if split else folder
 
 
 def figures_of(kind: ScoreKind) -> str:
     """Return the key of an evaluation in metrics.jsonl.
 
-    A rehearsal evaluates another model than its step does.
+    A rehearsal has a key of its own, because it evaluates another model.
     """
     return "rehearsal" if kind == "rehearsal" else "validation"
 
@@ -342,10 +346,10 @@ def kind_of(step: int, config: Config, finishes: bool, rungs: Collection[int]) -
     """Return the kind of evaluation that is due after a step; None if none is due.
 
     Args:
-        step: of the trial.
-        config: of the trial.
-        finishes: whether its method has a last phase.
-        rungs: steps after which it is compared with other trials.
+        step: Step of the trial.
+        config: Configuration of the trial.
+        finishes: Whether the method has a last phase.
+        rungs: Steps after which the trial is compared with other trials.
     """
     if step == config.federation.rounds + finishes:
         return "final"
@@ -367,12 +371,12 @@ def score_of(
     """Return the score of a trial's step, or None if the metric has no value.
 
     Args:
-        report: of the step, as JSON values.
-        kind: of the evaluation.
-        validation: figures on the validation set.
-        metric: of the search.
-        config: of the trial.
-        cost: of all its rounds.
+        report: Report of the step, as JSON values.
+        kind: Kind of the evaluation.
+        validation: Metrics on the validation set.
+        metric: Metric of the search.
+        config: Configuration of the trial.
+        cost: Cost of all rounds of the trial.
     """
     value = validation.get(metric)
     rounds = config.federation.rounds
@@ -402,7 +406,7 @@ def read_scores(folder: Folder) -> list[Score]:
     """Read the scores of a trial from its folder.
 
     Raises:
-        CheckpointError: a line cannot be read; the message has its number.
+        CheckpointError: A line cannot be read; the message has its number.
     """
     lines = folder.read_text(SCORES).splitlines() if SCORES in folder.names() else []
     return [
@@ -414,10 +418,10 @@ def read_scores(folder: Folder) -> list[Score]:
 def read_ended(folder: Folder) -> dict[str, EndedTrialJson]:
     """Read the trials of a search that ended without an error, by id.
 
-    A line that a kill cut off is removed from the file.
+    An incomplete last line, left by a killed process, is removed from the file.
 
     Raises:
-        CheckpointError: a line cannot be read, was changed or does not follow the line before; the message has its
+        CheckpointError: A line cannot be read, was changed or does not follow the previous line; the message has its
             number.
     """
     trials, torn = read_trials(folder)
@@ -431,7 +435,7 @@ def read_trials(folder: Folder) -> tuple[list[EndedTrialJson], bool]:
     """Read the lines of trials.jsonl; return them, and whether an incomplete line follows.
 
     Raises:
-        CheckpointError: a line cannot be read, was changed or does not follow the line before.
+        CheckpointError: A line cannot be read, was changed or does not follow the previous line.
     """
     text = folder.read_text(TRIALS) if TRIALS in folder.names() else ""
     whole, _, rest = text.rpartition("\n")
@@ -442,7 +446,7 @@ def read_trials(folder: Folder) -> tuple[list[EndedTrialJson], bool]:
         trial = as_json(line, ENDED_TRIAL_JSON, where)
         if not is_chained({**trial}, head):
             raise CheckpointError(
-                f"{where}: was changed, or does not follow the line before it. Put the original back.",
+                f"{where}: was changed, or does not follow the line before it. Restore the original file.",
                 code="search.changed",
                 path=str(folder.path / TRIALS),
                 line=number,
@@ -460,5 +464,5 @@ def append_trial(folder: Folder, record: TrialRecord) -> None:
 
 
 def _root(folder: Folder) -> str:
-    """Return the hash of the search plan, with which the hash chain of trials.jsonl begins."""
+    """Return the hash of the search plan, the start of the hash chain of trials.jsonl."""
     return folder.read_json(PLAN, SEARCH_PLAN_JSON)["sha256"]

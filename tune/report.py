@@ -24,8 +24,15 @@ from tune.importance import importance
 from tune.plan import SearchPlan, SearchState, front_of
 from tune.records import TrialRecord
 
-SEAL = "seal.json"  # the hashes of the other files that `write` writes
-RESULTS = ("trials.csv", "trials.json", "best.yaml", "importance.json", "search.png", "pareto.png")  # these files
+SEAL = "seal.json"  # Hashes of the other files that `write` writes.
+RESULTS = (
+    "trials.csv",
+    "trials.json",
+    "best.yaml",
+    "importance.json",
+    "search.png",
+    "pareto.png",
+)  # Files with hashes.
 _HASHES = TypeAdapter(dict[str, str])
 _IMPORTANCE = TypeAdapter(dict[str, dict[str, float]])
 
@@ -63,7 +70,7 @@ def write(folder: Path, plan: SearchPlan, state: SearchState) -> None:
 def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a CSV table of trials, with a column for each key.
 
-    A text that spreadsheets would compute as a formula has an apostrophe before it.
+    A text that spreadsheets would evaluate as a formula is prefixed with an apostrophe.
     """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()
@@ -87,7 +94,7 @@ def check_results(search_folder: Folder) -> str:
     """Check the results of a search against the hashes that `write` stored; return the names of the checked files.
 
     Raises:
-        CheckpointError: a file is missing or was changed, or the hashes cannot be read.
+        CheckpointError: A file is missing or was changed, or the hashes cannot be read.
     """
     seal = search_folder.path / SEAL
     content = search_folder.read(SEAL)
@@ -97,9 +104,9 @@ def check_results(search_folder: Folder) -> str:
         raise _changed_seal(seal, "cannot be read") from error
     present = set(search_folder.names()) & set(RESULTS)
     if unknown := hashes.keys() - set(RESULTS):
-        raise _changed_seal(seal, f"names a file that no search writes ({min(unknown)})")
+        raise _changed_seal(seal, f"lists a file that no search writes ({min(unknown)})")
     if unbound := present - hashes.keys():
-        raise _changed_seal(seal, f"has no hash of {min(unbound)}")
+        raise _changed_seal(seal, f"has no hash of a file ({min(unbound)})")
     for name, expected in hashes.items():
         if _sha256(search_folder.read(name)) != expected:
             raise CheckpointError(
@@ -119,7 +126,7 @@ def _sha256(content: str | bytes) -> str:
 
 
 def row(record: TrialRecord) -> dict[str, Any]:
-    """Return a trial as a flat mapping with its values, outcome and figures."""
+    """Return a trial as a flat mapping with its values, outcome and metrics."""
     outcome = record.outcome
     deciding = record.deciding_score
     return {
@@ -137,7 +144,7 @@ def row(record: TrialRecord) -> dict[str, Any]:
 
 
 def best_yaml(folder: Path, plan: SearchPlan, best: TrialRecord) -> str:
-    """Return the best configuration as YAML, with the figures to expect from `raylt run best.yaml` as a comment."""
+    """Return the best configuration as YAML, with the expected results of `raylt run best.yaml` as a comment."""
     deciding = best.deciding_score
     summary = Files(folder / "trials" / best.id).summary()
     assert deciding is not None
@@ -145,13 +152,13 @@ def best_yaml(folder: Path, plan: SearchPlan, best: TrialRecord) -> str:
     seed = best.config.data.seed
     head = [
         run_command(folder),
-        f"gives the figures of trial {best.id}: test accuracy {percent(summary['accuracy']['last'])}, model sha256 "
+        f"reproduces trial {best.id}: test accuracy {percent(summary['accuracy']['last'])}, model sha256 "
         f"{summary['model_sha256'][:16]}.",
-        f"It was chosen for {plan.metric} {percent(deciding.value)} on {share:g} of the training samples, which no",
-        "client has here either; train on all of them with data.validation=0.",
+        f"It was chosen for {plan.metric} {percent(deciding.value)} on {share:g} of the training samples, which this",
+        "configuration keeps for validation too; train on all samples with data.validation=0.",
     ]
     if plan.splits > 1:
-        head.append(f"That is the worst of {plan.splits} splits, the one with data.seed={seed + deciding.split}.")
+        head.append(f"This is the worst of {plan.splits} splits, with data.seed={seed + deciding.split}.")
     if plan.other_metrics:
         others = ", ".join(f"{name} {percent(deciding.validation[name])}" for name in plan.other_metrics)
         head.append(f"By the search's other metrics: {others}.")
@@ -174,7 +181,9 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> TextTable:
     For several metrics, the state of finished trials on the Pareto front is "front".
 
     Args:
-        most: rows at most.
+        plan: Settings of the search.
+        state: The trials.
+        most: Maximum number of rows.
     """
     keys = list(dict.fromkeys(key for space in plan.spaces.values() for key in space))
     short = [key.rpartition(".")[2] for key in keys]
@@ -188,7 +197,7 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> TextTable:
         title += f"; finished trials: the worst of {plan.splits} splits"
     if plan.other_metrics:
         title += "; front: done and on the Pareto front"
-    cost = () if plan.other_metrics else (plan.unit,)  # for which the line has no room
+    cost = () if plan.other_metrics else (plan.unit,)  # with several metrics, a row would be too wide
     head = ["trial", "state", "round", *plan.metrics, "test", *cost, *heads]
     order = {"done": 0, "stopped": 1, "failed": 2, "open": 3}
     rows = sorted(
@@ -214,7 +223,7 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> TextTable:
 
 
 def front_lines(folder: Path, plan: SearchPlan, state: SearchState) -> list[str]:
-    """Return a line with the trials of the Pareto front, and how to run one; none for a search with one metric."""
+    """Return a line with the trials of the Pareto front and a command to run one; none for a search with one metric."""
     if not plan.other_metrics:
         return []
     names = ", ".join(record.id for record in front_of(plan, state.trials))
@@ -223,7 +232,7 @@ def front_lines(folder: Path, plan: SearchPlan, state: SearchState) -> list[str]
 
 
 def importance_lines(folder: Path) -> list[str]:
-    """Return a line per method with the importance of its settings: each one's share of the scores' variance."""
+    """Return a line per method with the importance of each setting, its share of the scores' variance."""
     with Folder.open(folder) as search_folder:
         shares = search_folder.read_json("importance.json", _IMPORTANCE)
     return [

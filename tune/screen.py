@@ -34,7 +34,7 @@ class SearchProgress(Callback):
 
     def on_search_start(self, folder: Path, methods: Sequence[str], trials: int | None, at_once: int) -> None:
         count = "as many trials as the budget allows" if trials is None else count_of(trials, "trial")
-        self.on_message(f"search of {', '.join(methods)}: {count}, {at_once} at once, folder {folder}")
+        self.on_message(f"search of {', '.join(methods)}: {count}, {at_once} in parallel, folder {folder}")
         self._task = self._bar.add_task("", total=trials, best="")
         self._bar.start()
 

@@ -1,11 +1,11 @@
 """Search spaces: a range for each searched setting, and the values that trials take from these ranges.
 
-A range is declared by a field of the method, or given as a text like one of these.
+A range is declared by a field of the method, or given as one of the following texts:
 
     loguniform(0.01, 0.3)   a float, uniform in its logarithm
     uniform(0, 1)           a float
     choice(0.1, 1)          one of the values
-    grid(0, 1, 2)           each of the values, in turn
+    grid(0, 1, 2)           all of the values, in turn
 """
 
 import math
@@ -24,8 +24,8 @@ from raylt.hyper import Choice, LogUniform, Range, Uniform, range_of
 from raylt.methods import METHODS, make_method
 from raylt.seeds import seed_for
 
-DIGITS = 4  # significant digits of a drawn float, few because people read configurations
-POINTS = 3  # values of a float's range in a grid search
+DIGITS = 4  # Significant digits of a drawn float; few, so that configurations are readable.
+GRID_POINTS = 3  # Values of a float's range in a grid search.
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Grid:
 
 
 Axis = Range | Grid
-Space = dict[str, Axis]  # by setting, as in `local.lr`
+Space = dict[str, Axis]  # Ranges by setting, such as `local.lr`.
 
 
 def parse(text: str) -> Axis | None:
     """Parse a range from text; return None if the text does not look like a range.
 
     Raises:
-        ConfigError: the text is written like a range and is malformed.
+        ConfigError: The text is written like a range but malformed.
     """
     match = re.fullmatch(r"\s*([a-z_]+)\((.*)\)\s*", text, re.DOTALL)
     if match is None:
@@ -55,21 +55,21 @@ def parse(text: str) -> Axis | None:
     if kind not in ("choice", "uniform", "loguniform", "grid"):
         raise _bad_range(
             text,
-            "no such range",
-            "Write choice(a, b, ...), uniform(low, high), loguniform(low, high) or grid(a, b, ...).",
+            "unknown kind of range",
+            "Use choice(a, b, ...), uniform(low, high), loguniform(low, high) or grid(a, b, ...).",
         )
     values = _values(text, inner)
     if kind in ("choice", "grid"):
         if not values:
-            raise _bad_range(text, "no value", "Give at least one.")
+            raise _bad_range(text, "has no value", "Give at least one.")
         if len({repr(v) for v in values}) < len(values):
             raise _bad_range(text, "a value occurs twice", "Give each value once.")
         return Choice(*values) if kind == "choice" else Grid(tuple(values))
     if len(values) != 2 or not all(_is_number(v) for v in values):
-        raise _bad_range(text, "not two numbers", f"Write {kind}(low, high).")
+        raise _bad_range(text, "does not have two numbers", f"Use {kind}(low, high).")
     low, high = (float(v) for v in values)
     if not low < high or (kind == "loguniform" and low <= 0):
-        raise _bad_range(text, "empty", f"Give {'0 < ' if kind == 'loguniform' else ''}low < high.")
+        raise _bad_range(text, "is empty", f"Give {'0 < ' if kind == 'loguniform' else ''}low < high.")
     return LogUniform(low, high) if kind == "loguniform" else Uniform(low, high)
 
 
@@ -83,7 +83,7 @@ def to_text(axis: Axis) -> str:
 
 
 def value_at(axis: Range, u: float) -> Any:
-    """Map u in [0, 1] to a value of a range; for a choice u is less than 1."""
+    """Map u in [0, 1] to a value of a range. For a choice, u must be less than 1."""
     if isinstance(axis, Choice):
         return axis.values[int(u * len(axis.values))]
     if isinstance(axis, LogUniform):
@@ -99,7 +99,7 @@ def readable(axis: Uniform | LogUniform, value: float) -> float:
 def probes(axis: Axis) -> list[Any]:
     """Return sample values of a range, for a check that the setting accepts them.
 
-    They are its ends and some values between them, which a setting of whole numbers refuses.
+    They include both ends and some values between them, which a setting of whole numbers rejects.
     """
     if isinstance(axis, Choice | Grid):
         return list(axis.values)
@@ -110,7 +110,7 @@ def separate(overrides: Sequence[str]) -> tuple[list[str], dict[str, Axis]]:
     """Separate overrides `key=value` into settings with one value and settings with a range.
 
     Raises:
-        ConfigError: a range is malformed.
+        ConfigError: A range is malformed.
     """
     fixed = []
     ranges = {}
@@ -133,17 +133,19 @@ def space(
     """Return the search space of a method: the ranges that its fields declare, and the given ranges.
 
     Args:
-        config: the settings that all trials share.
-        ranges: by setting, as `parse` reads them; they replace the declared ones.
-        fields: the fields of the method whose declared ranges are searched; by default all that `config` does not give.
-        method: its name; by default the method of `config`.
+        config: Settings that all trials share.
+        ranges: Ranges or their texts by setting. They replace declared ranges.
+        fields: Fields of the method whose declared ranges are searched; by default all fields that `config` does not
+            set.
+        method: Name of the method; by default the method of `config`.
 
     Raises:
-        ConfigError: unknown method, field or setting, or a range that a setting cannot have.
+        ConfigError: A method, field or setting is unknown, or a range is not valid for its setting.
     """
     if not isinstance(config, Config):
         raise ConfigError(
-            f"space: takes a configuration, which names the method ({config!r}). Give one that raylt.load_config made.",
+            f"space: is not given a configuration, which names the method ({config!r}). Give the result of "
+            "raylt.load_config.",
             code="config.wrong-type",
             key="space",
             value=repr(config),
@@ -155,8 +157,8 @@ def space(
     for name in fields or ():
         if name not in type(made).model_fields:
             raise ConfigError(
-                f"method.{name}: {made.name} has no such field. {did_you_mean(name, type(made).model_fields)}Give one "
-                f"that raylt methods {made.name} lists.",
+                f"method.{name}: unknown field of {made.name}. {did_you_mean(name, type(made).model_fields)}Give a "
+                f"field that raylt methods {made.name} lists.",
                 code="search.unknown-field",
                 key=f"method.{name}",
             )
@@ -177,7 +179,7 @@ def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
     """Return the configuration of a trial: `base` with a method and the trial's values, resolved and checked.
 
     Raises:
-        ConfigError: a value is not valid.
+        ConfigError: A value is not valid.
     """
     tree = base.to_tree()
     if tree["method"]["name"] != method:
@@ -189,7 +191,7 @@ def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
             below = below.get(name)
             if not isinstance(below, dict):
                 raise ConfigError(
-                    f"{key}: there is no such setting. Give one that raylt settings lists.",
+                    f"{key}: unknown setting. Give one that raylt settings lists.",
                     code="config.unknown-key",
                     key=key,
                 )
@@ -202,7 +204,13 @@ def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
 def draw(space: Space, seed: int, method: str, index: int) -> dict[str, Any]:
     """Return the random values of one trial; equal arguments give equal values.
 
-    The values of a grid come in turn, so each draw is used once for every combination of the grids' values.
+    Values of a grid are taken in turn, so each draw is used once for every combination of the grids' values.
+
+    Args:
+        space: The ranges.
+        seed: Seed of the search.
+        method: Name of the method.
+        index: Number of the trial.
     """
     grids = {key: axis for key, axis in space.items() if isinstance(axis, Grid)}
     turn, corner = divmod(index, math.prod(len(axis.values) for axis in grids.values()))
@@ -220,14 +228,14 @@ def draw(space: Space, seed: int, method: str, index: int) -> dict[str, Any]:
 def combinations(space: Space) -> list[dict[str, Any]]:
     """Return the values of each trial of a grid search.
 
-    It takes every value of a choice or grid, and `POINTS` values of a float's range, ends included.
+    The grid has every value of a choice or grid, and `GRID_POINTS` values of a float's range, including both ends.
     """
     choices = []
     for axis in space.values():
         if isinstance(axis, Choice | Grid):
             choices.append(list(axis.values))
         else:
-            choices.append([value_at(axis, i / (POINTS - 1)) for i in range(POINTS)])
+            choices.append([value_at(axis, i / (GRID_POINTS - 1)) for i in range(GRID_POINTS)])
     return [dict(zip(space, values, strict=True)) for values in product(*choices)]
 
 
@@ -239,10 +247,13 @@ def spaces_of(
     A range of a field applies to the methods that have the field.
 
     Args:
-        only: the fields whose declared ranges are searched; by default all that `fixed` does not give.
+        methods: Names of the methods.
+        ranges: Given ranges by setting. They replace declared ranges.
+        fixed: Settings that all trials share.
+        only: Fields whose declared ranges are searched; by default all fields that `fixed` does not set.
 
     Raises:
-        ConfigError: no method has a field, or there is nothing to search.
+        ConfigError: No method has a field, or there is nothing to search.
     """
     spaces = {}
     for method in methods:
@@ -264,8 +275,8 @@ def spaces_of(
             )
     if not any(spaces.values()):
         raise ConfigError(
-            f"search: nothing is left to search, since every field has a value ({', '.join(methods)}). Give a range, "
-            "as in local.lr=loguniform(0.01,0.3).",
+            f"search: there is nothing to search, because every field has a value ({', '.join(methods)}). Give a "
+            "range, as in local.lr=loguniform(0.01,0.3).",
             code="search.nothing-to-search",
         )
     return spaces
@@ -275,12 +286,12 @@ def axis_of(key: str, text: str) -> Axis:
     """Parse the range that is given for a setting.
 
     Raises:
-        ConfigError: the text is not a range.
+        ConfigError: The text is not a range.
     """
     axis = _parse_for(key, text)
     if axis is None:
         raise ConfigError(
-            f"{key}: not a range ({text!r}). Write one as in loguniform(0.01,0.3).",
+            f"{key}: is not a range ({text!r}). Give a range, as in loguniform(0.01,0.3).",
             code="search.bad-range",
             key=key,
             value=text,
@@ -289,7 +300,7 @@ def axis_of(key: str, text: str) -> Axis:
 
 
 def _parse_for(key: str, text: str) -> Axis | None:
-    """Return the result of `parse`; its error names the setting."""
+    """Return the result of `parse`, with errors that name the setting."""
     try:
         return parse(text)
     except ConfigError as error:
@@ -299,7 +310,7 @@ def _parse_for(key: str, text: str) -> Axis | None:
 def _check_searchable(key: str, axis: Axis) -> None:
     if key == "method":
         raise ConfigError(
-            f"method: methods cannot be given as a range ({to_text(axis)}). Search several methods with "
+            f"method: cannot have a range ({to_text(axis)}). Search several methods with "
             f"{spoken('--methods a,b', 'methods=[...]')}.",
             code="search.not-searchable",
             key=key,
@@ -325,7 +336,7 @@ def _values(text: str, inner: str) -> list[Any]:
     except ValueError:
         values = None
     if values is None or any(isinstance(v, list | dict) for v in values):
-        raise _bad_range(text, "a value is no number or word", "Separate numbers or words by commas.")
+        raise _bad_range(text, "a value is neither a number nor a word", "Separate numbers or words by commas.")
     return values
 
 

@@ -1,7 +1,7 @@
-"""A federated run as a trial of a search. Its steps are also evaluated on the validation set.
+"""A federated run as a trial of a search, with evaluations on the validation set.
 
-Its folder is a run folder with one more file, scores.jsonl, which holds one line per `Score`. A trial that is started
-again continues from its last checkpoint.
+The folder of a trial is a run folder with one more file, scores.jsonl, which has one line per `Score`. A trial that is
+started again continues from its last checkpoint.
 """
 
 import json
@@ -47,7 +47,7 @@ from tune.records import (
     split_folder,
 )
 
-LOCK_TIMEOUT_S = 60  # seconds in which a killed process should end and release the run folder
+LOCK_TIMEOUT_S = 60  # Time for a killed process to end and release the run folder.
 OpenFleet = Callable[[Setup, Task, str, torch.device, Path], Fleet]
 
 
@@ -56,11 +56,13 @@ class TrialJob:
     """The settings of a search that all its trials need.
 
     Args:
-        folder: of the search.
-        cwd: folder that relative paths of the configuration start from.
-        rungs: whether trials are compared before their end.
-        grace: rounds before the first rung.
-        plugins: the plugins that the configurations of trials may name.
+        folder: Folder of the search.
+        cwd: Folder to which relative paths of the configuration are relative.
+        metric: Metric of the search.
+        rungs: Whether trials are compared before their end.
+        grace: The first rung, in rounds.
+        plugins: Plugins that the configurations of trials may name.
+        splits: Number of splits on which a trial runs.
     """
 
     folder: Path
@@ -75,20 +77,24 @@ class TrialJob:
 class Trial:
     """A trial of a search on its splits, one after another.
 
-    The first split gives the scores of rounds, by which trials are compared before their end. Further splits are run
-    only if the trial reaches its end on those before. The final score is the worst of all splits.
+    Only the first split has scores of rounds, by which trials are compared before their end. Each further split runs
+    only if the trial has reached its end on the previous one. The final score is the worst of all splits.
 
     Args:
-        cost: of all rounds on one split, in the unit of the search's budget.
-        open_fleet: called with setup, task, a name for the actors, the device of this process and the run's folder.
-        leased: whether Ray leased a GPU to this process, see `open_device`.
+        job: Settings that all trials share.
+        id: Id of the trial.
+        config: Configuration of the trial.
+        cost: Cost of all rounds on one split, in the unit of the search's budget.
+        open_fleet: Function that opens the fleet, given setup, task, a name for the actors, the device of this process
+            and the run's folder.
+        leased: Whether Ray leased a GPU to this process; see `open_device`.
     """
 
     def __init__(
         self, job: TrialJob, id: str, config: Config, cost: int, open_fleet: OpenFleet, leased: bool | None = None
     ):
         self._splits = job.splits
-        self._finals: list[Score] = []  # by split
+        self._finals: list[Score] = []  # final scores by split
 
         def begin(split: int) -> TrialRun:
             own_job = replace(job, rungs=job.rungs and split == 0)
@@ -106,7 +112,7 @@ class Trial:
     def step(self) -> list[Score]:
         """Run one step of the trial and return its new scores.
 
-        The first call of a continued trial takes no step, but returns the scores from before the interruption.
+        The first call for a continued trial runs no step, but returns the scores from before the interruption.
         """
         split = len(self._finals)
         if split and self._run.done:
@@ -118,7 +124,7 @@ class Trial:
         return [*new, self._worst()] if self.done else new
 
     def close(self) -> None:
-        """Release the clients and the folder of the trial."""
+        """Stop the trial's client actors and release its folder."""
         self._run.close()
 
     def _worst(self) -> Score:
@@ -131,8 +137,8 @@ class TrialRun:
     """The run of a trial on one split, advanced step by step.
 
     Args:
-        folder: of the run.
-        cost, open_fleet, leased: as for `Trial`.
+        folder: Folder of the run.
+        job, config, cost, open_fleet, leased: As for `Trial`.
     """
 
     def __init__(
@@ -172,7 +178,7 @@ class TrialRun:
         return new
 
     def close(self) -> None:
-        """Release the clients and the folder of the run."""
+        """Stop the run's client actors and release its folder."""
         if self.fleet is not None:
             self.fleet.close()
             self.fleet = None
@@ -181,13 +187,13 @@ class TrialRun:
             self._journal = None
 
     def _open(self, open_fleet: OpenFleet, leased: bool | None) -> None:
-        torch.set_num_threads(1)  # weights computed here must not depend on the machine's cores
+        torch.set_num_threads(1)  # so that weights computed here do not depend on the number of cores
         adopt(self.job.plugins)
-        begun = Run(self.folder).state != "missing"
-        self.task = Run(self.folder).task if begun else build_task(self.config.data)
+        started = Run(self.folder).state != "missing"
+        self.task = Run(self.folder).task if started else build_task(self.config.data)
         assert self.task.validation is not None
         self.config = self.config.model_copy(update={"data": complete(self.config.data, self.task.split)})
-        if not begun:
+        if not started:
             self._create_folder()
         self._journal = _locked_journal(self.folder)
         if Run.open(self.folder).config != self.config:
@@ -203,7 +209,7 @@ class TrialRun:
         setup, self.task = encode(setup, self.task)
         setup.method.prepare(self.task, self.config, model)
         saved, _ = self._journal.rewind()
-        name = f"{self.job.folder.name}/{self.id}" + (f"~{os.getpid()}" if begun else "")
+        name = f"{self.job.folder.name}/{self.id}" + (f"~{os.getpid()}" if started else "")
         device = open_device(self.config, leased)
         self.fleet = open_fleet(setup, self.task, name, device, self.folder)
         self._experiment = Experiment(setup, self.task, self.fleet, device, self.folder)
@@ -216,13 +222,13 @@ class TrialRun:
             step = saved.facts["step"]
             self._scores = {score.step: score for score in self._read().values() if score.step <= step}
             self._write()
-            self._judge(RoundReport(**saved.facts["report"]))  # does nothing if the step was judged
+            self._judge(RoundReport(**saved.facts["report"]))  # does nothing if the step was evaluated before
             if self._experiment.done:
                 self._conclude()
 
     def _create_folder(self) -> None:
         with folder_for(self.folder.parent) as trials:
-            trials.remove(self.folder.name)  # left by a process that was killed before the run began
+            trials.remove(self.folder.name)  # a process may have been killed before the run started
         journal = Journal.create(
             self.folder,
             self.config,
@@ -289,7 +295,7 @@ class TrialRun:
         kind = kind_of(report.step, self.config, experiment.method.finishes, rung_steps)
         between = kind in ("round", "proxy") and report.step not in rung_steps
         if between and has_own_models(experiment.method, experiment.server):
-            return None  # it would ask every client in each round
+            return None  # evaluating clients' own models would ask every client in each round
         return kind
 
     def _read(self) -> dict[int, Score]:
@@ -307,10 +313,7 @@ def local_fleet(setup: Setup, task: Task, name: str, device: torch.device, folde
 
 
 def _locked_journal(folder: Path) -> Journal:
-    """Lock the run folder and return its journal.
-
-    A killed process may take a moment to release the folder.
-    """
+    """Lock the run folder and return its journal, after a killed process has released the folder."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:

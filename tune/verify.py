@@ -29,11 +29,11 @@ def _findings(folder: Path) -> Iterator[Finding]:
             yield Finding(TRIALS, False, str(error))
             return
     detail = f"{count_of(len(trials), 'trial')} in order"
-    yield Finding(TRIALS, not torn, f"{detail}, and a line that a kill cut off" if torn else detail)
+    yield Finding(TRIALS, not torn, f"{detail}, and an incomplete last line" if torn else detail)
     if exists(folder / SEAL):
         yield finding_of(SEAL, lambda: _describe_results(folder))
     elif exists(folder / "trials.json"):
-        yield Finding("trials.json", True, "unsealed: no hash binds it to the search")
+        yield Finding("trials.json", True, "unsealed: has no hash in seal.json")
     for trial in trials:
         if trial["failed"] is None:
             first = folder / TRIAL_RUNS / trial["trial"]
@@ -45,7 +45,7 @@ def _findings(folder: Path) -> Iterator[Finding]:
 
 
 def _check_open_trials(folder: Path, ended: set[str]) -> Iterator[Finding]:
-    """Check the runs of trials that have no line in trials.jsonl, since the search was interrupted or is running."""
+    """Check the runs of trials without a line in trials.jsonl, because the search was interrupted or is running."""
     for path in sorted((folder / TRIAL_RUNS).glob("*")):
         if path.name.partition("-split-")[0] in ended or not is_folder(path):
             continue
@@ -65,7 +65,7 @@ def _describe_results(folder: Path) -> str:
 
 
 def _splits_of(folder: Path, trial: EndedTrialJson) -> list[int]:
-    """Return the splits of a trial that have a run folder, or whose figures are the trial's."""
+    """Return the splits of a trial that have a run folder or a score."""
     named = {point.get("split", 0) for point in trial["points"]}
     return [
         split for split in range(MOST_SPLITS) if split in named or split == 0 or exists(split_folder(folder, split))
@@ -73,7 +73,7 @@ def _splits_of(folder: Path, trial: EndedTrialJson) -> list[int]:
 
 
 def _check_run(folder: Path, trial: EndedTrialJson, split: int) -> list[Finding]:
-    """Check every file of a trial's run on one split, and its figures in trials.jsonl."""
+    """Check every file of a trial's run on one split, and its metrics in trials.jsonl."""
     what = f"{TRIAL_RUNS}/{folder.name}"
     try:
         state = _describe_run(folder, trial, split)
@@ -83,7 +83,11 @@ def _check_run(folder: Path, trial: EndedTrialJson, split: int) -> list[Finding]
 
 
 def _describe_run(folder: Path, trial: EndedTrialJson, split: int) -> str:
-    """Describe a trial's run on one split; raise CheckpointError if its figures are not those of trials.jsonl."""
+    """Describe a trial's run on one split.
+
+    Raises:
+        CheckpointError: The run's metrics differ from trials.jsonl.
+    """
     files = Files(folder)
     reports = files.lines().reports
     for point in trial["points"]:
@@ -93,7 +97,7 @@ def _describe_run(folder: Path, trial: EndedTrialJson, split: int) -> str:
         reported = figures.get(figures_of(point["kind"]))
         if reported is not None and reported != point["validation"]:
             raise CheckpointError(
-                f"{folder}: the trial's figures differ from its line in {TRIALS} (step {point['step']}). Restore the "
+                f"{folder}: the trial's metrics differ from its line in {TRIALS} (step {point['step']}). Restore the "
                 "original files.",
                 code="search.changed",
                 path=str(folder),

@@ -452,7 +452,7 @@ def test_the_best_configuration_says_which_figures_to_expect(tmp_path, monkeypat
     head = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("#"))
     assert "test accuracy 65.00 %, model sha256 abababababababab." in head
     assert "It was chosen for few 25.00 % on 0.2 of the training samples" in head
-    assert "the worst of 3 splits, the one with data.seed=9." in head
+    assert "the worst of 3 splits, with data.seed=9." in head
     assert "By the search's other metrics: many 50.00 %." in head
 
 

@@ -208,7 +208,7 @@ def test_a_search_on_two_splits_ranks_by_the_worse_and_fails_where_one_fails(tmp
             assert both.outcome.score <= first.outcome.score
             assert both.spent == 2 * first.spent
     best = (tmp_path / "s/best.yaml").read_text()
-    assert f"the worst of 2 splits, the one with data.seed={result.best.deciding_score.split}." in best
+    assert f"the worst of 2 splits, with data.seed={result.best.deciding_score.split}." in best
     findings = {finding.what: finding.whole for finding in verify_search(tmp_path / "s")}
     assert all(findings.values())
     assert f"trials/{result.best.id}-split-1" in findings

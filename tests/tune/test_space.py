@@ -64,17 +64,17 @@ def test_parse_reads_ranges_and_leaves_other_values(text, axis):
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [
-        ("chioce(1)", "Write choice(a, b, ...)"),
+        ("chioce(1)", "Use choice(a, b, ...)"),
         ("choice()", "Give at least one"),
         ("choice(1,1)", "Give each value once"),
-        ("uniform(1)", "Write uniform(low, high)"),
+        ("uniform(1)", "Use uniform(low, high)"),
         ("uniform(1,0)", "Give low < high"),
         ("loguniform(0,1)", "Give 0 < low < high"),
-        ("uniform(a,b)", "Write uniform(low, high)"),
-        ("uniform(0,.inf)", "Write uniform(low, high)"),
+        ("uniform(a,b)", "Use uniform(low, high)"),
+        ("uniform(0,.inf)", "Use uniform(low, high)"),
         ("choice([1],2)", "Separate numbers or words"),
         ("choice(1,{)", "Separate numbers or words"),
-        ("uniform(true,2)", "Write uniform(low, high)"),
+        ("uniform(true,2)", "Use uniform(low, high)"),
     ],
 )
 def test_parse_refuses_with_a_remedy_in_one_line(text, remedy):
