@@ -1,6 +1,6 @@
-"""The configuration of a run: the settings, their reading from files, and their comparison.
+"""The configuration of a run: its settings, reading them from files, and comparing them.
 
-Imports no torch.
+This package does not import torch.
 """
 
 from raylt.config.comparing import DRAWN, completed, differences, followed, settled

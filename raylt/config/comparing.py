@@ -1,4 +1,4 @@
-"""Compare two configurations by the settings that affect results."""
+"""Comparison of configurations by the settings that affect results."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -6,10 +6,10 @@ from typing import Any
 
 from raylt.config.sections import Config, settings
 
-NO_RESULT = ("resources", "output")  # sections that no result depends on
-# settings of the data section that null leaves to the data
+NO_RESULT = ("resources", "output")  # Sections that do not affect results.
+# Settings of the data section that are derived from the data if null.
 FOLLOWS = ("imbalance", "partition", "clients", "test", "test_share")
-# settings of the data section that a split was drawn with
+# Settings of the data section with which a split was drawn.
 DRAWN = ("imbalance", "partition", "alpha", "tail", "beta", "per_client")
 
 
@@ -19,11 +19,11 @@ def settled(config: Config) -> dict[str, Any]:
 
 
 def followed(config: Config, recorded: Config) -> Config:
-    """Return a planned configuration in which the values that depend on data come from a run on the same data.
+    """Return a planned configuration with the values that depend on the data taken from a run on the same data.
 
     Args:
-        config: the planned configuration.
-        recorded: the configuration of a run over the same data.
+        config: The planned configuration.
+        recorded: The configuration of a run on the same data.
     """
     data = config.data
     source = recorded.data
@@ -35,10 +35,10 @@ def followed(config: Config, recorded: Config) -> Config:
 def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return recorded settings, with defaults for settings that older versions did not have.
 
-    The default of a new setting is what older versions did.
+    The default of a new setting corresponds to the behaviour of older versions.
 
     Args:
-        recorded: nested settings, as `settled` returns them.
+        recorded: Nested settings, as `settled` returns them.
     """
     tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in recorded.items()}
     for section, name, default in _defaults():
@@ -48,7 +48,7 @@ def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _defaults() -> list[tuple[str, str, Any]]:
-    """Return section, name and default of the settings that results depend on and that have a default."""
+    """Return section, name and default of the settings that affect results and have a default."""
     parts = [(*key.rpartition(".")[::2], field) for key, field in settings()]
     return [
         (section, name, field.default)
@@ -61,13 +61,13 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], key: str = 
     """Yield each setting that differs as (key, old value, new value), with None for a missing value.
 
     Args:
-        before: nested settings, as `settled` returns them.
-        after: the settings to compare them with.
-        key: start of the keys.
+        before: Nested settings, as `settled` returns them.
+        after: The settings to compare them with.
+        key: Prefix of the keys.
     """
     for name in {**before, **after}:
         old, new, whole = before.get(name), after.get(name), f"{key}{name}"
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from differences(old, new, f"{whole}.")
-        elif old != new or type(old) is not type(new):  # 1 is not true
+        elif old != new or type(old) is not type(new):  # distinguish 1 from true
             yield whole, old, new

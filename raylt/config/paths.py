@@ -6,16 +6,19 @@ from pathlib import Path
 
 from raylt.config.sections import Config, DataConfig
 
-TEACHER = "teacher"  # the field of a method that may name a file, see raylt/models/clip.py
+TEACHER = "teacher"  # Field of a method that may name a file; see raylt/models/clip.py.
 
 
 def located(config: Config, start: Path | None) -> Config:
-    """Return a configuration with its relative paths made absolute, starting from the folder `start`.
+    """Return a configuration whose relative paths are made absolute.
+
+    A path that exists only relative to this process's working directory is resolved there, because a run may have been
+    copied from another machine together with its data.
 
     Args:
-        start: the folder in which relative paths start, the working directory of the process that made a run; None
-            leaves them as they are. Where a path exists only in this process's working directory, that one is taken:
-            the run may have been copied from another machine together with its data.
+        config: The configuration.
+        start: Folder to which the paths are relative, the working directory of the process that made a run; None
+            leaves them unchanged.
     """
     if start is None or start == Path.cwd():
         return config
@@ -31,7 +34,7 @@ def located(config: Config, start: Path | None) -> Config:
 
 
 def located_data(data: DataConfig, start: Path | None) -> DataConfig:
-    """Return data settings with their relative paths made absolute, see `located`."""
+    """Return data settings whose relative paths are made absolute; see `located`."""
     if start is None or start == Path.cwd():
         return data
     changes: dict[str, object] = {"root": _path(data.root, start), "source": _source(data.source, start)}
@@ -46,7 +49,7 @@ def _source(source: str, start: Path) -> str:
         return f"{kind}:{_path(address, start)}"
     if kind == "ray" and address and "://" not in address:
         return f"{kind}:{_path(address, start)}"
-    if kind == "hf" and address:  # the path of a saved data set, or a name on the Hub
+    if kind == "hf" and address:  # a path of a saved data set, or a name on the Hub
         path = _path(address, start)
         return f"{kind}:{path}" if os.path.isdir(path) else source
     return source

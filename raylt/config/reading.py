@@ -1,7 +1,7 @@
-"""Read a configuration from a YAML file, `key=value` overrides or keywords. Mistakes become a `ConfigError`.
+"""Reading of a configuration from a YAML file, `key=value` overrides or keyword arguments.
 
-Keywords name a section (`local={"lr": 0.1}`), a source (`data="digits"`), or a setting by the last part of its key.
-Recipes are YAML files under raylt/recipes, named by their path there.
+Mistakes raise a `ConfigError`. A keyword names a section (`local={"lr": 0.1}`), a source (`data="digits"`), or a
+setting by the last part of its key. Recipes are YAML files under raylt/recipes, named by their path below that folder.
 """
 
 import textwrap
@@ -12,12 +12,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from raylt.config.sections import GUARDS, Config, DataConfig, allowed, branches, settings
+from raylt.config.sections import UNSHOWN_BOUNDS, Config, DataConfig, allowed, branches, settings
 from raylt.config.yaml_text import parse, read_file
 from raylt.errors import ConfigError, did_you_mean, spoken
 
 FOLDER = Path(__file__).parents[1] / "recipes"
-DEMO = "demo"  # the recipe that `raylt run` without settings runs
+DEMO = "demo"  # Recipe for `raylt run` without settings.
 
 
 def recipes() -> dict[str, str]:
@@ -29,14 +29,13 @@ def recipe(name: str) -> Path:
     """Return the path of the named recipe's file.
 
     Raises:
-        ConfigError: There is no recipe of this name.
+        ConfigError: The recipe is unknown.
     """
     files = _recipe_files()
     name = name.removesuffix(".yaml")
     if name not in files:
         raise ConfigError(
-            f"recipe:{name}: there is no such recipe. {did_you_mean(name, files, 'recipe:')}Give one that "
-            "raylt recipes lists.",
+            f"recipe:{name}: unknown recipe. {did_you_mean(name, files, 'recipe:')}Give one that raylt recipes lists.",
             code="config.unknown-name",
             key="recipe",
             value=name,
@@ -55,8 +54,8 @@ def load(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Confi
     The file or the overrides must name the method.
 
     Args:
-        path: path of the file, or recipe:NAME for one that comes with raylt; None reads no file.
-        overrides: settings as `key=value`, the value in YAML. The last one of a key counts.
+        path: Path of the file, or recipe:NAME for a recipe of raylt; None reads no file.
+        overrides: Settings as `key=value`, with the value in YAML. The last override of a key counts.
 
     Raises:
         ConfigError: The file cannot be read, a key is unknown, a value has the wrong type or is out of range, or no
@@ -81,12 +80,12 @@ def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Apply `key=value` overrides to a mapping of settings, in place."""
     if isinstance(overrides, str):
         raise ConfigError(
-            f"overrides: is one text ({overrides!r}). Give a list, as in overrides=[{overrides!r}].",
+            f"overrides: is a string ({overrides!r}). Give a list, as in overrides=[{overrides!r}].",
             code="config.wrong-type",
             key="overrides",
             value=overrides,
         )
-    # the method first, since its name drops another method's fields but not fields of the same call
+    # the method first: its name drops fields of another method, but must not drop fields of the same call
     for text in sorted(overrides, key=lambda text: not text.startswith(("method=", "method.name="))):
         _set(tree, text)
 
@@ -94,7 +93,7 @@ def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 def overlay(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Apply a mapping of changes to a mapping of settings, in place.
 
-    The value of a section is a mapping; it changes only the settings that it names.
+    The value of a section is a mapping, and changes only the settings that it names.
     """
     leaves: dict[str, Any] = {}
     for key, value in changes.items():
@@ -113,7 +112,7 @@ def _read_file(path: Path | str) -> dict[str, Any]:
     tree = {} if tree is None else tree  # an empty file
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{path}: is not a mapping of settings (a {type(tree).__name__}). Write lines such as method: sfd.",
+            f"{path}: is not a mapping of settings (a {type(tree).__name__}). Use lines such as method: sfd.",
             code="file.malformed",
             path=str(path),
         )
@@ -121,7 +120,11 @@ def _read_file(path: Path | str) -> dict[str, Any]:
 
 
 def _nested(tree: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a file's settings without empty sections, and with dotted keys, as in studies, moved into sections."""
+    """Return a file's settings without empty sections, and with dotted keys, as in studies, moved into sections.
+
+    Raises:
+        ConfigError: A setting is in the file twice.
+    """
     dotted = {key: value for key, value in tree.items() if "." in str(key)}
     nested = {
         key: value for key, value in tree.items() if key not in dotted and not (value is None and _is_section(key))
@@ -134,12 +137,12 @@ def _nested(tree: dict[str, Any], path: Path) -> dict[str, Any]:
         below = {"name": below} if section == "method" and isinstance(below, str) else below
         if isinstance(below, dict) and name in below:
             raise ConfigError(
-                f"{path}: {key} stands in the file twice, also as {name} below {section}. Leave one out.",
+                f"{path}: {key} is in the file twice, also as {name} below {section}. Remove one of them.",
                 code="file.malformed",
                 path=str(path),
                 key=key,
             )
-    if "method.name" in dotted:  # which would replace the fields that stand in the section
+    if "method.name" in dotted:  # `overlay` would replace the fields in the section
         given = nested.get("method")
         nested["method"] = {"name": dotted.pop("method.name"), **(given if isinstance(given, dict) else {})}
     overlay(nested, dotted)
@@ -153,15 +156,15 @@ def _is_section(key: str) -> bool:
 
 
 def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
-    """Build a pydantic model from a mapping; raise ConfigError if a value is wrong.
+    """Build a pydantic model from a mapping.
 
     Args:
-        kind: class of the model.
-        tree: settings by name, with a mapping for each section.
-        prefix: start of the keys in errors.
+        kind: Class of the model.
+        tree: Settings by name, with a mapping for each section.
+        prefix: Prefix of the keys in errors.
 
     Raises:
-        ConfigError: The first mistake, with its key and value.
+        ConfigError: A value is wrong. The error describes the first mistake, with its key and value.
     """
     try:
         return kind.model_validate(tree)
@@ -170,7 +173,11 @@ def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set one setting, given by its dotted key, in a nested mapping of settings."""
+    """Set the setting with a dotted key in a nested mapping of settings.
+
+    Raises:
+        ConfigError: A part of the key before its last one is not a section.
+    """
     value = str(value) if isinstance(value, Path) else value
     whole = key
     *parents, last = key.split(".")
@@ -180,8 +187,8 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
             below = tree[name] = {"name": below}
         if not isinstance(below, dict):
             raise ConfigError(
-                f"{whole}: there is no such setting, because {name} is one value ({_short(below)}). "
-                f"Give {name} a value, or give a section's setting.",
+                f"{whole}: unknown setting, because {name} has a single value ({_short(below)}). Give {name} a value, "
+                "or use a setting of a section.",
                 code="config.unknown-key",
                 key=whole,
             )
@@ -197,13 +204,13 @@ def _set(tree: dict[str, Any], setting: str) -> None:
     key = "method" if key == "method.name" else key
     if not equals or not key:
         raise ConfigError(
-            f"override: is not written key=value ({setting!r}). Give it as in federation.rounds=50.",
+            f"override: does not have the form key=value ({setting!r}). Give it as in federation.rounds=50.",
             code="config.malformed",
             value=setting,
         )
     if text.lstrip().startswith("#"):
         raise ConfigError(
-            f"{key}: the value is a comment in YAML ({_short(text)}). Quote it.",
+            f"{key}: the value is a YAML comment ({_short(text)}). Quote it.",
             code="config.malformed",
             key=key,
             value=text,
@@ -244,7 +251,7 @@ def _refusal(kind: type[BaseModel], mistake: Any, prefix: str) -> ConfigError:
     if kind is Config and mistake["type"] == "missing" and mistake["loc"] == ("method",):
         example = spoken("method=sfd; raylt run without settings runs a demonstration", "raylt.run('sfd')")
         return ConfigError(
-            f"method: no method is named. Give one that raylt methods lists, as in {example}.", code=code, key=key
+            f"method: is missing. Give one that raylt methods lists, as in {example}.", code=code, key=key
         )
     if mistake["type"] == "extra_forbidden":
         return ConfigError(_unknown_key(key, prefix, model), code=code, key=key)
@@ -255,13 +262,13 @@ def _refusal(kind: type[BaseModel], mistake: Any, prefix: str) -> ConfigError:
     return ConfigError(message, code=code, key=key, value=plain)
 
 
-# start of a type of pydantic's errors: its code, and the reason in our words; "" keeps the words of the error
+# Prefix of a pydantic error type: (error code, reason in raylt's words). With "", the reason is pydantic's message.
 MISTAKES: dict[str, tuple[str, str]] = {
     "extra_forbidden": ("config.unknown-key", ""),
     "missing": ("config.missing", "is missing"),
     "no_name": ("config.wrong-type", ""),
     "conflict": ("config.conflict", ""),
-    "literal_error": ("config.unknown-name", "is none of the values that there are"),
+    "literal_error": ("config.unknown-name", "is not an allowed value"),
     "greater_than": ("config.out-of-range", "is too small"),
     "less_than": ("config.out-of-range", "is too large"),
     "finite": ("config.out-of-range", "is not finite"),
@@ -269,7 +276,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "float": ("config.wrong-type", "is not a number"),
     "bool": ("config.wrong-type", "is not true or false"),
     "string_type": ("config.wrong-type", "is not text"),
-    "string_pattern": ("config.out-of-range", "has a character that it cannot have"),
+    "string_pattern": ("config.out-of-range", "has a character that is not allowed"),
     "string_too_long": ("config.out-of-range", "is too long"),
     "list": ("config.wrong-type", "is not a list"),
     "tuple": ("config.wrong-type", "is not a list"),
@@ -281,7 +288,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
 
 
 def reason_of(mistake: Any) -> str:
-    """Return the reason why a value is wrong, in raylt's words if there are any, otherwise in pydantic's."""
+    """Return the reason why a value is wrong, in raylt's words or, if there are none, in pydantic's."""
     for start, (_, reason) in MISTAKES.items():
         if reason and mistake["type"].startswith(start):
             return reason
@@ -290,12 +297,12 @@ def reason_of(mistake: Any) -> str:
 
 
 def _remedy(field: FieldInfo | None, mistake: Any) -> str:
-    """Return a sentence on the values that a field takes, or "" if there is no field."""
+    """Return a sentence with the values that a field accepts, or "" if there is no field."""
     if field is None:
         return ""
     values = allowed(field)
     most = mistake.get("ctx", {}).get("le")
-    if most in GUARDS:  # the listed values leave it out
+    if most in UNSHOWN_BOUNDS:  # `allowed` leaves it out
         values += f", at most {most:,}"
     is_list = ", " in values and not values.startswith(("[", "a ", "the "))
     return f" Give {'one of: ' if is_list else ''}{values}."
@@ -304,7 +311,7 @@ def _remedy(field: FieldInfo | None, mistake: Any) -> str:
 def _place(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[str, type[BaseModel], FieldInfo | None]:
     """Return the dotted key of a mistake, the section that contains it, and its field, if any.
 
-    Pydantic adds the branch of a union or the index of an item after a field's name; the key leaves these out.
+    Pydantic appends the branch of a union or the index of an item to a field's name; the key omits them.
     """
     names: list[str] = []
     model, field = kind, None
@@ -322,8 +329,8 @@ def _place(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[str, t
 def _unknown_key(key: str, prefix: str, model: type[BaseModel]) -> str:
     """Return the message for an unknown key, with the most similar key and all keys of the section."""
     if not model.model_fields:
-        return f"{key}: there is no such setting, because {prefix.rstrip('.') or 'it'} has none. Leave it out."
-    return f"{key}: there is no such setting. {_hint(key, prefix, model)}Give one of: {', '.join(model.model_fields)}."
+        return f"{key}: unknown setting, because {prefix.rstrip('.') or 'the section'} has none. Leave it out."
+    return f"{key}: unknown setting. {_hint(key, prefix, model)}Give one of: {', '.join(model.model_fields)}."
 
 
 def _hint(key: str, prefix: str, model: type[BaseModel]) -> str:
@@ -337,22 +344,22 @@ def _hint(key: str, prefix: str, model: type[BaseModel]) -> str:
     elsewhere = [] if prefix or hint else [other for other, _ in settings() if other.rpartition(".")[2] == name]
     if elsewhere:
         return did_you_mean(elsewhere[0], elsewhere)
-    return hint if prefix or section else f"{hint}A field of the method is written method.{name}. "
+    return hint if prefix or section else f"{hint}For a field of the method, use method.{name}. "
 
 
 def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[str] = ()) -> None:
     """Apply keyword arguments to a mapping of settings, in place.
 
-    A section's value is a mapping of the settings to change; `data` may also be the name of a source. Any other
+    The value of a section is a mapping of the settings to change; `data` may also be the name of a source. Any other
     keyword is the last part of a setting's key, such as `rounds` for federation.rounds, or a field of the method.
 
     Args:
-        tree: the settings.
-        keywords: values by keyword.
-        fields: names of the method's fields.
+        tree: The settings.
+        keywords: Values by keyword.
+        fields: Names of the method's fields.
 
     Raises:
-        ConfigError: No setting, or more than one, has a key that ends with a keyword, or a setting is given twice.
+        ConfigError: A keyword matches no setting or several settings, or a setting is given twice.
     """
     by_key: dict[str, Any] = {}
     for keyword, value in keywords.items():
@@ -386,15 +393,14 @@ def _key(name: str, value: Any, fields: Collection[str]) -> str:
     if len(keys) > 1:
         ways = (f"{section}={{'{name}': ...}}" for section in (key.partition(".")[0] for key in keys))
         raise ConfigError(
-            f"{name}: several settings have this name ({', '.join(keys)}). Write {' or '.join(ways)}.",
+            f"{name}: several settings have this name ({', '.join(keys)}). Use {' or '.join(ways)}.",
             code="config.unknown-key",
             key=name,
         )
     if not keys:
         names = [*(key.rpartition(".")[2] for key, _ in settings()), *fields]
         raise ConfigError(
-            f"{name}: there is no such setting. {did_you_mean(name, names)}Give one that raylt settings or raylt "
-            "methods lists.",
+            f"{name}: unknown setting. {did_you_mean(name, names)}Give one that raylt settings or raylt methods lists.",
             code="config.unknown-key",
             key=name,
         )

@@ -1,7 +1,7 @@
 """The settings of a run: `Config` and its sections.
 
-Each setting states its default, the values that a user may choose and its meaning; `raylt settings` prints them. This
-module imports no torch and knows no method: `Config.method` stays a mapping until `raylt.methods` checks its fields.
+Each setting declares its default, its allowed values and its meaning, which `raylt settings` prints. This module does
+not import torch or any method: `Config.method` is a mapping whose fields `raylt.methods` checks.
 """
 
 import re
@@ -17,29 +17,29 @@ from pydantic_core import PydanticCustomError
 from raylt.config.typed import as_typed
 from raylt.notebook import html_table
 
-MOST = 10**7  # bound of counts and sizes: a larger number is a slip that would otherwise end in a lack of memory
+MAX_COUNT = 10**7  # Maximum of counts and sizes; larger numbers are mistakes that would exhaust the memory.
 LAST_SEED = 2**63 - 1
-GUARDS = (MOST, LAST_SEED)  # bounds that catch slips; no user chooses between them, so no setting's entry shows them
-UNLISTED = f"Numbers without an upper bound here are at most {MOST:,}, and seeds at most {LAST_SEED:,}."
-SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}  # of pydantic's bounds
-MOST_THREADS = 256  # threads of one process; with many more, OpenMP ends the process
+UNSHOWN_BOUNDS = (MAX_COUNT, LAST_SEED)  # Bounds that only catch mistakes, so the entries of settings omit them.
+UNLISTED = f"Numbers without an upper bound here are at most {MAX_COUNT:,}, and seeds at most {LAST_SEED:,}."
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}  # By pydantic's names of bounds.
+MAX_THREADS = 256  # Maximum number of threads of a process; OpenMP crashes with many more.
 
 
 def setting(default: Any, description: str, takes: str | None = None, **checks: Any) -> Any:
     """Declare a setting with its default, help text and bounds, as a pydantic field.
 
     Args:
-        default: its default; `...` where there is none.
-        description: its meaning, in sentences.
-        takes: the values that a user may choose, where the type does not say so.
-        checks: constraints of pydantic (`ge`, `gt`, `le`, `lt`).
+        default: Default; `...` for none.
+        description: Meaning, in sentences.
+        takes: Allowed values, if the type does not define them.
+        checks: Constraints of pydantic (`ge`, `gt`, `le`, `lt`).
     """
     extra: Any = None if takes is None else {"takes": takes}
     return Field(default=default, description=description, json_schema_extra=extra, **checks)
 
 
 class Section(BaseModel):
-    """Base class of the configuration's sections: immutable, and without unknown keys."""
+    """Base class of the configuration's sections, which are immutable and reject unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -61,14 +61,14 @@ BENCHMARKS = (
     "camvid",
     "cityscapes",
 )
-USUAL = {"imbalance": 20.0, "partition": "dirichlet", "clients": 10}  # of benchmarks
+USUAL = {"imbalance": 20.0, "partition": "dirichlet", "clients": 10}  # Defaults of benchmarks.
 
 
 class DataConfig(Section):
     """Settings of the data: the data set, its long tail and its partition over clients.
 
-    None means that the data decide: a user's own data bring their clients and their long tail. For a benchmark only
-    `test` stays None.
+    None stands for a value from the data, because a user's own data have their own clients and long tail. Benchmarks
+    have defaults for all settings but `test`.
     """
 
     source: str = setting(
@@ -90,10 +90,10 @@ class DataConfig(Section):
         None, "Column of images, for hf: and ray:. Null takes the only column of images."
     )
     label_column: str | None = setting(
-        None, "Column of classes, for hf: and ray:. Null takes the only one of its kind."
+        None, "Column of classes, for hf: and ray:. Null takes the only column of classes."
     )
     client_column: str | None = setting(
-        None, "Column with each image's client, for hf: and ray:. Null means that there is none."
+        None, "Column with each image's client, for hf: and ray:. Null means that there is no such column."
     )
     channels: Literal["auto", 1, 3] = setting(
         "auto",
@@ -101,7 +101,7 @@ class DataConfig(Section):
     )
     fit: Literal["crop", "pad"] = setting(
         "crop",
-        "Method of making images from folder:, hf: and ray: square. crop keeps the centre; pad adds black borders.",
+        "Way to make images from folder:, hf: and ray: square. crop keeps the centre; pad adds black borders.",
     )
     depth: int | None = setting(
         None,
@@ -126,12 +126,12 @@ class DataConfig(Section):
         "largest class first. With label maps it compares clients, not classes. 1 keeps all samples. Null is 20 for "
         "benchmarks, and 1 for imagenet_lt and a user's own data.",
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
     )
     tail: Literal["global", "local", "mixed"] = setting(
         "global",
-        "Samples that data.imbalance makes long-tailed. global: those of all clients together. local: those of each "
-        "client, with its own order of classes. mixed: both.",
+        "Samples that data.imbalance makes long-tailed. global: the samples of all clients together. local: the "
+        "samples of each client, with its own order of classes. mixed: both.",
     )
     partition: str | None = setting(
         None,
@@ -144,62 +144,62 @@ class DataConfig(Section):
         2,
         "Classes of a client with data.partition=pathological or exdir; shards of a client with data.partition=shards.",
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
     )
     beta: int = setting(
         1,
         "Classes that a client keeps in its label maps, with data.partition=classes. The others are erased.",
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
     )
     erased: Literal["background", "unlabelled"] = setting(
         "background",
         "Label of the pixels of an erased class: an additional class, or no label (FedSeg).",
     )
     alpha: float = setting(
-        0.5, "Concentration of the Dirichlet draws. A smaller value makes clients differ more.", gt=0, le=MOST
+        0.5, "Concentration of the Dirichlet draws. A smaller value makes clients differ more.", gt=0, le=MAX_COUNT
     )
     min_size: int | None = setting(
         None,
         "Smallest number of samples of a client. Null is 0 with dirichlet, and 10 with dirichlet_min and exdir.",
         ge=0,
-        le=MOST,
+        le=MAX_COUNT,
     )
     clients: int | None = setting(
         None,
-        "Number of clients (K). Null is the number that the data record with by_id, otherwise 10.",
+        "Number of clients (K). Null is the number of clients in the data with by_id, otherwise 10.",
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
     )
     new_clients: int = setting(
         0,
         "Number of clients, drawn at random, that join after training. They take no part in training and are evaluated "
         "separately.",
         ge=0,
-        le=MOST,
+        le=MAX_COUNT,
     )
     test: float | None = setting(
         None,
-        "Share of each client's images that is kept for its test, where the data name clients and have no test part. "
-        "Null is 0.2 there.",
+        "Share of each client's images that is kept as its test images, if the data name clients and have no test "
+        "part. Null is 0.2 for such data.",
         gt=0,
         lt=1,
     )
     test_share: float | None = setting(
         None,
-        "Share of each class's images that becomes the test set, where the data name no clients and have no test part. "
-        "Null is 0.2 there.",
+        "Share of each class's images that becomes the test set, if the data name no clients and have no test part. "
+        "Null is 0.2 for such data.",
         gt=0,
         lt=1,
     )
     test_part: str | None = setting(
         None,
-        "Part that is the test set, for folder:, hf: and ray:. Null is test; folder: and hf: take validation if there "
-        "is no test.",
+        "Part that is the test set, for folder:, hf: and ray:. Null is test; folder: and hf: use validation if there "
+        "is no test part.",
     )
     seed: int = setting(0, "Seed of the long-tailed subset and of the partition.", ge=0, le=LAST_SEED)
     split: str | None = setting(
-        None, "Path of a split.json to use, or of index lists of another tool. Null draws a new split."
+        None, "Path of a split.json to use, or of index lists from another tool. Null draws a new split."
     )
     normalise: bool = setting(
         True, "Scale each channel to mean 0 and standard deviation 1. false leaves pixels in [0, 1]."
@@ -212,10 +212,10 @@ class DataConfig(Section):
     )
     auxiliary: int = setting(
         0,
-        "Training images of each class that the server holds, for methods that need some (ratioloss). They are images "
-        "that no client has, then copies of clients' images.",
+        "Number of training images of each class that the server holds, for methods that need some (ratioloss). They "
+        "are images that no client has and, if there are too few, copies of clients' images.",
         ge=0,
-        le=MOST,
+        le=MAX_COUNT,
     )
     groups: tuple[int, int] | None = setting(
         None,
@@ -229,14 +229,14 @@ class DataConfig(Section):
     def _as_usual(cls, tree: Any) -> Any:
         """Fill in the literature's usual imbalance, partition and number of clients for benchmark data sets.
 
-        Values that the user has set stay.
+        Values that the user has set are kept.
         """
         source = tree.get("source", "digits") if isinstance(tree, dict) else None
         if not isinstance(source, str) or source not in BENCHMARKS:
             return tree
         usual = USUAL | ({"imbalance": 1.0} if source == "imagenet_lt" else {})
         if tree.get("split") is not None:
-            usual = {key: value for key, value in usual.items() if key != "clients"}  # the file has them
+            usual = {key: value for key, value in usual.items() if key != "clients"}  # the split file defines it
         return tree | {key: value for key, value in usual.items() if tree.get(key) is None}
 
 
@@ -245,17 +245,17 @@ class FederationConfig(Section):
 
     rounds: int = setting(
         30,
-        "Number of rounds (R). 0 leaves only the exchange after the last round, for methods that fit a classifier to "
+        "Number of rounds (R). 0 runs only the exchange after the last round, for methods that fit a classifier to "
         "statistics, with trainable=classifier.",
         ge=0,
-        le=MOST,
+        le=MAX_COUNT,
     )
     patience: int | None = setting(
         None,
         "End the rounds early once the accuracy on validation samples (data.validation) has not risen for this many "
-        "rounds. The last phase of a method follows as after the last round. Null takes all rounds.",
+        "rounds. The last phase of a method then follows as usual. Null runs all rounds.",
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
     )
     participation: float = setting(1.0, "Share of the clients that take part in a round.", gt=0, le=1)
     sampling: Literal["fixed", "poisson"] = setting(
@@ -265,19 +265,19 @@ class FederationConfig(Section):
     )
     over_select: float = setting(
         0.0,
-        "Share of clients asked in addition. The round ends when enough replies have arrived, so it cannot be "
-        "repeated exactly.",
+        "Share of clients that are asked in addition. The round ends when enough replies have arrived, so it cannot "
+        "be repeated exactly.",
         ge=0,
         le=10,
     )
     quorum: float = setting(
-        0.8, "Smallest share of the asked clients with usable replies. With fewer, the run ends.", gt=0, le=1
+        0.8, "Minimum share of the asked clients with usable replies. With fewer, the run ends.", gt=0, le=1
     )
     deadline_s: float | None = setting(
         None,
         "Seconds after which a round continues without late clients. Null waits for all.",
         gt=0,
-        le=MOST,
+        le=MAX_COUNT,
     )
     retries: int = setting(2, "Number of further attempts to get a reply from a lost or failed client.", ge=0, le=1000)
     batchnorm: Literal["average", "local"] = setting(
@@ -287,13 +287,13 @@ class FederationConfig(Section):
     robust: Literal["median", "trimmed_mean", "norm_clipped_mean"] | None = setting(
         None,
         "Rule for means against hostile clients. median: of each entry. trimmed_mean: without the largest and "
-        "smallest fifth. norm_clipped_mean: of replies cut to the median distance from the median. Null is the plain "
-        "mean. Sums over samples follow the rule class by class. The server then holds all replies of a round at once.",
+        "smallest fifth. norm_clipped_mean: of replies clipped to the median distance from the median. Null is the "
+        "plain mean. Sums over samples follow the rule for each class. The server then holds all replies of a round.",
     )
     secure: bool = setting(
         False,
         "Give the server only sums of masked uploads, as in secure aggregation. Methods that need each client's "
-        "upload are refused. It simulates the protocol's arithmetic, failures and cost; see SECURITY.md.",
+        "upload are rejected. It simulates the protocol's arithmetic, failures and cost; see SECURITY.md.",
     )
 
 
@@ -313,7 +313,7 @@ class PrivacyConfig(Section):
         gt=0,
         lt=1,
     )
-    clip: float = setting(1.0, "Length to which longer features are cut, with privacy.epsilon.", gt=0, le=MOST)
+    clip: float = setting(1.0, "Norm to which longer features are clipped, with privacy.epsilon.", gt=0, le=MAX_COUNT)
     update_epsilon: float | None = setting(
         None,
         "Epsilon of differential privacy for each client, for the models of all rounds. The run ends before it is "
@@ -325,15 +325,15 @@ class PrivacyConfig(Section):
         1.0,
         "Noise in a sum of updates in units of privacy.update_clip, with privacy.update_epsilon.",
         gt=0,
-        le=MOST,
+        le=MAX_COUNT,
     )
     update_clip: float = setting(
-        1.0, "Length to which longer updates are cut, with privacy.update_epsilon.", gt=0, le=MOST
+        1.0, "Norm to which longer updates are clipped, with privacy.update_epsilon.", gt=0, le=MAX_COUNT
     )
 
     @property
     def longest(self) -> float | None:
-        """The length to which features are clipped, or None if they are not clipped."""
+        """The norm to which features are clipped, or None if they are not clipped."""
         return None if self.epsilon is None else self.clip
 
 
@@ -343,56 +343,58 @@ class LocalConfig(Section):
     epochs: int | float = setting(
         2,
         "Passes of a client over its data in a round. A fraction such as 0.5 ends within a pass, at the nearest whole "
-        "step and after at least one.",
+        "step but after at least one step.",
         "a number > 0",
         gt=0,
-        le=MOST,
+        le=MAX_COUNT,
     )
     steps: int | None = setting(
         None,
-        "Steps of a client in a round, the same for every client. It replaces local.epochs; null uses local.epochs.",
+        "Steps of a client in a round, the same for every client, in place of local.epochs. Null uses local.epochs.",
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
     )
     batch: int = setting(
         32,
-        "Samples of a step. A last batch of one sample is dropped, because BatchNorm cannot train on it.",
+        "Samples per step. A last batch of one sample is dropped, because BatchNorm cannot train on it.",
         ge=2,
-        le=MOST,
+        le=MAX_COUNT,
     )
-    lr: float = setting(0.05, "Learning rate.", gt=0, le=MOST)
+    lr: float = setting(0.05, "Learning rate.", gt=0, le=MAX_COUNT)
     lr_decay: float = setting(
         0.0, "Share by which the learning rate falls every local.lr_decay_every rounds.", ge=0, lt=1
     )
-    lr_decay_every: int = setting(1, "Rounds between two steps of local.lr_decay.", ge=1, le=MOST)
+    lr_decay_every: int = setting(1, "Rounds between two steps of local.lr_decay.", ge=1, le=MAX_COUNT)
     schedule: str = setting(
         "step",
-        "Fall of the learning rate over the rounds: by local.lr_decay, or along a cosine that reaches 0 after "
+        "Schedule of the learning rate over the rounds: decay by local.lr_decay, or a cosine that reaches 0 after "
         "federation.rounds.",
         "step, cosine, or your own",
     )
     warm_up: int = setting(
         0,
-        "Rounds in which the learning rate rises to its full value in even steps. In round r of W it has the share "
-        "r / (W + 1).",
+        "Rounds in which the learning rate rises to its full value in equal steps. In round r of W it is the share "
+        "r / (W + 1) of its full value.",
         ge=0,
-        le=MOST,
+        le=MAX_COUNT,
     )
     optimiser: Literal["sgd", "adam", "adamw"] = setting(
         "sgd",
         "Optimiser of a client's model. Adam and AdamW start each call with empty moments (decay 0.9 and 0.999).",
     )
     momentum: float = setting(0.9, "Momentum of SGD.", ge=0, lt=1)
-    weight_decay: float = setting(0.0, "Weight decay; with AdamW it is decoupled from the gradient.", ge=0, le=MOST)
+    weight_decay: float = setting(
+        0.0, "Weight decay; with AdamW it is decoupled from the gradient.", ge=0, le=MAX_COUNT
+    )
     stacked: Literal["auto", "off"] = setting(
         "off",
         "Training of small clients as one network, up to four times as fast on a CPU with AVX-512. auto: clients of at "
-        "most 128 samples train in stacks if method, model, batch and processor suit it; the last bits change. off: "
+        "most 128 samples train in stacks if method, model, batch and processor allow it; the last bits change. off: "
         "every client trains alone.",
     )
     unlabelled: Literal["ignored", "absent"] = setting(
         "ignored",
-        "Treatment of pixels without a label. ignored: they teach nothing. absent: they belong to one of the classes "
+        "Treatment of pixels without a label. ignored: they have no loss. absent: they belong to one of the classes "
         "that the batch's labels do not show (BackCE of FedSeg).",
     )
     precision: Literal["float32", "tf32", "bfloat16"] = setting(
@@ -411,16 +413,16 @@ class LocalConfig(Section):
         """Return the number of SGD steps for this many samples. A last batch of one sample is dropped.
 
         Args:
-            samples: number of samples of the client.
-            epochs: passes; by default as local.steps and local.epochs say.
-            batch: batch size; by default local.batch.
+            samples: Number of samples of the client.
+            epochs: Number of passes; by default from local.steps and local.epochs.
+            batch: Batch size; by default local.batch.
 
         Raises:
-            ValueError: The batch size is under 2.
+            ValueError: The batch size is below 2.
         """
         size = self.batch if batch is None else batch
         if size < 2:
-            raise ValueError(f"batch: a batch of {size} is dropped, so no step can be made. Give at least 2.")
+            raise ValueError(f"batch: batches of {size} sample are dropped, so there are no steps. Give at least 2.")
         in_a_pass = samples // size + (samples % size > 1)
         if not in_a_pass:
             return 0
@@ -433,24 +435,24 @@ class LocalConfig(Section):
 class ResourcesConfig(Section):
     """Settings of devices, and of the number and size of client actors.
 
-    Results depend on the kind of device alone. On a GPU without `deterministic` their last bits also depend on the
-    order in which its threads end.
+    Results depend only on the kind of device. On a GPU without `deterministic`, their last bits also depend on the
+    order in which threads end.
     """
 
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto",
-        "Device of the computation. auto uses the GPUs that there are, on Ray those that it leases. cuda refuses "
-        "any other device. A resumed or branched run changes the kind of device only if this is set.",
+        "Device of the computation. auto uses the available GPUs, on Ray the leased ones. cuda rejects any other "
+        "device. A resumed or branched run changes the kind of device only if this is set.",
     )
     deterministic: bool = setting(
         False,
-        "Give the same bits every time on a GPU, with deterministic kernels only. They are slower and take more "
-        "memory; operations without one are refused. A CPU always gives the same bits.",
+        "Produce the same bits every time on a GPU, with deterministic kernels only. They are slower and need more "
+        "memory; operations without one are rejected. A CPU always produces the same bits.",
     )
     graphs: Literal["auto", "off"] = setting(
         "auto",
-        "Replay training steps as CUDA graphs, with one launch each. auto does so where a method declares its steps "
-        "fit for it. Results do not change.",
+        "Replay training steps as CUDA graphs, with one launch each. auto does so for methods that declare their steps "
+        "recordable. Results do not change.",
     )
     actors: int | Literal["auto"] = setting(
         "auto", "Number of client actors; auto fills the cluster.", "a whole number >= 1 or auto"
@@ -464,13 +466,13 @@ class ResourcesConfig(Section):
         "a number >= 0 or auto",
     )
     cpus_per_client: float = setting(
-        1.0, "CPUs, and therefore threads, that one client actor takes.", gt=0, le=MOST_THREADS
+        1.0, "CPUs, and therefore threads, that one client actor takes.", gt=0, le=MAX_THREADS
     )
 
     @field_validator("actors", "clients_per_actor")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and not 1 <= value <= MOST:
+        if isinstance(value, int) and not 1 <= value <= MAX_COUNT:
             raise _out_of_range(value < 1)
         return value
 
@@ -482,42 +484,39 @@ class ResourcesConfig(Section):
     @field_validator("gpus_per_client")
     @classmethod
     def _not_negative(cls, value: float | str, info: ValidationInfo) -> float | str:
-        if isinstance(value, float) and not 0 <= value <= MOST:
+        if isinstance(value, float) and not 0 <= value <= MAX_COUNT:
             raise _out_of_range(value < 0)
         if value == 0 and info.data.get("device") == "cuda":
-            raise PydanticCustomError("conflict", "excludes every GPU, and resources.device=cuda asks for one")
+            raise PydanticCustomError("conflict", "excludes every GPU, but resources.device=cuda asks for one")
         return value
 
 
 def _out_of_range(small: bool) -> PydanticCustomError:
-    """Return the error message for a number out of range, in fields that also accept a word."""
+    """Return the error for a number out of range, in fields that also accept a word."""
     kind = "greater_than_equal" if small else "less_than_equal"
     return PydanticCustomError(kind, "is too small" if small else "is too large")
 
 
 class EvaluationConfig(Section):
-    """Settings of evaluations on the balanced test set.
+    """Settings of evaluations on the balanced test set. Models are always evaluated after the last round."""
 
-    Models are always evaluated after the last round.
-    """
-
-    every: int = setting(1, "Rounds between two evaluations of the global model.", ge=1, le=MOST)
+    every: int = setting(1, "Rounds between two evaluations of the global model.", ge=1, le=MAX_COUNT)
     personal: int = setting(
         0,
         "Rounds between two evaluations of every client's own model, for personalised methods. 0 evaluates them "
         "only at the end.",
         ge=0,
-        le=MOST,
+        le=MAX_COUNT,
     )
-    batch: int = setting(500, "Images evaluated at a time.", ge=1, le=MOST)
+    batch: int = setting(500, "Images per batch of an evaluation.", ge=1, le=MAX_COUNT)
 
 
 class OutputConfig(Section):
     """Settings of a run's checkpoints."""
 
-    checkpoint_every: int = setting(1, "Rounds between two checkpoints.", ge=1, le=MOST)
+    checkpoint_every: int = setting(1, "Rounds between two checkpoints.", ge=1, le=MAX_COUNT)
     keep: int = setting(
-        2, "Number of checkpoints to keep. The second last is used if the last is damaged.", ge=2, le=MOST
+        2, "Number of checkpoints to keep. The second last is used if the last is damaged.", ge=2, le=MAX_COUNT
     )
 
 
@@ -550,31 +549,31 @@ class Config(Section):
     weights: str | None = setting(
         None,
         "Pre-trained weights of the encoder of lraspp, torchvision:NAME or timm:NAME. imagenet fetches the library's "
-        "(for lraspp, mobilenet_v3_small's). A path names a state dict that exists on every node. The classifier "
-        "starts from random weights; with null the encoder does, too.",
+        "weights (for lraspp, of mobilenet_v3_small). A path names a state dict that exists on every node. The "
+        "classifier starts from random weights; with null, so does the encoder.",
     )
     input: int | None = setting(
         None,
-        "The side in pixels to which a pretrained encoder of torchvision: or timm: resizes images; it also normalises "
-        "them as in its training, in place of data.normalise. Null leaves images as they are.",
+        "Side in pixels to which a pretrained encoder of torchvision: or timm: resizes images. It also normalises them "
+        "as in its training, in place of data.normalise. Null leaves images unchanged.",
         ge=8,
         le=8192,
     )
     classifier: Literal["random", "text"] = setting(
         "random",
-        "Initial classifier: random weights, or the texts of the class names under the text tower of model=clip:NAME. "
-        "With text every summary has the accuracy before training (zero-shot).",
+        "Initial classifier: random weights, or the class names encoded by the text tower of model=clip:NAME. "
+        "With text, every summary has the accuracy before training (zero-shot).",
     )
     trainable: str = setting(
         "all",
-        "Part of the model that learns, and is therefore sent. classifier: the classifier alone. The others add to it: "
+        "Part of the model that is trained, and therefore sent. classifier: only the classifier. The others add to it: "
         "norm the normalisation layers, last:N the last N blocks of the encoder. lora:R adds two matrices of rank R "
-        "next to each linear layer and 1x1 convolution.",
+        "to each linear layer and 1x1 convolution.",
         "all, classifier, norm, last:N, lora:R",
     )
     method: dict[str, Any] = setting(
         ...,
-        "Name of the method, as in method=sfd. Its fields are written method.FIELD; raylt methods lists them.",
+        "Name of the method, as in method=sfd. Set its fields as method.FIELD; raylt methods lists them.",
         "the name of a method, or a mapping with its name and fields",
     )
     augment: str = setting(
@@ -586,8 +585,8 @@ class Config(Section):
     )
     views: int = setting(
         4,
-        "With trainable=classifier, how many augmented views of each training image are encoded once; a batch takes "
-        "one of them at random. Other values need augment.",
+        "With trainable=classifier, number of augmented views of each training image that are encoded once; a batch "
+        "uses one of them at random. Values other than the default need augment.",
         ge=1,
         le=1000,
     )
@@ -629,12 +628,12 @@ class Config(Section):
     def _method(cls, value: Any) -> Any:
         value = {"name": value} if isinstance(value, str) else value
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            raise PydanticCustomError("no_name", "names no method")
+            raise PydanticCustomError("no_name", "does not name a method")
         return value
 
 
 def settings() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every setting with its dotted key, in the order of the file."""
+    """Yield every setting with its dotted key, in the order of this file."""
     for name, field in Config.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
@@ -646,7 +645,7 @@ def settings() -> Iterator[tuple[str, FieldInfo]]:
 def allowed(field: FieldInfo) -> str:
     """Return the values that a field accepts, as text: words, or a kind of number with its bounds.
 
-    It leaves out the bounds of `GUARDS`, which `UNLISTED` states for all settings together.
+    It omits the bounds in `UNSHOWN_BOUNDS`, which `UNLISTED` states for all settings.
     """
     if isinstance(field.json_schema_extra, dict) and "takes" in field.json_schema_extra:
         return str(field.json_schema_extra["takes"])
@@ -654,7 +653,7 @@ def allowed(field: FieldInfo) -> str:
         f"{sign} {getattr(check, name):g}"
         for check in field.metadata
         for name, sign in SIGNS.items()
-        if getattr(check, name, None) not in (None, *GUARDS)
+        if getattr(check, name, None) not in (None, *UNSHOWN_BOUNDS)
     )
     return " or ".join(_kind(branch, bounds) for branch in branches(field.annotation))
 

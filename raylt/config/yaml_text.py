@@ -1,7 +1,7 @@
 """A strict YAML reader and writer: YAML 1.2 scalars, unique keys, no references.
 
-PyYAML alone reads YAML 1.1. There `on` and `yes` are true, 010 is 8, 1:30 is 90, 1_000 is 1000, and the last of two
-equal keys counts. In raylt the first five are texts, which a numeric setting rejects, and two equal keys are an error.
+PyYAML reads YAML 1.1, where `on` and `yes` are true, 010 is 8, 1:30 is 90 and 1_000 is 1000, and the last of two equal
+keys counts. In raylt these values are strings, which a numeric setting rejects, and equal keys are an error.
 """
 
 import os
@@ -14,8 +14,8 @@ import yaml
 
 from raylt.errors import ConfigError
 
-LONGEST = 2**20  # bytes of a file
-DEEPEST = 30  # levels
+MAX_FILE_BYTES = 2**20
+MAX_DEPTH = 30  # Nested levels.
 NULL, BOOL, INT, FLOAT, TEXT, LIST, MAP = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")
 )
@@ -35,14 +35,14 @@ def _fault(what: str, place: yaml.Mark) -> yaml.YAMLError:
 
 
 class _Reader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {None: list(_LOOKS.items())}  # noqa: RUF012 - PyYAML's own name, of a class
+    yaml_implicit_resolvers = {None: list(_LOOKS.items())}  # noqa: RUF012 - a class attribute of PyYAML
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise _fault("*name refers to another place; write the value out", self.peek_event().start_mark)
+            raise _fault("*name is a reference to another value; repeat the value", self.peek_event().start_mark)
         self.depth = getattr(self, "depth", 0) + 1
-        if self.depth > DEEPEST:
-            raise _fault(f"more than {DEEPEST} levels; remove some", self.peek_event().start_mark)
+        if self.depth > MAX_DEPTH:
+            raise _fault(f"more than {MAX_DEPTH} levels; remove some", self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -81,7 +81,7 @@ _Reader.yaml_constructors = {
 
 
 class _Writer(yaml.SafeDumper):
-    """A YAML writer that quotes strings that a YAML reader would take for another type."""
+    """A YAML writer that quotes strings that a YAML reader would interpret as another type."""
 
     yaml_implicit_resolvers = {
         first: [*looks, *_LOOKS.items()] for first, looks in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -92,18 +92,18 @@ def parse(text: str) -> Any:
     """Parse a YAML text and return its value.
 
     Raises:
-        ValueError: The text is not YAML; the message is one line with the place.
+        ValueError: The text is not YAML. The message is one line with line and column.
     """
     try:
         return yaml.load(text, _Reader)
     except yaml.YAMLError as error:
         raise ValueError(_described(error)) from None
     except RecursionError:
-        raise ValueError(f"more than {DEEPEST} levels; remove some") from None
+        raise ValueError(f"more than {MAX_DEPTH} levels; remove some") from None
 
 
 def write(tree: Any) -> str:
-    """Return a value as YAML text with the keys in order, so that `parse` returns the same value."""
+    """Return a value as YAML text with its keys in order. `parse` returns the same value."""
     return yaml.dump(tree, Dumper=_Writer, sort_keys=False)
 
 
@@ -111,7 +111,7 @@ def read_file(path: Path) -> Any:
     """Read a YAML file and return its value.
 
     Raises:
-        ConfigError: The file does not exist, is no plain file of at most 1 MiB, or is not YAML.
+        ConfigError: The file does not exist, is not a plain file of at most 1 MiB, or is not YAML.
     """
     try:
         content = _content(path)
@@ -122,21 +122,21 @@ def read_file(path: Path) -> Any:
             code="file.not-found",
             path=str(path),
         ) from None
-    except ValueError as error:  # UnicodeDecodeError too
+    except ValueError as error:  # including UnicodeDecodeError
         raise ConfigError(
             f"{path}: is not YAML ({error}). Correct it, or give another file.", code="file.malformed", path=str(path)
         ) from None
 
 
 def _content(path: Path) -> bytes:
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without NONBLOCK this would wait for the writer of a pipe
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe waits for its writer
     with open(handle, "rb") as stream:
         kind = os.fstat(handle)
         if not stat.S_ISREG(kind.st_mode):
-            raise OSError(0, "no plain file")
-        content = stream.read(LONGEST + 1)
-    if len(content) > LONGEST:
-        raise OSError(0, f"longer than {LONGEST // 2**20} MiB")
+            raise OSError(0, "not a plain file")
+        content = stream.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise OSError(0, f"longer than {MAX_FILE_BYTES // 2**20} MiB")
     return content
 
 

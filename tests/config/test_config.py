@@ -358,8 +358,8 @@ def test_text_that_looks_like_a_number_or_a_boolean_is_refused(file, setting, va
     [
         ("seed: 1\nseed: 2", "line 2, column 1: the key seed occurs twice"),
         ("local:\n  lr: 0.1\n  batch: 4\n  lr: 0.2", "line 4, column 3: the key lr occurs twice"),
-        ("local: &a {lr: 0.1}\ndata: *a", "line 2, column 7: *name refers to another place"),
-        ("a: &a [x, x]\nb: &b [*a, *a]", "refers to another place"),
+        ("local: &a {lr: 0.1}\ndata: *a", "line 2, column 7: *name is a reference to another value"),
+        ("a: &a [x, x]\nb: &b [*a, *a]", "is a reference to another value"),
         ("[" * 100, "more than 30 levels"),
         ("1: 2", "the key 1 is not a name"),
         ("seed: !!int '010'", "does not fit its tag"),
@@ -507,7 +507,7 @@ def test_a_field_without_its_prefix_is_answered_with_the_whole_name(overrides, m
 @pytest.mark.parametrize("key", ["kd", "retrain_lr"])
 def test_an_unknown_key_without_section_is_answered_with_the_fields_place(key):
     text = str(refusal("method=fedsm", f"{key}=0.1"))
-    assert f"A field of the method is written method.{key}." in text
+    assert f"For a field of the method, use method.{key}." in text
 
 
 def test_an_unknown_key_that_a_section_has_is_answered_with_it_alone():
@@ -531,6 +531,6 @@ def test_a_file_may_have_dotted_keys_and_empty_sections(file):
     assert (config.method, config.federation.rounds) == ({"name": "fedprox", "mu": 0.5}, 3)
     assert (config.federation.patience, config.data.clients) == (2, 4)
     path = file("method: fedavg\nfederation.rounds: 3\nfederation: {rounds: 3}\n")
-    assert "federation.rounds stands in the file twice" in str(refusal(path=path))
+    assert "federation.rounds is in the file twice" in str(refusal(path=path))
     path = file("method: fedavg\nseed:\n")
     assert facts(refusal(path=path)) == ("config.wrong-type", "seed", None)

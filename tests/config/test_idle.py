@@ -36,4 +36,4 @@ def test_a_run_says_which_of_its_settings_has_no_effect(tmp_path):
 
     changes = {"data.partition": "iid", "data.alpha": 0.1, "federation.rounds": 1, "local.epochs": 1}
     raylt.run("fedavg", data="digits", fleet="local", out=tmp_path, callbacks=[Listens()], overrides=changes)
-    assert "data.alpha = 0.1 has no effect, since data.partition = iid does not use it" in said
+    assert "data.alpha = 0.1 has no effect, because data.partition = iid does not use it" in said

@@ -111,7 +111,7 @@ def test_a_gpu_without_kernels_in_the_wheel_is_refused_with_driver_and_wheel(a_g
 
 
 def test_gpus_per_client_0_and_a_gpu_contradict_each_other():
-    with pytest.raises(ValueError, match=r"excludes every GPU, and resources\.device=cuda asks for one"):
+    with pytest.raises(ValueError, match=r"excludes every GPU, but resources\.device=cuda asks for one"):
         config(device="cuda", gpus_per_client=0)
 
 
