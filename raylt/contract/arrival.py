@@ -1,4 +1,4 @@
-"""Runs a check case in another process, which receives the method with its source code, like a Ray worker."""
+"""Runs a check case in another process, which receives the method with its source code as a Ray worker does."""
 
 import json
 import os
@@ -22,7 +22,7 @@ TIMEOUT_S = 600
 def bits_elsewhere(case: Case) -> dict[str, str]:
     """Send the method to another process, run it there, and return the hashes of the results.
 
-    A method of raylt itself is importable everywhere, so its value alone is pickled, in this process.
+    A method of raylt is importable in every process, so it is only pickled and run in this process.
 
     Raises:
         Violation: The method cannot be sent, cannot be imported in the other process, or fails there.
@@ -56,14 +56,14 @@ def bits_elsewhere(case: Case) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the case that is read from standard input; print its hashes, or its fault, as JSON."""
+    """Run the case on standard input; print its hashes, or its fault, as JSON."""
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # prints of the user's code must not mix with the answer
+    os.dup2(2, 1)  # output of the user's code must not mix with the answer
     shipped, kind, folder, threads = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(threads)
     try:
         answer = {"bits": Case(shipped.open(), kind, Path(folder)).run().bits}
-    except Exception as error:  # whatever the method's own code trips over
+    except Exception as error:  # any exception of the method's code
         answer = {"fault": str(error) if isinstance(error, RayltError) else user_fault(error)}
     channel.write(json.dumps(answer))
     channel.close()

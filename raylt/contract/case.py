@@ -1,6 +1,7 @@
 """A method on one kind of problem, with the small runs that the checks compare.
 
-The problems are small enough to train on in a moment. Their clients are of every kind that causes trouble.
+The problems are small enough to train on in a moment. Their clients include edge cases, such as a client with a single
+sample or class.
 """
 
 from collections import OrderedDict
@@ -33,8 +34,8 @@ from raylt.models import MODELS
 from raylt.models.prompts import WORDS, Prompts
 from raylt.models.split import PixelModel, SplitModel, linear
 
-# samples per class, by client: all classes; without class 3; class 1 only (9 samples: a batch of 8 and one more);
-# one sample; none; all classes
+# Samples per class of each client. The clients have all classes; all but class 3; only class 1 (9 samples, which are a
+# batch of 8 and one more); one sample; no samples; all classes.
 COUNTS = np.array([[12, 6, 4, 2], [8, 3, 3, 0], [0, 9, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [6, 3, 2, 1]])
 
 
@@ -71,15 +72,12 @@ def _draw(rng: np.random.Generator, counts: np.ndarray) -> Shard:
     return Shard(x.astype(np.uint8), y)
 
 
-# images per client. Client k labels classes k and k + 1; all other classes are background for it
+# Images per client. Client k labels classes k and k + 1; all other classes are background for it.
 SCENES = (5, 4, 3, 1, 0)
 
 
 def make_scenes() -> Task:
-    """Return a tiny segmentation task with C = 3 and background, K = 5, of 16x16x3 images.
-
-    The images show blocks and are partly unlabelled.
-    """
+    """Return a tiny segmentation task, C = 3 and background, K = 5, 16x16x3: blocks with some unlabelled pixels."""
     rng = np.random.default_rng(0)
     views = class_views(len(SCENES), 3, 2)
     shards = tuple(Shard(*_paint(rng, n), view=view) for n, view in zip(SCENES, views, strict=True))
@@ -104,7 +102,12 @@ def make_scenes() -> Task:
 
 
 def pixels(classes: int, shape: tuple[int, int, int]) -> PixelModel:
-    """Return a small segmentation model in place of lraspp: two convolutions, d = 16."""
+    """Return a small segmentation model in place of lraspp: two convolutions, d = 16.
+
+    Args:
+        classes: Number of classes, C.
+        shape: Height, width and channels of an image.
+    """
     encoder = nn.Sequential(
         OrderedDict(
             stage1=nn.Sequential(nn.Conv2d(shape[2], 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
@@ -123,12 +126,12 @@ def _paint(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TinyPrompts(Prompts):
-    """A text tower of two random matrices, which reads the mean of the context vectors.
+    """A text tower of two random matrices, applied to the mean of the context vectors.
 
     Args:
-        dim: width of a feature, d.
-        class_names: names of the C classes.
-        context: number of context vectors; this tower takes any.
+        dim: Width of a feature, d.
+        class_names: Names of the C classes.
+        context: Number of context vectors; this tower accepts any number.
     """
 
     def __init__(self, dim: int, class_names: Sequence[str], context: int):
@@ -148,7 +151,7 @@ class WithPrompts:
     """A model factory whose models have a text tower.
 
     Attributes:
-        factory: makes models without one.
+        factory: Factory of models without a text tower.
     """
 
     factory: ModelFactory
@@ -160,32 +163,32 @@ class WithPrompts:
 
 
 def fitting(factory: ModelFactory, method: Method) -> ModelFactory:
-    """Return a factory whose models have what the method needs beyond an encoder and a classifier."""
+    """Return a factory whose models also have the text tower, if the method learns prompts."""
     return WithPrompts(factory) if method.learns_prompts else factory
 
 
 def learning_part(method: Method, trainable: str = "all") -> str:
-    """Return the part of the model that learns: `trainable`, or the only part that the method takes."""
+    """Return the part of the model that is trained: `trainable`, or the only part that the method supports."""
     return "classifier" if method.learns_prompts else trainable
 
 
-WIDTH = 512  # of a token's vector, as in CLIP's ViT-B-32
+WIDTH = 512  # Width of a token's vector, as in CLIP's ViT-B-32.
 CPU = torch.device("cpu")
 FACTORIES: dict[ProblemKind, ModelFactory] = {"classification": MODELS["small"], "segmentation": pixels}
-# ceil(0.3 * 6) = 2 clients in each of 2 rounds: at least one of the 5 clients with samples never trains
+# Participation of ceil(0.3 * 6) = 2 clients in each of 2 rounds: at least one of 5 clients with samples never trains.
 SOME = 0.3
 
 
 @dataclass
 class Case:
-    """A method and the two rounds that it ran on a small test problem, on which some clients have few or no samples.
+    """A method and its runs of two rounds on a small test problem, in which some clients have few or no samples.
 
     Attributes:
-        method: the method, with the fields that it is checked with.
-        kind: the kind of problem.
-        folder: folder for checkpoints.
-        trainable: the part of the model that learns, as in a configuration.
-        raised: exceptions that client functions raised in the user's own code; the fleet keeps one line of each.
+        method: The method, with the fields with which it is checked.
+        kind: The kind of problem.
+        folder: Folder for checkpoints.
+        trainable: The part of the model that is trained, as in a configuration.
+        raised: Exceptions that client functions raised in the user's own code; the fleet keeps only one line of each.
     """
 
     method: Method
@@ -202,7 +205,12 @@ class Case:
         return make_task() if self.kind == "classification" else make_scenes()
 
     def config(self, participation: float = 1.0, **parts: Any) -> Config:
-        """Return the configuration of the case, with some parts replaced."""
+        """Return the configuration of the case.
+
+        Args:
+            participation: Share of the clients that take part in a round.
+            parts: Sections and settings that replace the defaults of the case.
+        """
         federation = {"rounds": 2, "participation": participation} | parts.pop("federation", {})
         tree = {
             "method": {"name": self.method.name, **self.method.model_dump()},
@@ -243,13 +251,13 @@ class Case:
     def straight(self) -> Trace:
         """Return the reference run with all clients, without disturbances.
 
-        A `Recorder` is its host and an `Asked` its fleet, which record messages and replies.
+        Its host is a `Recorder` and its fleet an `Asked`, which record messages and replies.
         """
         return self.run(host=Recorder, fleet=Asked)
 
     @cached_property
     def partial(self) -> Trace:
-        """Return the reference run without disturbances in which only some clients take part in each round."""
+        """Return the reference run with only some clients in each round, without disturbances."""
         return self.run(self.config(SOME), host=Recorder)
 
     def with_sample(self, sample: Callable[..., Any]) -> Method:
@@ -259,5 +267,5 @@ class Case:
         other = type(
             kind.__name__, (kind,), {"sample": lambda *call: sample(own, *call), "__module__": kind.__module__}
         )
-        other.__pydantic_parent_namespace__ = None  # otherwise this case would travel with every call
+        other.__pydantic_parent_namespace__ = None  # otherwise this case would be sent with every call
         return other(**self.method.model_dump())

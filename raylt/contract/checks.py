@@ -36,11 +36,11 @@ from raylt.models.split import load_entries
 from raylt.models.trainable import whole_model
 
 Check = Callable[[Case], None]
-Question = tuple[str, Schema, int, Reply]  # call, schema of the replies, client, its reply
+Question = tuple[str, Schema, int, Reply]  # (call, schema of the replies, client, its reply)
 Honest = tuple[Schema, int, Reply]
-NEW = 3  # a client that holds a single sample
+NEW = 3  # A client with a single sample.
 TROUBLES = "lost", "retried", "rejected"
-STACKED_DIFFERENCE = 1e-5  # of numbers that were computed in stacks and alone; rounding makes 3e-7
+STACKED_DIFFERENCE = 1e-5  # Maximum difference between results in stacks and alone; rounding causes 3e-7.
 
 
 def ends_with_a_judged_model(case: Case) -> None:
@@ -94,7 +94,7 @@ def spread_over_processes(case: Case) -> None:
 
 
 def trains_in_stacks_as_alone(case: Case) -> None:
-    """If the method is `stackable`, clients in stacks train as alone, and their bits depend on no other client."""
+    """If the method is `stackable`, training in stacks and alone agree, and bits do not depend on other clients."""
     config = case.config(local={"batch": 8, "stacked": "auto"})
     experiment = case.experiment(config, host=InStacks)
     host = experiment.fleet._host  # pyright: ignore[reportAttributeAccessIssue]
@@ -102,13 +102,13 @@ def trains_in_stacks_as_alone(case: Case) -> None:
         return
     trace = finish(experiment)
     expect(host.compared > 0, "no client trains in a stack")
-    expect(host.difference <= STACKED_DIFFERENCE, f"in a stack, a number differs from alone by {host.difference:.1e}")
-    if has_avx512():  # elsewhere runs stack no clients, because the bits depend on the others
+    expect(host.difference <= STACKED_DIFFERENCE, f"training in a stack and alone differ by {host.difference:.1e}")
+    if has_avx512():  # on other processors, bits would depend on the other clients, so runs do not stack clients
         _same(trace, case.run(config, host=OwnHosts))
 
 
 def travels_to_another_process(case: Case) -> None:
-    """The method travels to another process with the source of its module, and gives the same bits there."""
+    """The method can be sent to another process with the source of its module, and gives the same bits there."""
     bits = bits_elsewhere(case)
     differing = sorted(name for name, value in case.straight.bits.items() if bits.get(name) != value)
     expect(not differing, f"the bits differ in another process: {', '.join(differing)}")
@@ -186,10 +186,10 @@ def keeps_private_entries(case: Case) -> None:
         expect(fingerprint(private_entries(case.method, model)) == before, "a shared entry overwrites a private one")
         expect(
             fingerprint(case.method.shared(model)) == fingerprint(case.method.shared(other)),
-            "`shared` gives different names for two models",
+            "`shared` returns different names for two models",
         )
         names = case.method.shared(model).keys() | private_entries(case.method, model).keys()
-        expect(names == model.state_dict().keys(), "`shared` names entries that the model does not have")
+        expect(names == model.state_dict().keys(), "`shared` returns entries that the model does not have")
 
 
 def local_running_statistics(case: Case) -> None:
@@ -203,7 +203,7 @@ def local_running_statistics(case: Case) -> None:
     _same(trace, judged)
     expect(
         trace.experiment.server.model.local_buffers,
-        "the model lost the entries that stay at the clients: build it from `base`",
+        "the model has lost the entries that stay at the clients: build it from `base`",
     )
     expect(trace.reports[-1].by_client is not None, "clients are not evaluated")
 
@@ -246,11 +246,11 @@ def plain_list_of_clients(case: Case) -> None:
 def predicts_what_was_judged(case: Case) -> None:
     """The exported file gives the same predictions as the evaluation."""
     experiment, task = case.straight.experiment, case.task
-    experiment.export_model()  # other runs have exported their models since
+    experiment.export_model()  # later runs have replaced the exported file
     exported = load_file(case.folder / "model.safetensors")
     model = whole_model(case.method.global_model(experiment.server)).eval()
     entries = {name: value.contiguous() for name, value in model.state_dict().items()}
-    expect(fingerprint(exported) == fingerprint(entries), "the exported entries are not those of `global_model`")
+    expect(fingerprint(exported) == fingerprint(entries), "the exported entries differ from `global_model`")
     samples = Samples(task.test, task.spec, CPU)
     accuracy = metrics.accuracy(confusion_of(lambda x: case.method.predict(model, x), samples, task.classes, 7))
     judged = case.straight.reports[-1].global_accuracy
@@ -277,12 +277,12 @@ def believes_no_wrong_count(case: Case) -> None:
     fleet = case.straight.experiment.fleet
     assert isinstance(fleet, Asked)
     for call, name, counted, honest in _sums(fleet.asked, fleet.sizes):
-        for schema, id, reply in honest[:2] + honest[3:4]:  # the last has one sample
+        for schema, id, reply in honest[:2] + honest[3:4]:  # the last client has one sample
             for what, wrong in wrong_leaves(reply.tree[name], counted):
                 accepted = schema.fault(id, replace(reply, tree=reply.tree | {name: wrong})) is None
                 expect(
                     not accepted,
-                    f"{call} accepts the part {name} with {what}. Declare what the server knows of it: "
+                    f"{call} accepts the part {name} with {what}. Declare what the server knows about it: "
                     "total.like(...).counting(...) or .over_samples(...)",
                 )
     for call, schema, id, reply in fleet.asked:
@@ -293,7 +293,7 @@ def believes_no_wrong_count(case: Case) -> None:
 def _sums(asked: list[Question], sizes: Mapping[int, int]) -> Iterator[tuple[str, str, set[str], list[Honest]]]:
     """Yield the reply parts that are sums over samples, each as (call, part name, names of counts, replies).
 
-    The named counts are those that add up to the client's samples. The replies are honest.
+    Names of counts are the ones that add up to the client's samples. The replies are correct.
     """
     calls: dict[tuple[str, str], list[Honest]] = {}
     for call, schema, id, reply in asked:
@@ -362,9 +362,9 @@ class Result:
     """The result of one check.
 
     Attributes:
-        case: the method and the kind of problem.
-        what: the rule that was checked.
-        fault: how the method breaks it; None if it does not.
+        case: The method and the kind of problem.
+        what: The rule that was checked.
+        fault: Description of the violation; None if the method passes.
     """
 
     case: str
@@ -391,6 +391,6 @@ def fault_of(check: Check, case: Case) -> str | None:
         check(case)
     except Violation as violation:
         return user_fault(case.raised[0]) if case.raised else str(violation)
-    except Exception as error:  # any error of the method's own code
+    except Exception as error:  # any exception of the method's code
         return user_fault(case.raised[0] if case.raised else error)
     return None

@@ -1,6 +1,6 @@
-"""Measures a method's costs at clients in a tiny run: parts of replies, bytes and passes over the samples.
+"""Measurement of a method's costs at clients in a tiny run: parts of replies, bytes and passes over the samples.
 
-A pass over the samples is a whole forward pass of the encoder. A pass through some of its layers counts as their share
+A pass over the samples is a full forward pass of the encoder. A pass through some of its layers counts as their share
 of the encoder's multiplications.
 """
 
@@ -33,12 +33,12 @@ from raylt.models import MODELS, ModelFactory
 from raylt.models.split import SplitModel, pass_zeros
 
 CPU = torch.device("cpu")
-EACH = 2  # images of each class at a client
+IMAGES_PER_CLASS = 2  # At each client.
 CLIENTS = 2
-LACKING = 2  # classes that a client lacks in `relative_cost`; distillation on one class alone would be left out
-# fields that set only how long the server or a client computes on features; calls do not depend on them
+MISSING_CLASSES = 2  # Per client in `relative_cost`; with one missing class, methods would skip distillation on it.
+# Fields that only set how long the server or a client computes on features, on which calls do not depend.
 SHORT: dict[str, Any] = {"retrain_epochs": 1, "synthesis_steps": 1, "matching_steps": 1}
-# fields of methods that would download a teacher, or compute for seconds on features or at the server
+# Fields of methods that would download a teacher, or compute for seconds on features or at the server.
 REPLACED: dict[str, dict[str, Any]] = {
     "fedsm": {"teacher": "none"},
     "clip2fl": {"kd": 0, "contrast": 0},
@@ -46,8 +46,8 @@ REPLACED: dict[str, dict[str, Any]] = {
     "fedic": {"steps": 1},
     "mupfl": {"tau": 1},
 }
-ROUNDS = 30  # length of the run by which costs in a round are measured, if the caller gives none
-TYPICAL = 3  # round of that run whose calls are listed: FLea warms up in the first, FedALA in the second
+ROUNDS = 30  # Default number of rounds of the measured run.
+TYPICAL_ROUND = 3  # Round whose calls are listed: FLea warms up in the first, FedALA in the second.
 
 
 @dataclass
@@ -56,12 +56,12 @@ class CallCost:
 
     Attributes:
         when: "join", "round" or "finish".
-        name: name of the function.
-        sends: reduction of each part of the reply: mean, total or each.
-        up: bytes of the reply.
-        down: bytes of the message.
-        trained: passes over the client's samples, forward and back through the encoder.
-        read: passes without a way back, or through layers that are frozen.
+        name: Name of the function.
+        sends: Reduction of each part of the reply: mean, total or each.
+        up: Bytes of the reply.
+        down: Bytes of the message.
+        trained: Passes over the client's samples, forward and backward through the encoder.
+        read: Passes without a backward pass, or through frozen layers.
     """
 
     when: str
@@ -86,17 +86,18 @@ def measure(
     """Measure the calls of a method at one client: before the first round, in the third of 30, and after the last.
 
     Args:
-        method: the method. Fields in SHORT and REPLACED are replaced.
-        factory: makes the model.
-        shape: height, width and channels of an image.
-        classes: the number of classes, C.
-        cut: end the last phase when the server begins a stage that it times, for a method that asks no client after it.
+        method: The method. Fields in SHORT and REPLACED are replaced.
+        factory: Factory of the model.
+        shape: Height, width and channels of an image.
+        classes: Number of classes, C.
+        cut: Whether to end the last phase when the server starts a stage that it times, for a method that asks no
+            client afterwards.
         epochs: local.epochs of the run.
-        finish: measure the last phase too.
-        lacking: number of classes that each client lacks, at most half of all.
+        finish: Whether to measure the last phase too.
+        lacking: Number of classes that each client does not have, at most half of all.
     """
-    steps = _steps(method, factory, shape, classes, cut, epochs, finish, lacking, ROUNDS, TYPICAL)
-    return [call for number, calls in steps if number in (0, TYPICAL, ROUNDS + 1) for call in calls]
+    steps = _steps(method, factory, shape, classes, cut, epochs, finish, lacking, ROUNDS, TYPICAL_ROUND)
+    return [call for number, calls in steps if number in (0, TYPICAL_ROUND, ROUNDS + 1) for call in calls]
 
 
 def _steps(
@@ -111,12 +112,12 @@ def _steps(
     rounds: int,
     last: int,
 ) -> Iterator[tuple[int, list[CallCost]]]:
-    """Yield the number and the calls of each step of a tiny run; step 0 is the start, and after the last the finish.
+    """Yield the number and the calls of each step of a tiny run, from the start (step 0) to the finish.
 
     Args:
-        method, factory, shape, classes, cut, epochs, finish, lacking: as in `measure`.
+        method, factory, shape, classes, cut, epochs, finish, lacking: As in `measure`.
         rounds: federation.rounds of the run.
-        last: the last of these rounds that is run.
+        last: The last round to run.
     """
     kind = type(method)
     short = {name: value for name, value in SHORT.items() if name in kind.model_fields}
@@ -126,7 +127,7 @@ def _steps(
         {
             "method": {"name": method.name, **method.model_dump()},
             "trainable": learning_part(method),
-            "local": {"batch": EACH * classes, "epochs": epochs},
+            "local": {"batch": IMAGES_PER_CLASS * classes, "epochs": epochs},
             "federation": {"rounds": rounds},
             "data": {"clients": CLIENTS},
         }
@@ -151,7 +152,7 @@ def _steps(
             passes.counts.clear()
             with suppress(_ServerOnly):
                 step(server, fleet)
-            yield number, list(_calls(when, fleet, passes, EACH * classes))
+            yield number, list(_calls(when, fleet, passes, IMAGES_PER_CLASS * classes))
 
 
 def relative_cost(
@@ -165,20 +166,20 @@ def relative_cost(
 ) -> float:
     """Return a client's passes over its samples in a round, on average over a run, as a multiple of FedAvg's.
 
-    A pass with a gradient counts three, one forward and two backward, and a pass without counts one. Passes of
-    teachers that are downloaded do not count, nor does what the server computes. Each client lacks two classes where
-    there are four or more, because some methods do more at such a client. All clients take part in each round of the
-    measured run, so work at a client's first calls has the share of one or two rounds.
+    A pass with a gradient counts three, one forward and two backward, and a pass without a gradient counts one. Passes
+    of downloaded teachers and computation on the server do not count. With four or more classes, each client does not
+    have two of them, because some methods do more work at such a client. All clients take part in each round of the
+    measured run, so work in a client's first calls is averaged over all rounds.
 
     Args:
-        method, factory, shape, classes: as in `measure`.
-        epochs: local.epochs. The tiny run has one batch in a pass, so the cost at a fraction lies on the line through
+        method, factory, shape, classes: As in `measure`.
+        epochs: local.epochs. The tiny run has one batch per pass, so the cost of a fraction is interpolated between
             whole numbers.
         rounds: federation.rounds.
-        asked: number of rounds of a run that ask a client. With it passes on joining and in the last phase count too,
-            distributed over these rounds. Without it they do not count.
+        asked: Number of rounds in which a client is asked. If given, passes on joining and in the last phase count
+            too, distributed over these rounds.
     """
-    lacking = LACKING if classes >= 2 * LACKING else 0
+    lacking = MISSING_CLASSES if classes >= 2 * MISSING_CLASSES else 0
 
     def cost(whole: int) -> float:
         steps = _steps(method, factory, shape, classes, False, whole, asked is not None, lacking, rounds, rounds)
@@ -202,8 +203,8 @@ def passes_of_settings(method: Mapping[str, Any], epochs: float, rounds: int, as
     """Return the passes of a client in a round as a multiple of FedAvg's, measured on tiny images.
 
     Args:
-        method: the method's name and fields, as in the configuration.
-        epochs, rounds, asked: as in `relative_cost`.
+        method: Name and fields of the method, as in the configuration.
+        epochs, rounds, asked: As in `relative_cost`.
     """
     made = make_method(dict(method))
     return _passes(type(made), json.dumps(made.model_dump(mode="json"), sort_keys=True), epochs, rounds, asked)
@@ -218,7 +219,7 @@ def _passes(kind: type[Method], fields: str, epochs: float, rounds: int, asked: 
 def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Iterator[CallCost]:
     """Yield the cost of each call of a client function in a step.
 
-    Calls on joining that neither compute nor send anything are left out.
+    Calls on joining that neither compute nor send anything are omitted.
     """
     for name, traffic in fleet.round_stats.traffic.items():
         trained, read = (float(count) / samples / traffic.replies for count in passes.counts.get(name, (0, 0)))
@@ -235,7 +236,7 @@ def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Itera
 
 
 class _ServerOnly(Exception):
-    """Raised when the server starts a stage of the method that needs no clients."""
+    """Raised when the server starts a stage that needs no clients."""
 
 
 class _Cut(Timings):
@@ -251,7 +252,9 @@ class _Passes:
     """
 
     def __init__(self) -> None:
-        self.counts: dict[str, tuple[Fraction, Fraction]] = {}  # trained, read; exact, as images change sides
+        self.counts: dict[
+            str, tuple[Fraction, Fraction]
+        ] = {}  # (trained, read), exact, because images move between them
         self.call: str | None = None
 
     def see(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -261,7 +264,7 @@ class _Passes:
         call, images = self.call, Fraction(multiplications(module, inputs[0], output), whole)
         self._add(call, Fraction(), images)
         if output.requires_grad and any(p.requires_grad for p in module.parameters()):
-            # called if a gradient comes back to the layer, which it does not where the classifier alone is trained
+            # called if a gradient reaches the layer, which does not happen if only the classifier is trained
             output.register_hook(_once(lambda: self._add(call, images, -images)))
 
     def _add(self, call: str, trained: Fraction, read: Fraction) -> None:
@@ -270,7 +273,7 @@ class _Passes:
 
 
 def _once(act: Callable[[], None]) -> Callable[[Tensor], None]:
-    """Return a hook of a tensor that acts on the first gradient and leaves all gradients as they are."""
+    """Return a tensor hook that calls `act` on the first gradient and does not change gradients."""
     acted = False
 
     def hook(gradient: Tensor) -> None:
@@ -283,7 +286,7 @@ def _once(act: Callable[[], None]) -> Callable[[Tensor], None]:
 
 
 def multiplications(layer: nn.Module, x: Tensor, output: Tensor) -> int:
-    """Return the multiplications of a layer for a batch [B, ...]; B for a layer of another type."""
+    """Return the number of multiplications of a layer for a batch [B, ...]; B for layers of other types."""
     if isinstance(layer, nn.Conv2d):
         return output.numel() * layer.weight[0].numel()
     if isinstance(layer, nn.Linear):
@@ -318,7 +321,7 @@ class _Host(ClientHost):
 def _count_layers(model: SplitModel, shape: tuple[int, int, int]) -> None:
     """Store on each counted layer the encoder's multiplications for one image.
 
-    The attribute marks the layers that count. Copies of the model have it too.
+    The attribute marks the counted layers. Copies of the model have it too.
     """
     counted = [layer for layer in model.encoder.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     if not counted:  # a frozen encoder hides its layers
@@ -340,7 +343,7 @@ def _count_layers(model: SplitModel, shape: tuple[int, int, int]) -> None:
 class _Fleet(LocalFleet):
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.sends: dict[str, dict[str, str]] = {}  # by client function, its parts and their reductions
+        self.sends: dict[str, dict[str, str]] = {}  # client function: {part: reduction}
 
     def ask(self, fn: Any, cohort: Any, message: Any, weights: Any = None, /, **parts: Any) -> Any:
         self.sends[getattr(fn, "__name__", "call")] = {name: part.kind for name, part in parts.items()}
@@ -348,7 +351,7 @@ class _Fleet(LocalFleet):
 
 
 def _task(shape: tuple[int, int, int], classes: int, lacking: int) -> Task:
-    """Return a tiny task with equally many images at each client, whatever the number of classes that it lacks."""
+    """Return a tiny task in which each client has the same number of images, but not `lacking` of the classes."""
     rng = np.random.default_rng(0)
 
     def shard(each: int, first: int = 0, lacking: int = 0) -> Shard:
@@ -356,7 +359,7 @@ def _task(shape: tuple[int, int, int], classes: int, lacking: int) -> Task:
         y = np.sort(np.resize(owned, each * classes)).astype(np.int64)
         return Shard(rng.integers(0, 256, (len(y), *shape)).astype(np.uint8), y)
 
-    shards = tuple(shard(EACH, k * lacking, lacking) for k in range(CLIENTS))
+    shards = tuple(shard(IMAGES_PER_CLASS, k * lacking, lacking) for k in range(CLIENTS))
     rows = tuple(np.arange(len(shards[0])) + k * len(shards[0]) for k in range(CLIENTS))
     return Task(
         "tiny",

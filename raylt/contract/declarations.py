@@ -22,11 +22,11 @@ def has_a_name_and_a_paper(case: Case) -> None:
 
 
 def is_a_value(case: Case) -> None:
-    """The method is frozen, refuses unknown fields and can be made from its defaults."""
+    """The method is frozen, rejects unknown fields and can be constructed from its defaults."""
     method = type(case.method)
     expect(
         method.model_config.get("frozen") and method.model_config.get("extra") == "forbid",
-        "model_config is changed, but a method must be frozen and forbid unknown fields",
+        "model_config was changed, but a method must be frozen and forbid unknown fields",
     )
     method()
 
@@ -38,5 +38,5 @@ def declares_its_fields(case: Case) -> None:
             default_in_range = in_range(field.default, range_of(field))
         except (KeyError, TypeError):
             raise Violation(f"{name} is not declared by hp(default, range, source)") from None
-        expect(default_in_range, f"{name}: the default {field.default!r} lies outside its range {range_of(field)}")
+        expect(default_in_range, f"{name}: the default {field.default!r} is outside its range {range_of(field)}")
         expect(field.description, f"{name}: hp() needs a source: its meaning, and its equation or section")

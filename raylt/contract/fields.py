@@ -26,7 +26,7 @@ def acts_from_its_stage_on(case: Case) -> None:
                 own.setdefault(step, _state_after(case, case.method, step))
                 try:
                     state = _state_after(case, other, step)
-                except ConfigError:  # the value does not fit the other fields
+                except ConfigError:  # the value conflicts with other fields
                     continue
                 value = getattr(other, name)
                 expect(state == own[step], f"{name} = {value!r} acts before the stage {stage!r} of `later`")

@@ -81,7 +81,7 @@ class OwnHosts:
 
 
 class NewHosts:
-    """Client host that uses a new host for every call, as if the actor and its caches were lost before it."""
+    """Client host that uses a new host for every call, as if the actor and its caches were lost before each call."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -98,8 +98,8 @@ class InStacks(ClientHost):
     """Client host that trains clients in stacks and alone, and records the largest difference of their results.
 
     Attributes:
-        difference: of two numbers, relative to the larger of the one from alone and 1.
-        compared: number of calls that were compared.
+        difference: Largest difference |stacked - alone| / max(|alone|, 1).
+        compared: Number of calls that were compared.
     """
 
     on_any_processor: ClassVar[bool] = True

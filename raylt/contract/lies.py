@@ -1,4 +1,4 @@
-"""Wrong replies, made from correct replies, whose claims contradict what the server knows."""
+"""Wrong replies, made from correct replies, that contradict what the server knows."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from raylt.core.fleet.schema import LARGEST_COUNT, Schema
 from raylt.errors import ClientError
 from raylt.tree import Tree, leaf_paths
 
-LIAR = 0  # the client that lies; it has samples of every class
+LIAR = 0  # The client that lies, which has samples of every class.
 
 
 class Asked(LocalFleet):
@@ -66,18 +66,17 @@ def counts_of_part(value: Any) -> dict[str, int]:
 
 
 def wrong_weights(weight: float) -> Iterator[tuple[str, Any]]:
-    """Yield weights that a reply must not have, with their descriptions."""
+    """Yield invalid weights of a reply, with their descriptions."""
     for wrong in (0, -1, LARGEST_COUNT, math.nan, math.inf, weight + 0.5):
         yield f"the weight {wrong}", wrong
 
 
 def wrong_leaves(value: Any, counted: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield copies of a part of a reply with one impossible value each, and a description of the fault.
-
-    No sum over samples can have such a value.
+    """Yield copies of a part of a reply, each with one value that no sum over samples can have, and its description.
 
     Args:
-        counted: names of the counts that add up to the client's samples.
+        value: The correct part.
+        counted: Names of the counts that add up to the client's samples.
     """
     for path, leaf in leaf_paths(value, ()):
         name = ".".join(map(str, path)) or "the part"
@@ -92,10 +91,12 @@ def wrong_leaves(value: Any, counted: set[str]) -> Iterator[tuple[str, Any]]:
 
 
 def replaced(value: Any, change: Callable[[Any], Any], name: str | None = None) -> Any:
-    """Return a copy of a part of a reply in which `change` has replaced each number and each tensor.
+    """Return a copy of a part of a reply with numbers and tensors replaced by `change`.
 
     Args:
-        name: the last name of the leaves; None: all.
+        value: The part.
+        change: Function that returns the new value of a leaf.
+        name: If given, only integers whose path ends in this name are replaced.
     """
     for path, leaf in list(leaf_paths(value, ())):
         if name is not None and (not is_whole(leaf) or (str(path[-1]) if path else "") != name):

@@ -16,9 +16,9 @@ class Trace:
     """The result of a finished run: its experiment, reports and hashes.
 
     Attributes:
-        experiment: the experiment after its last step.
-        reports: the reports of all steps.
-        bits: hashes of each client's private state, the server's state and the model, by name.
+        experiment: The experiment after its last step.
+        reports: Reports of all steps.
+        bits: Hashes of each client's private state, the server's state and the model, by name.
     """
 
     experiment: Experiment
@@ -43,7 +43,8 @@ def finish(experiment: Experiment, reports: list[RoundReport] | None = None) -> 
     """Run the remaining steps of an experiment and return the result.
 
     Args:
-        reports: reports of the steps so far.
+        experiment: The experiment.
+        reports: Reports of the steps so far.
     """
     reports = reports or []
     while not experiment.done:

@@ -1,4 +1,4 @@
-"""Starts Python processes that import the same modules as this one."""
+"""Starts Python processes that import the same modules as this process."""
 
 import os
 import subprocess
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def start_python(*arguments: str, environment: Mapping[str, str], **options: Any) -> "subprocess.Popen[Any]":
-    """Start a Python process that has the import path of this one.
+    """Start a Python process with the import path of this process.
 
-    Without -P, a file of the current folder, such as random.py, would be imported in place of a package.
+    The option -P prevents a file in the current folder, such as random.py, from being imported in place of a package.
 
     Args:
-        arguments: of the interpreter, as in "-m", "MODULE".
-        environment: variables that the process has besides those of this process.
-        options: of `subprocess.Popen`.
+        arguments: Arguments of the interpreter, as in "-m", "MODULE".
+        environment: Additional environment variables.
+        options: Options of `subprocess.Popen`.
     """
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Collects the source of the user's own modules: plugins, modules next to a script, and their imports."""
+"""Collects the sources of the user's own modules: plugins, modules next to a script, and their imports."""
 
 import ast
 import importlib.abc
@@ -14,7 +14,7 @@ from types import ModuleType
 
 from raylt.errors import INSTALLED
 
-PLUGIN = "raylt_plugin_"  # prefix of the module names of plugin files
+PLUGIN = "raylt_plugin_"  # Prefix of the module names of plugin files.
 OWN_PACKAGES = ("raylt", "actors", "tune")
 
 
@@ -23,9 +23,10 @@ class Source:
     """The source code of one module.
 
     Attributes:
-        name: the module's dotted name.
-        file: the path that tracebacks show; it need not exist in the process that imports the module.
-        package: whether the module has submodules.
+        name: Dotted name of the module.
+        file: Path for tracebacks, which need not exist in the process that imports the module.
+        text: The source code.
+        package: Whether the module is a package.
     """
 
     name: str
@@ -53,8 +54,8 @@ class SourceLoader(importlib.abc.ExecutionLoader):
 def sources_of(module: ModuleType) -> list[Source]:
     """Return the sources of a user's module and of the modules in its folder that it imports.
 
-    These are the modules that one of them imports, at its top or inside a function, and those that this process has
-    loaded from that folder. Modules from elsewhere must be importable in every process.
+    They include the modules that one of them imports, at its top or inside a function, and all modules that this
+    process has loaded from that folder. Modules from other folders must be importable in every process.
     """
     folder = own_folder(module)
     if folder is None:
@@ -78,7 +79,7 @@ def sources_of(module: ModuleType) -> list[Source]:
 def own_folder(module: ModuleType) -> Path | None:
     """Return the folder of a user's module; None for modules of Python, installed packages and raylt.
 
-    For a module in a package it is the folder that holds the package.
+    For a module in a package, it is the folder that contains the package.
     """
     file = getattr(module, "__file__", None)
     if not file or module.__name__ == "__main__" or module.__name__.partition(".")[0] in OWN_PACKAGES:
@@ -127,7 +128,7 @@ def _source(name: str, file: Path, module: ModuleType | None = None) -> Source |
 def _source_in(folder: Path, name: str) -> Source | None:
     """Return the source of the module with this import name, if its file is in the folder.
 
-    A file is not meant when another module of the same name shadows it in this process, such as a module of Python.
+    The file is ignored if this process imports the name from elsewhere, such as from the standard library.
     """
     top = name.partition(".")[0]
     if top in OWN_PACKAGES or top in sys.builtin_module_names:
@@ -166,7 +167,7 @@ def imported_names(source: Source) -> Iterator[str]:
     """Yield the dotted names that a source imports anywhere, and their parent packages."""
     try:
         nodes = list(ast.walk(ast.parse(source.text)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # running it says what is wrong
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the import of the module reports the error
         return
     package = source.name if source.package else source.name.rpartition(".")[0]
     for node in nodes:

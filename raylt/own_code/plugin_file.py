@@ -12,7 +12,7 @@ from raylt.disk import is_file
 from raylt.errors import CheckpointError, ConfigError, user_fault
 from raylt.own_code.module_sources import OWN_PACKAGES, PLUGIN, Source, SourceLoader, imported_names
 
-LIMIT = 16 * store.MIB  # bytes of a file
+MAX_BYTES = 16 * store.MIB
 
 
 def run_plugin(file: Path) -> ModuleType:
@@ -21,7 +21,7 @@ def run_plugin(file: Path) -> ModuleType:
     Other processes import the same text under the same name.
 
     Raises:
-        ConfigError: the file cannot be read or run; the message names the line.
+        ConfigError: The file cannot be read or run. The message names the line.
     """
     source = _read(file)
     name = source.name
@@ -30,7 +30,7 @@ def run_plugin(file: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # pickle looks for its classes there
+    sys.modules[name] = module  # pickle looks up the module's classes there
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # a plugin may import files next to it, as a script may
@@ -56,14 +56,14 @@ def _read(file: Path) -> Source:
         )
     if file.suffix != ".py":
         raise ConfigError(
-            f"--plugin {file}: not a Python file. Give a file that ends in .py.",
+            f"--plugin {file}: is not a Python file. Give a file that ends in .py.",
             code="plugin.not-python",
             path=str(file),
         )
     digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]  # two files may have the same name
-    stem = re.sub(r"\W", "_", file.stem)  # a dot in a module's name would stand for a package
+    stem = re.sub(r"\W", "_", file.stem)  # a dot in a module's name would denote a package
     try:
-        text = importlib.util.decode_source(store.read(file, LIMIT))
+        text = importlib.util.decode_source(store.read(file, MAX_BYTES))
     except (CheckpointError, SyntaxError, UnicodeDecodeError, LookupError) as error:
         raise ConfigError(
             f"--plugin {file}: the file cannot be read ({error}). Give a Python file in UTF-8.",
@@ -80,7 +80,7 @@ def _check_imports(file: Path, source: Source) -> None:
         neighbour = file.with_name(f"{package}.py")
         if is_file(neighbour) and file.stem != package and package in imported_names(source):
             raise ConfigError(
-                f"{neighbour}: the file has the name of raylt's package {package}, and `import {package}` in "
+                f"{neighbour}: the file has the name of raylt's package {package}, so `import {package}` in "
                 f"{file.name} would import the package. Rename the file.",
                 code="plugin.name-taken",
                 path=str(neighbour),

@@ -2,9 +2,9 @@
 
 Ray's workers and other nodes cannot import a plugin or a module next to a user's script. A `Shipment` holds a pickled
 value and the source text of such modules. The process that opens it imports each module from that text under the same
-name, so pickle finds classes and functions by reference, as it does in an installed package.
+name, so that pickle finds classes and functions by reference, as in an installed package.
 
-Code without a module file (a notebook, the script itself) travels by value, as cloudpickle pickles it.
+Code without a module file (a notebook, the script itself) is pickled by value, by cloudpickle.
 """
 
 import copyreg
@@ -41,7 +41,7 @@ _arrived = _ArrivedFinder()
 
 @dataclass(frozen=True)
 class Shipment:
-    """A pickled value and the module sources that are required to unpickle it."""
+    """A pickled value and the module sources that are needed to unpickle it."""
 
     sources: tuple[Source, ...]
     content: bytes
@@ -50,7 +50,7 @@ class Shipment:
         """Install the sources in this process and unpickle the value.
 
         Raises:
-            ConfigError: a module of the user does not import in this process.
+            ConfigError: A module of the user cannot be imported in this process.
         """
         _install(self.sources)
         for source in self.sources:
@@ -58,7 +58,7 @@ class Shipment:
                 try:
                     _import(source.name, self.sources)
                 except RayltError:
-                    _arrived.sources.pop(source.name, None)  # what does not import must not travel on
+                    _arrived.sources.pop(source.name, None)  # do not send a broken module to further processes
                     raise
         pickle_modules_by_name()
         try:
@@ -73,11 +73,12 @@ def ship(value: Any, modules: Iterable[ModuleType], dumps: Callable[[Any], bytes
     """Pickle a value and collect the module sources that another process needs to unpickle it.
 
     Args:
-        modules: where the user's classes and functions are defined; installed modules need no source.
+        value: The value.
+        modules: Modules that define the user's classes and functions. Installed modules need no source.
         dumps: `cloudpickle.dumps`, of Ray or of cloudpickle itself.
 
     Raises:
-        ConfigError: a part of the value cannot be pickled; the message names the class, the file and the line.
+        ConfigError: A part of the value cannot be pickled. The message names the class, the file and the line.
     """
     pickle_modules_by_name()
     sources = dict(_arrived.sources)
@@ -87,7 +88,7 @@ def ship(value: Any, modules: Iterable[ModuleType], dumps: Callable[[Any], bytes
         return Shipment(tuple(sources.values()), dumps(value))
     except RayltError:
         raise
-    except Exception as error:  # a __reduce__ of the user may raise anything
+    except Exception as error:  # the user's __reduce__ may raise any exception
         fault = fault_in(value, dumps)
         message = fault or f"{type(value).__name__} cannot be sent to another process ({one_line(error)})"
         raise ConfigError(message, code="plugin.not-picklable", cause=one_line(error)) from error
@@ -96,8 +97,8 @@ def ship(value: Any, modules: Iterable[ModuleType], dumps: Callable[[Any], bytes
 def pickle_modules_by_name() -> None:
     """Make every loaded module picklable by name, even if its type is a subclass of `ModuleType`.
 
-    cloudpickle looks for submodules that a function may use: `model.classes` in a function that also uses `torch` makes
-    it pickle `torch.classes`. It can pickle only plain modules, and torch has a dozen of other types.
+    cloudpickle also pickles submodules that a function may use: for `model.classes` in a function that also uses
+    `torch`, it pickles `torch.classes`. It supports only plain modules, but torch has a dozen modules of other types.
     """
     for module in list(sys.modules.values()):
         kind = type(module)
@@ -129,15 +130,15 @@ def _import(name: str, sources: tuple[Source, ...]) -> None:
         importlib.import_module(name)
     except RayltError:
         raise
-    except Exception as error:  # the user's module may raise anything
+    except Exception as error:  # the user's module may raise any exception
         raise _not_imported(error, sources) from error
 
 
 def _not_imported(error: Exception, sources: tuple[Source, ...]) -> ConfigError:
     files = ", ".join(Path(source.file).name for source in sources) or "no file"
     return ConfigError(
-        f"--plugin: the code cannot be imported in another process ({user_fault(error)}). raylt sends {files} and what "
-        "they import from their folder. Install everything else on every node, or put it at the same path there.",
+        f"--plugin: the code cannot be imported in another process ({user_fault(error)}). raylt sends {files} and "
+        "their imports from the same folder. Install other modules on every node, or put them at the same path there.",
         code="plugin.not-importable",
         cause=user_fault(error),
     )

@@ -1,7 +1,7 @@
 """Prevents a user's files from shadowing raylt's top-level packages `actors` and `tune`.
 
-`python script.py` puts the script's folder first on the path, and Ray's workers put it and the current folder first.
-So a `tune.py` there would be imported in place of raylt's package.
+`python script.py` puts the script's folder first on the import path, and Ray's workers also put the current folder
+first. So a `tune.py` in one of them would be imported in place of raylt's package.
 """
 
 import importlib.util
@@ -19,14 +19,14 @@ from raylt.errors import ConfigError
 
 HOME = Path(__file__).resolve().parents[2]
 TOP = ("actors", "tune")
-VARIABLE = "RAYLT_SHADOWED"  # variable for Ray's workers: folders, and the names in them that must not be imported
+VARIABLE = "RAYLT_SHADOWED"  # Environment variable for Ray's workers: folders, and names not to import from them.
 
 
 def claim() -> None:
     """Import raylt's own packages `actors` and `tune`, even if a user's file has the same name.
 
     Raises:
-        ConfigError: a user's file of this name is imported already.
+        ConfigError: A user's file of this name was imported before.
     """
     for name in TOP:
         file = HOME / name / "__init__.py"
@@ -58,7 +58,7 @@ def _is(module: ModuleType, file: Path) -> bool:
 
 
 def shadowed(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Return the modules that Ray's workers would import from each of these folders, unlike this process."""
+    """Return, for each folder, the modules that Ray's workers would import from it, unlike this process."""
     by_folder = {str(folder.resolve()): _names_shadowed(folder.resolve()) for folder in folders}
     return {folder: names for folder, names in by_folder.items() if names}
 
@@ -104,12 +104,12 @@ def worker_environment() -> dict[str, Any]:
 
 
 def check_session() -> None:
-    """Raise ConfigError if the user's Ray session has workers that would import a user's file as a raylt package.
+    """Check that workers of a Ray session that the user has started import raylt's packages.
 
-    raylt cannot configure the workers of a session that the user has started.
+    raylt cannot configure the workers of such a session.
 
     Raises:
-        ConfigError: its workers would import a user's file in place of a package of raylt.
+        ConfigError: The workers would import a user's file in place of a package of raylt.
     """
     for folder, names in shadowed(worker_folders()).items():
         for name in names:

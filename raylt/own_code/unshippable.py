@@ -7,14 +7,14 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-DEEPEST = 8  # levels of functions that use functions
-REMEDY = "Make it inside the function that uses it, or at the top of a module in a file of its own."
+MAX_DEPTH = 8  # Levels of functions that use other functions.
+REMEDY = "Create it inside the function that uses it, or at the top level of a module with its own file."
 
 Dumps = Callable[[Any], bytes]
 
 
 def fault_in(value: Any, dumps: Dumps) -> str | None:
-    """Describe the innermost part of a value that cannot be pickled, in one line; None if there is none."""
+    """Describe the innermost part of a value that cannot be pickled, in one line; return None if there is none."""
     for owner, part in _parts(value):
         refusal = _refusal(part, dumps)
         if refusal is None:
@@ -82,7 +82,7 @@ def _functions(part: Any) -> list[FunctionType]:
 def _fault_in_function(function: Any, owner: str, dumps: Dumps, seen: set[int], deep: int = 0) -> str | None:
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
-    if code is None or id(function) in seen or deep > DEEPEST:
+    if code is None or id(function) in seen or deep > MAX_DEPTH:
         return None
     seen.add(id(function))
     for name, line, part in _used(function, code):
@@ -134,6 +134,6 @@ def _refusal(part: Any, dumps: Dumps) -> str | None:
     """Return the error from pickling a part, in one line; None if the part can be pickled."""
     try:
         dumps(part)
-    except Exception as error:  # a __reduce__ of the user may raise anything
+    except Exception as error:  # the user's __reduce__ may raise any exception
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None

@@ -1,4 +1,4 @@
-"""Attacks on a finished run: reconstruct private images from uploads, and measure the similarity."""
+"""Attacks on a finished run, which reconstruct private images from uploads and measure their similarity."""
 
 from collections.abc import Mapping
 
@@ -29,29 +29,30 @@ from raylt.runs.run import Run
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
-MOST = 200  # reconstructions that are measured
-FEW = 4  # reconstructions of updates, which take seconds each
-SHOWN = 12  # columns of a picture
+MAX_RECONSTRUCTIONS = 200
+MAX_UPDATES = 4  # A reconstruction from an update takes seconds.
+PICTURE_COLUMNS = 12
 
 
 def attack(run: Run, upload: str | None = None, outside: str | None = None, epochs: int = 60) -> list[AttackFinding]:
     """Attack the uploads of a finished run with what the server knows: the model, and images that no client has.
 
     Args:
-        upload: one of `uploads_of` its method, or "features", the reference; by default all of them.
-        outside: source of the images that decoders are trained on; by default the test set. It has the distribution of
-            the clients' images, so it is the best case for an attacker.
-        epochs: epochs of the decoders' training.
+        run: The run.
+        upload: One of `uploads_of` the method, or "features", the reference; by default all of them.
+        outside: Source of the images on which decoders are trained; by default the test set. It has the distribution
+            of the clients' images, so it is the best case for an attacker.
+        epochs: Number of epochs of the decoders' training.
 
     Raises:
-        ConfigError: there is no such upload, torchmetrics is not installed, or the outside images have another shape.
+        ConfigError: The upload is unknown, torchmetrics is not installed, or the outside images have another shape.
     """
     check_measures()
     uploads = (REFERENCE, *uploads_of(run.method))
     if upload is not None and upload not in uploads:
         raise ConfigError(
-            f"--upload: {run.method.name} uploads nothing of this name that can be attacked ({upload}). "
-            f"{did_you_mean(upload, uploads)}Give one of {', '.join(uploads)}.",
+            f"--upload: {run.method.name} has no upload of this name that can be attacked ({upload}). "
+            f"{did_you_mean(upload, uploads)}Give one of: {', '.join(uploads)}.",
             code="config.unknown-name",
             key="--upload",
             value=upload,
@@ -60,7 +61,7 @@ def attack(run: Run, upload: str | None = None, outside: str | None = None, epoc
     experiment = run.finished().experiment()
     if experiment.task.kind != "classification":
         raise ConfigError(
-            f"{run.folder}: attacks are for classification, and the run's labels are maps ({experiment.task.name}). "
+            f"{run.folder}: attacks apply to classification, but the run's labels are maps ({experiment.task.name}). "
             "Give another run.",
             code="run.wrong-kind",
             path=str(run.folder),
@@ -82,18 +83,18 @@ class _Attacker:
         self.config = experiment.config
         self.private = private_images(experiment)
         self.outside = outside_images(experiment, outside)
-        self.unseen = None if outside is None else outside_images(experiment, None)  # in no decoder's training
+        self.unseen = None if outside is None else outside_images(experiment, None)  # not used to train decoders
         self._epochs = epochs
         self._decoders: dict[tuple[str, bool], Inverter] = {}
         x, y = self.outside.x, self.outside.y
         whole = x.mean(0)
-        shown = y.unique().tolist() if outside is None else []  # another source's labels are other classes
+        shown = y.unique().tolist() if outside is None else []  # another source has other classes
         self.averages = torch.stack(
             [x[y == c].mean(0) if c in shown else whole for c in range(experiment.task.classes)]
         )
 
     def features(self) -> list[AttackFinding]:
-        """Reconstruct images from features of single images, as methods that share features upload them."""
+        """Reconstruct images from features of single images, which methods that share features upload."""
         return [self._inverted(REFERENCE, "features of single images, by a decoder", self.private.z, self.private)]
 
     def means(self) -> list[AttackFinding]:
@@ -149,8 +150,8 @@ class _Attacker:
         classifier = linear(entries["weight"], entries.get("bias"))
         if entries.get("bias") is None:
             raise ConfigError(
-                "--upload: means are read off the classifier's bias, and this classifier has none (gradients). Give "
-                "another upload.",
+                "--upload: mean features follow from the gradient of the classifier's bias, but this classifier has no "
+                "bias (gradients). Give another upload.",
                 code="privacy.nothing-to-attack",
                 key="--upload",
                 value="gradients",
@@ -169,8 +170,8 @@ class _Attacker:
     def synthetic(self) -> list[AttackFinding]:
         """Reconstruct images from SFD's synthetic features; compare them with the nearest private image of the class.
 
-        A synthetic feature is of no single image. Features of images that took no part in training, judged in the same
-        way, distinguish nearness from chance.
+        A synthetic feature belongs to no single image. Features of images that were not used for training are evaluated
+        in the same way, as the baseline by chance.
         """
         bank = self.experiment.server.state.get("synthetic")
         if bank is None:
@@ -194,13 +195,13 @@ class _Attacker:
     def update(self) -> list[AttackFinding]:
         """Reconstruct an image from the update of one training step on this image (the standard attack).
 
-        It is far from a round of several epochs over many images.
+        An update after a round of several epochs over many images is much harder to attack.
         """
         model = self.experiment.server.model.eval()
-        chosen = self.private.at(self._some(len(self.private))[:FEW])
+        chosen = self.private.at(self._some(len(self.private))[:MAX_UPDATES])
         learned = self.experiment.method.shared(model).keys() & trained_names(model)
         if self.config.federation.secure or not any(name.startswith("classifier.") for name in learned):
-            return []  # the server sees no single update, or none with the label's row
+            return []  # the server sees no single update, or no gradient of the classifier
         mean, std = self._normalisation(chosen.x.device)
         gradients = [
             gradient_of(model, (x[None] - mean) / std, y[None]) for x, y in zip(chosen.x, chosen.y, strict=True)
@@ -221,10 +222,7 @@ class _Attacker:
         return self._holders("counts", dict(uploaded_sums(self.config, self.private, self.experiment.task.classes)))
 
     def effective(self) -> list[AttackFinding]:
-        """Guess from FedYoYo's effective sample numbers which clients have a rare class.
-
-        Each client's images are one batch.
-        """
+        """Guess from FedYoYo's effective sample numbers which clients have a rare class, with one batch per client."""
         classes = self.experiment.task.classes
         uploads: dict[int, Tree] = {}
         for client in self.private.client.unique().tolist():
@@ -249,7 +247,7 @@ class _Attacker:
         guesses: list[bool] = []
         for client in clients:
             numbers = uploads.get(client, uploads.get(-1, {}))
-            share = 1 if client in uploads else len(clients)  # of a sum, each client has an equal part
+            share = 1 if client in uploads else len(clients)  # a sum is divided equally among the clients
             for c in rare:
                 truth.append(bool(task.client_counts[client, c]))
                 guesses.append(numbers.get(c, {"n": 0})["n"] / share >= 0.5)
@@ -268,7 +266,11 @@ class _Attacker:
         """Reconstruct images from features by decoders trained on outside images; return the finding.
 
         Args:
-            outside: what these images would upload, where that is not their features.
+            upload: Kind of the upload.
+            what: Description of the attack.
+            z: Uploaded features, [n, d].
+            true: The private images to compare with.
+            outside: Uploads of the outside images, if they are not features.
         """
         chosen = self._some(len(z))
         z = z[chosen]
@@ -287,7 +289,7 @@ class _Attacker:
             reached=self._nearness(made, true),
             control=self._nearness(control, true),
             average=self._nearness(self.averages[true.y], true),
-            shown=torch.stack([images[:SHOWN].cpu() for images in (true.x, made, nearest)]),
+            shown=torch.stack([images[:PICTURE_COLUMNS].cpu() for images in (true.x, made, nearest)]),
         )
 
     def _nearness(self, images: Tensor, true: Images) -> Nearness:
@@ -316,6 +318,6 @@ class _Attacker:
         return mean, std
 
     def _some(self, count: int) -> Tensor:
-        """Return at most `MOST` random indices below `count`, the same for every call on a run."""
+        """Return at most `MAX_RECONSTRUCTIONS` random indices below `count`, the same for every call on a run."""
         generator = torch.Generator().manual_seed(seed_for(self.config.seed, "attacked"))
-        return torch.randperm(count, generator=generator)[:MOST]
+        return torch.randperm(count, generator=generator)[:MAX_RECONSTRUCTIONS]

@@ -1,4 +1,4 @@
-"""An attacker's view of a finished run: the uploads that it sees, and the private images that it wants."""
+"""An attacker's view of a finished run: the uploads that it sees, and the private images that it tries to obtain."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from raylt.ops.matching import class_gradients
 from raylt.ops.moments import class_sums, sample_lengths, weighted_class_means
 from raylt.tree import Tree
 
-# the uploads of each method besides the model, which is attacked through its update; only `oracle` sends "features"
+# Uploads of each method besides the model, which is attacked through its update. Only `oracle` sends "features".
 SENT = {
     "sfd": ("means", "counts", "synthetic"),
     "ccvr": ("means", "counts"),
@@ -48,7 +48,7 @@ LEAVES = {
     "ccvr": ("n", "z", "zz"),
     "sfd": ("n", "z", "zz", "phi"),
 }
-# other arrays that each method uploads, which no attack covers, by their names in replies
+# Names in replies of other arrays that each method uploads and that no attack covers.
 NOT_ATTACKED = {
     "ccvr": ("classes.zz",),
     "noisymeans": ("classes.zz",),
@@ -62,13 +62,13 @@ NOT_ATTACKED = {
     "fednh": ("classes.z",),
 }
 ALWAYS = ("models of rounds of more than one step on one image", "figures such as the loss", "judgements")
-# the field that switches these uploads on, and its value
+# Field and value with which a method sends these uploads.
 ONLY_WITH: dict[str, tuple[str, object]] = {"sfd": ("safs", True), "mupfl": ("pkcf", True), "la": ("prior", "global")}
 
 
 def uploads_of(method: Method) -> tuple[str, ...]:
     """Return the names of a method's uploads that can be attacked, given the values of its fields."""
-    if method.name in ("local", "fedproto"):  # no model leaves a client
+    if method.name in ("local", "fedproto"):  # clients upload no model
         return ()
     if method.name in ONLY_WITH:
         field, value = ONLY_WITH[method.name]
@@ -79,7 +79,7 @@ def uploads_of(method: Method) -> tuple[str, ...]:
 
 def not_attacked(name: str) -> tuple[str, ...]:
     """Return the names of a method's uploads that no attack of this package covers."""
-    own = NOT_ATTACKED.get(name, ()) if name in METHODS else ("whatever it uploads besides a model",)
+    own = NOT_ATTACKED.get(name, ()) if name in METHODS else ("any upload besides a model",)
     return (*own, *ALWAYS)
 
 
@@ -88,10 +88,10 @@ class Images:
     """Images and their features from the encoder of a run.
 
     Attributes:
-        x: images, float32 [n, channels, H, W] in [0, 1].
-        y: labels, int64 [n].
-        z: features, float32 [n, d].
-        client: client of each image, int64 [n]; -1 for images of no client.
+        x: Images, float32 [n, channels, H, W] in [0, 1].
+        y: Labels, int64 [n].
+        z: Features, float32 [n, d].
+        client: Client of each image, int64 [n]; -1 for images that belong to no client.
     """
 
     x: Tensor
@@ -123,13 +123,13 @@ def private_images(experiment: Experiment) -> Images:
     """Return the images of all clients, which an attacker tries to reconstruct.
 
     Raises:
-        ConfigError: clients have running statistics of their own, so the server has no encoder to see them by; or they
-            trained on features of a frozen encoder, so there are no images.
+        ConfigError: Clients have running statistics of their own, so the server does not have their encoders; or they
+            trained on features of a frozen encoder, so the task has no images.
     """
     if experiment.server.model.local_buffers:
         raise ConfigError(
-            "federation.batchnorm: uploads depend on running statistics that only the clients have (local). Attack a "
-            "run with average.",
+            "federation.batchnorm: uploads depend on running statistics that only the clients have (local). Use a run "
+            "with average.",
             code="privacy.nothing-to-attack",
             key="federation.batchnorm",
             value="local",
@@ -137,8 +137,8 @@ def private_images(experiment: Experiment) -> Images:
     if len(experiment.task.test.x.shape) != 4:
         trainable = experiment.config.trainable
         raise ConfigError(
-            f"trainable: the encoder was frozen, so clients trained on its features, and attacks need the images "
-            f"({trainable}). Attack a run with all.",
+            f"trainable: clients trained on features of a frozen encoder, but attacks need images ({trainable}). Use "
+            "a run with all.",
             code="privacy.nothing-to-attack",
             key="trainable",
             value=trainable,
@@ -150,8 +150,13 @@ def private_images(experiment: Experiment) -> Images:
 def outside_images(experiment: Experiment, source: str | None, most: int = 5000) -> Images:
     """Return images that belong to no client: the run's test set, or training images of another source.
 
+    Args:
+        experiment: The finished run.
+        source: Name of the other source; None for the test set.
+        most: Maximum number of images of another source.
+
     Raises:
-        ConfigError: the images of the source have another shape, or label maps.
+        ConfigError: The images of the source have another shape, or label maps.
     """
     task = experiment.task
     if source is None:
@@ -162,14 +167,14 @@ def outside_images(experiment: Experiment, source: str | None, most: int = 5000)
     other = open_source(plain.model_copy(update=same))
     if other.kind != "classification" or tuple(other.x_train.shape[1:]) != tuple(task.shape):
         raise ConfigError(
-            f"--outside: its images have another shape than the run's ({source}: {list(other.x_train.shape[1:])}, "
-            f"{list(task.shape)}). Give a source of that shape.",
+            f"--outside: the images of {source} have another shape than the run's ({list(other.x_train.shape[1:])}, "
+            f"{list(task.shape)}). Give a source with images of the run's shape.",
             code="data.wrong-shape",
             key="--outside",
             value=source,
         )
     count = len(other.y_train)
-    # drawn at random, because the first images of a folder may all be of one class
+    # draw at random, because the first images of a folder may all be of one class
     rows = np.sort(np.random.default_rng(experiment.config.seed).permutation(count)[:most])
     return encode_images(experiment, Shard(take(other.x_train, rows), take(other.y_train, rows)), -1)
 
@@ -182,7 +187,7 @@ def sends_unit_means(config: Config) -> bool:
 def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tuple[int, Tree]]:
     """Yield the class sums of features that each client uploads, with the configured privacy noise.
 
-    A secure sum is one sum over all clients, as the upload of client -1.
+    A secure sum over all clients counts as the upload of client -1.
     """
     clients = images.client.unique().tolist()
     leaves = LEAVES.get(config.method["name"], ("n", "z"))
@@ -214,7 +219,7 @@ def _sums_of_unit_means(images: Images) -> dict[int, Tree]:
 def uploaded_gradients(config: Config, images: Images, classifier: nn.Module) -> dict[int, dict[int, Tensor]]:
     """Return the classifier gradients that each client uploads, one matrix [C, d + 1] per class.
 
-    A secure sum is one sum over all clients, as the upload of client -1.
+    A secure sum over all clients counts as the upload of client -1.
     """
     uploads = {}
     for client in images.client.unique().tolist():

@@ -10,12 +10,14 @@ from raylt.seeds import seeded
 class Decoder(nn.Module):
     """A network that maps features [n, d] to images [n, channels, H, W] in [0, 1].
 
-    A linear layer makes a map of a quarter of the size, and two transposed convolutions double it. No layer before the
-    first map is narrower than the features: where an encoder does not pool, all that its features hold of an image
-    passes through.
+    A linear layer makes a map of a quarter of the image's height and width, which two transposed convolutions double.
+    No layer before this map is narrower than the features, so the decoder can use all information in them even if the
+    encoder does not pool.
 
     Args:
-        shape: height, width and channels of an image.
+        dim: Width of a feature, d.
+        shape: Height, width and channels of an image.
+        width: Channels of the first map.
     """
 
     def __init__(self, dim: int, shape: tuple[int, int, int], width: int = 64):
@@ -41,9 +43,11 @@ class Inverter:
     """A trained decoder with the feature scale of its training.
 
     Args:
-        z: features of outside images, float32 [n, d].
-        x: those images, float32 [n, channels, H, W] in [0, 1].
-        epochs: epochs of Adam at 1e-3 with a cosine schedule, on the squared error.
+        z: Features of outside images, float32 [n, d].
+        x: The images, float32 [n, channels, H, W] in [0, 1].
+        epochs: Number of epochs of Adam at 1e-3 with a cosine schedule, on the squared error.
+        seed: Seed of weights and batches.
+        batch: Batch size.
     """
 
     def __init__(self, z: Tensor, x: Tensor, epochs: int = 60, seed: int = 0, batch: int = 64):
@@ -71,7 +75,11 @@ class Inverter:
 def shuffled(x: Tensor, seed: int) -> Tensor:
     """Shuffle images, so that a control decoder learns from features paired with wrong images.
 
-    Where a decoder trained on them does as well, the attack proves nothing.
+    An attack that is not better than its control proves nothing.
+
+    Args:
+        x: Images, [n, channels, H, W].
+        seed: Seed of the order.
     """
     return x[torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)]
 
@@ -79,11 +87,11 @@ def shuffled(x: Tensor, seed: int) -> Tensor:
 def mean_features(gradients: Tensor) -> Tensor:
     """Return the mean feature [d] that the classifier gradient of one class reveals.
 
-    They are exact for one sample. For several samples they are a mean weighted by the error of the classifier (Zhu et
-    al., NeurIPS 2019; Geiping et al., NeurIPS 2020, Prop. 3.1).
+    The feature is exact for one sample. For several samples it is a mean weighted by the error of the classifier (Zhu
+    et al., NeurIPS 2019; Geiping et al., NeurIPS 2020, Prop. 3.1).
 
     Args:
-        gradients: [C, d + 1], with the bias's gradient in the last column.
+        gradients: Gradient of weight and bias, [C, d + 1], with the bias in the last column.
     """
     row = gradients[gradients[:, -1].abs().argmax()]
     return row[:-1] / row[-1]

@@ -1,8 +1,8 @@
 """Gradient inversion: reconstruct an image from a client's one-step update (Geiping et al., NeurIPS 2020).
 
-The attack raises the cosine between the reconstruction's gradient and the uploaded one, with a total variation that
-keeps the image smooth. The label is read off the classifier's gradient: only the true class's row is negative where
-features are positive (Zhao et al., 2020).
+The attack maximises the cosine between the reconstruction's gradient and the uploaded gradient, with a penalty on the
+total variation that keeps the image smooth. The label follows from the classifier's gradient: if features are positive,
+only the row of the true class is negative (Zhao et al., 2020).
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,15 @@ from torch.nn import functional as F
 
 
 def gradient_of(model: nn.Module, x: Tensor, y: Tensor, create_graph: bool = False) -> list[Tensor]:
-    """Return the gradient of the model's cross-entropy on images [n, channels, H, W].
+    """Return the gradient of the model's cross-entropy with respect to the parameters of encoder and classifier.
 
-    It is by the parameters of encoder and classifier; other parts that a method gave its model are left out.
+    Other parts of the model, which some methods add, are left out.
+
+    Args:
+        model: The model.
+        x: Images, [n, channels, H, W].
+        y: Labels, int64 [n].
+        create_graph: Whether the gradient can be differentiated.
     """
     parameters = [p for name, p in model.named_parameters() if name.startswith(("encoder.", "classifier."))]
     return list(torch.autograd.grad(F.cross_entropy(model(x), y), parameters, create_graph=create_graph))
@@ -49,12 +55,14 @@ def invert_gradient(
     """Reconstruct an image [1, channels, H, W] in [0, 1] whose gradient has the direction of the given gradient.
 
     Args:
-        model: in evaluation mode.
-        gradient: the output of `gradient_of`.
-        shape: height, width and channels.
-        mean, std: the client's normalisation of the channels.
-        variation: weight of the total variation.
-        tries: number of starts from noise; the result with the closest gradient is kept.
+        model: The model, in evaluation mode.
+        gradient: The uploaded gradient, as from `gradient_of`.
+        shape: Height, width and channels of the image.
+        mean, std: Mean and standard deviation with which the client normalises channels, [channels] each.
+        steps: Number of Adam steps.
+        variation: Weight of the total variation.
+        seed: Seed of the starting noise.
+        tries: Number of starts from noise; the result with the closest gradient is returned.
     """
     height, width, channels = shape
     y = label_of(gradient)
@@ -74,7 +82,7 @@ def invert_gradient(
             distance = distance_at(x)
             (distance + variation * total_variation(x)).backward()
             assert x.grad is not None
-            x.grad.sign_()  # signed steps, as in the authors' code
+            x.grad.sign_()  # signed gradients, as in the authors' code
             optimiser.step()
             schedule.step()
             with torch.no_grad():

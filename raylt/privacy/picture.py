@@ -10,7 +10,7 @@ def draw(finding: AttackFinding, path: Path) -> Path:
     """Write the image grid of one finding to a file and return its path.
 
     Raises:
-        ConfigError: the picture cannot be written.
+        ConfigError: The picture cannot be written.
     """
     assert finding.shown is not None, "guesses have no picture"
     rows, columns = finding.shown.shape[:2]

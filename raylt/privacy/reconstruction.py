@@ -1,4 +1,4 @@
-"""Measures of an attack: the similarity of reconstructions, or the share of right guesses."""
+"""Measures of an attack: the similarity of reconstructions, or the share of correct guesses."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -9,18 +9,19 @@ from torch import Tensor
 
 from raylt.errors import ConfigError
 
-SMALL = 16  # images of a smaller side have no room for the Gaussian window of 11 pixels
+MIN_GAUSSIAN_SIDE = 16  # In pixels. Smaller images have no room for the Gaussian window of 11 pixels.
 
 
 class Nearness(NamedTuple):
     """Mean similarity measures of reconstructions of images in [0, 1].
 
     Attributes:
-        ssim: structural similarity; 1 is the same image.
-        psnr: peak signal to noise ratio, in dB.
-        mae: mean absolute error.
-        identified: share of the reconstructions that are closer to their own image than to every other image of the
-            same class. An average of the class resembles all its images and has a low share. None without others.
+        ssim: Structural similarity; 1 for identical images.
+        psnr: Peak signal-to-noise ratio, in dB.
+        mae: Mean absolute error.
+        identified: Share of the reconstructions that are closer to their own image than to every other image of the
+            same class. An average of the class resembles all its images and has a low share. None if there are no
+            candidates.
     """
 
     ssim: float
@@ -34,14 +35,14 @@ class AttackFinding:
     """The result of one attack.
 
     Attributes:
-        upload: the part of the uploads that was attacked.
-        what: a description of the attack.
-        count: number of reconstructions, or of guesses.
-        reached: how close the reconstructions are; None for guesses.
-        control: the same of an attack that was trained on shuffled pairs; None where nothing is trained.
-        average: the same of the mean outside image of the true class, which needs no upload.
-        guessed: balanced share of the guesses that are right, 1/2 by chance; None for reconstructions.
-        shown: true images, reconstructions and the nearest training images, [3, columns, channels, H, W].
+        upload: The part of the uploads that was attacked.
+        what: Description of the attack.
+        count: Number of reconstructions or guesses.
+        reached: Similarity of the reconstructions; None for guesses.
+        control: Similarity for an attack with shuffled pairs; None for guesses.
+        average: Similarity of the mean outside image of the true class, which needs no upload.
+        guessed: Balanced accuracy of the guesses, 1/2 by chance; None for reconstructions.
+        shown: True images, reconstructions and the nearest training images, [3, columns, channels, H, W].
     """
 
     upload: str
@@ -55,7 +56,11 @@ class AttackFinding:
 
 
 def check_measures() -> None:
-    """Raise a ConfigError if the library that computes the measures is not installed."""
+    """Check that the library that computes the measures is installed.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
     if importlib.util.find_spec("torchmetrics") is None:
         raise ConfigError(
             "raylt attack: torchmetrics is not installed. Run pip install '.[attack]' in the clone.",
@@ -71,14 +76,16 @@ def nearness(
     labels: Tensor | None = None,
     candidate_labels: Tensor | None = None,
 ) -> Nearness:
-    """Measure how close reconstructions [n, channels, H, W] are to true images in [0, 1] of the same shape.
+    """Measure how similar reconstructions are to true images.
 
-    Windows are torchmetrics' Gaussian ones of 11 pixels, and uniform ones of 5 for images below 16 pixels.
+    SSIM uses torchmetrics' Gaussian windows of 11 pixels, or uniform windows of 5 pixels for images below 16 pixels.
 
     Args:
-        candidates: all N images that a reconstruction may be of, with the true ones.
-        labels: classes [n] of the true images.
-        candidate_labels: classes [N] of the candidates.
+        made: Reconstructions, [n, channels, H, W].
+        true: True images in [0, 1], [n, channels, H, W].
+        candidates: All images that a reconstruction may show, including the true ones, [N, channels, H, W].
+        labels: Classes of the true images, [n].
+        candidate_labels: Classes of the candidates, [N].
     """
     from torchmetrics.functional.image import (  # pyright: ignore[reportMissingImports]
         peak_signal_noise_ratio,
@@ -86,7 +93,7 @@ def nearness(
     )
 
     made = made.clamp(0, 1)
-    window = {"gaussian_kernel": False, "kernel_size": 5} if min(true.shape[-2:]) < SMALL else {}
+    window = {"gaussian_kernel": False, "kernel_size": 5} if min(true.shape[-2:]) < MIN_GAUSSIAN_SIDE else {}
     ssim = structural_similarity_index_measure(made, true, data_range=1.0, **window)
     psnr = peak_signal_noise_ratio(made, true, data_range=1.0, reduction="elementwise_mean", dim=(1, 2, 3))
     assert isinstance(ssim, Tensor)

@@ -235,7 +235,7 @@ def ended(tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_upload_of_a_run_is_attacked(ended, tmp_path, monkeypatch):
-    monkeypatch.setattr("raylt.privacy.attack.FEW", 2)
+    monkeypatch.setattr("raylt.privacy.attack.MAX_UPDATES", 2)
     monkeypatch.setattr("raylt.privacy.attack.invert_gradient", partial(invert_gradient, steps=150, tries=1))
     findings = attack(ended, epochs=1)
     assert [finding.upload for finding in findings][:2] == ["features", "update"]
@@ -384,7 +384,7 @@ def test_of_a_method_that_raylt_does_not_have_a_model_alone_is_attacked():
         name = "ones_own"
 
     assert uploads_of(OnesOwn()) == ("update",)
-    assert not_attacked("ones_own")[0] == "whatever it uploads besides a model"
+    assert not_attacked("ones_own")[0] == "any upload besides a model"
 
 
 @pytest.mark.slow
@@ -399,7 +399,7 @@ def test_synthetic_features_are_compared_with_features_of_unseen_images(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_upload_of_every_method_is_attacked_or_refused_in_a_line(tmp_path, monkeypatch, method):
-    monkeypatch.setattr("raylt.privacy.attack.FEW", 2)
+    monkeypatch.setattr("raylt.privacy.attack.MAX_UPDATES", 2)
     monkeypatch.setattr("raylt.privacy.attack.invert_gradient", partial(invert_gradient, steps=2, tries=1))
     run = make_tiny_run(tmp_path, method)
     if run.config.trainable == "classifier":
