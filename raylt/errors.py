@@ -168,7 +168,7 @@ CODES: dict[str, str] = {
     "reply.missing": "A reply has no value for a part or an entry.",
     "reply.no-majority": "Two layouts of the replies are equally frequent, so none is the majority.",
     "reply.not-finite": "A reply holds a value that is infinite or not a number.",
-    "reply.not-sendable": "A reply or a client's state holds something that may not travel between processes.",
+    "reply.not-sendable": "A reply or a client's state holds something that must not be sent between processes.",
     "reply.out-of-range": "A reply holds a value beyond the bound of its part.",
     "reply.outlier": "A part of a reply has a norm many times that of most replies and of the message.",
     "reply.overflow": "A reply holds a value that is too large for the fixed point of a secure sum.",
@@ -198,7 +198,7 @@ CODES: dict[str, str] = {
     "search.budget-too-small": "One trial takes more than the budget.",
     "search.busy": "Another process is running the search.",
     "search.changed": "Files of a search were changed, or do not fit this version.",
-    "search.different": "A folder holds a search for something else.",
+    "search.different": "A folder holds a search with other settings.",
     "search.exists": "A search with this name exists already.",
     "search.fixed-setting": "A trial continues from another, and a setting differs that acts before the first round.",
     "search.no-class": "No class that the metric covers has validation samples.",
@@ -216,7 +216,7 @@ CODES: dict[str, str] = {
     "serve.no-such-path": "A service has nothing at the path of a request.",
     "serve.token-refused": "A request to a service has no token or a wrong one.",
     "serve.too-large": "An image is larger than a service takes.",
-    "serve.too-many": "An address sends a service more images a second than it may.",
+    "serve.too-many": "An address sends a service more images per second than it may.",
     "serve.too-slow": "The image of a request to a service does not arrive in time.",
     "serve.unprotected": "A service without a token would be reachable from other machines.",
     "serve.wrong-type": "A request holds a form, not an image file.",
@@ -502,7 +502,7 @@ def user_fault(error: BaseException) -> str:
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Turn sys.exit() in the user's own code into an error, since it would end the process silently.
+    """Turn sys.exit() in the user's own code into an error, because it would end the process silently.
 
     Other exceptions that do not derive from `Exception`, such as GeneratorExit, become errors too. Ctrl-C does not.
 

@@ -67,8 +67,8 @@ USUAL = {"imbalance": 20.0, "partition": "dirichlet", "clients": 10}  # Defaults
 class DataConfig(Section):
     """Settings of the data: the data set, its long tail and its partition over clients.
 
-    None stands for a value from the data, because a user's own data have their own clients and long tail. Benchmarks
-    have defaults for all settings but `test`.
+    A setting that is None takes its value from the data, because a user's own data have their own clients and long
+    tail. Benchmarks have defaults for all settings but `test`.
     """
 
     source: str = setting(

@@ -119,13 +119,13 @@ def make_method(settings: dict[str, Any]) -> Method:
     """Return the method that `settings["name"]` names, constructed with the other settings as its fields.
 
     Raises:
-        UnknownMethod: There is no method of this name.
+        UnknownMethod: The method is unknown.
         ConfigError: A field is unknown, of the wrong type or out of range.
     """
     name = settings["name"]
     if name not in METHODS:
         raise UnknownMethod(
-            f"method: no method has this name ({name!r}). {did_you_mean(name, METHODS)}"
+            f"method: unknown method ({name!r}). {did_you_mean(name, METHODS)}"
             f"Give one of: {', '.join(METHODS)}; or "
             f"{spoken('--plugin FILE with your own', 'your own by raylt.register')}.",
             code="config.unknown-name",

@@ -1,14 +1,14 @@
 """APFL: each client mixes its personal model with the global model and learns the mixing weight (Deng et al., 2020).
 
-Symbols are those of Algorithm 1 (from memory). Decisions, some by the authors' code, MLOPTPSU/FedTorch at 1edcfbf:
+Symbols follow Algorithm 1 (from memory). Decisions, some by the authors' code, MLOPTPSU/FedTorch at 1edcfbf:
 [1] After each step of w_i the client steps v_i on the same batch, along the gradient of the loss at the mixture of
-    weights alpha v_i + (1 - alpha) w_i, with respect to v_i, as in the text. As in the code w_i is the stepped one,
-    where the text has that of before the step. The code mixes the two models' logits.
-[2] alpha takes one step a round, after the first batch as in the code, at the rate of the weights, and is clipped to
-    [0, 1]. Its gradient is the text's, <v_i - w_i, grad f_i>; the code adds 0.02 alpha.
+    weights alpha v_i + (1 - alpha) w_i, with respect to v_i, as in the text. As in the code, w_i is the weight after
+    its step, where the text uses the one before the step. The code mixes the two models' logits.
+[2] alpha takes one step a round, after the first batch as in the code, at the learning rate of the weights, and is
+    clipped to [0, 1]. Its gradient is the text's, <v_i - w_i, grad f_i>; the code adds 0.02 alpha.
 [3] v_i starts from the first model that the client receives. A client that never took part uses the global model.
 [4] The mixture has the BatchNorm statistics of its own forward passes.
-The global model is FedAvg's, to the bit.
+The global model equals FedAvg's, bit by bit.
 """
 
 import copy
@@ -49,7 +49,7 @@ class APFL(Method):
         local, lr = client.config.local, learning_rate(client)
         global_step = make_optimiser(local, model.parameters(), lr).step
         own_step = make_optimiser(local, own.parameters(), lr).step
-        total = torch.zeros((), device=client.device)  # read once: each reading stops a GPU
+        total = torch.zeros((), device=client.device)  # read only once, because reading synchronises with the GPU
         seen = 0
         for number, batch in enumerate(client.batches(None, local.batch)):
             with autocast(client):
@@ -65,7 +65,7 @@ class APFL(Method):
             own_step(mixed_loss)  # [1]
             total.add_(loss.detach() * len(batch.y))
             seen += len(batch.y)
-        if seen:  # a client of one sample makes no step, and keeps using the global model
+        if seen:  # a client with one sample takes no step, and keeps using the global model
             client.state["own"] = tree.snapshot(own.state_dict())
             client.state["alpha"] = alpha
         return client.reply(model=self.shared(model), loss=total.item() / max(seen, 1))
@@ -92,6 +92,11 @@ def mixed(own: SplitModel, model: SplitModel, alpha: Tensor) -> StateDict:
     """Return the mixture of a personal model v and the global model w: alpha v + (1 - alpha) w per trained parameter.
 
     Only v and alpha receive gradients.
+
+    Args:
+        own: The personal model v.
+        model: The global model w.
+        alpha: The mixing weight, a scalar.
     """
     w = dict(model.named_parameters())
     return {

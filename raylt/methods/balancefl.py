@@ -1,16 +1,16 @@
-"""BalanceFL: clients train as if they held all classes in equal numbers (Shuai et al., IPSN 2022).
+"""BalanceFL: clients train as if they had all classes in equal numbers (Shuai et al., IPSN 2022).
 
-Sections are the paper's; where it is silent, the authors' code decides. Departures from both:
+Sections are the paper's. For details that it does not state, the authors' code decides. Departures from both:
 [1] Owned and missing classes are the client's; the code takes the classes of the batch.
-[2] The covariance is of features of the received model in evaluation mode, not augmented. The code computes them, and
-    its teacher's predictions, in training mode. As in the code, classes are pooled by their samples.
+[2] The covariance is of features of the received model in evaluation mode, without augmentation. The code computes
+    them, and its teacher's predictions, in training mode. As in the code, classes are pooled by their samples.
 [3] Perturbations are drawn from a pool of 500, as in the code, at random instead of in turn.
 [4] The entropy is a mean over the batch, so that its weight does not depend on the batch size. The code's sum over 64
-    samples at 0.002 is our 0.128.
-[5] `missing=kept` leaves the missing classes in the softmax of the cross-entropy, which is then that of FedAvg on
-    balanced batches. Distillation and entropy stay as they are.
-[6] Logits are as they are. The code's configuration for CIFAR-10 has `scale: 2`, which doubles those of student and
-    teacher.
+    samples at 0.002 corresponds to 0.128 here.
+[5] `missing=kept` leaves the missing classes in the softmax of the cross-entropy, which is then FedAvg's loss on
+    balanced batches. Distillation and entropy do not change.
+[6] Logits are not scaled. The code's configuration for CIFAR-10 has `scale: 2`, which doubles the logits of student
+    and teacher.
 With all switches off and all classes owned this is FedAvg of a network whose classifier has no bias.
 """
 
@@ -38,7 +38,7 @@ POOL = 500
 
 
 class BalanceFL(Method):
-    """FedAvg with balanced batches, perturbed rare-class features, and distillation on classes that a client lacks."""
+    """FedAvg with balanced batches, perturbed rare-class features, and distillation on a client's missing classes."""
 
     name: ClassVar[str] = "balancefl"
     paper: ClassVar[str] = "Shuai et al., IPSN 2022"
@@ -54,7 +54,7 @@ class BalanceFL(Method):
     missing: Literal["mask", "kept"] = hp(
         "mask",
         Choice("mask", "kept"),
-        "treatment of classes that a client lacks: left out of the cross-entropy's softmax, or kept in it [5]",
+        "treatment of a client's missing classes: left out of the cross-entropy's softmax, or kept in it [5]",
     )
 
     def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
@@ -74,7 +74,7 @@ class BalanceFL(Method):
         """
         model = client.model
         is_owned = client.counts > 0  # [1]
-        # indices instead of masks, with which each step would wait for the number of classes
+        # indices instead of masks, because indexing by a mask waits for the GPU to count the classes
         owned = is_owned.nonzero().flatten()
         missing = (~is_owned).nonzero().flatten()
         excluded = ~is_owned if self.missing == "mask" else torch.zeros_like(is_owned)

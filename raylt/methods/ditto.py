@@ -2,12 +2,12 @@
 
 Departures from the text of Algorithm 1:
 [1] The global model is FedAvg's, the solver of G(.) in the paper's experiments. A client trains it first, so that the
-    global model equals FedAvg's to the bit.
-[2] v_k starts from the w_t of the client's first round, not from v_k^0. A client that never made a step uses the global
-    model. Both equal the text where all clients take part; else v_k^0 would be random weights after R rounds.
-[3] s local steps are `local.epochs` passes over the data, for w_k and v_k alike.
+    global model equals FedAvg's bit by bit.
+[2] v_k starts from the w_t of the client's first round, not from v_k^0. A client that never took a step uses the global
+    model. If all clients take part, both equal the text; otherwise v_k^0 could still be random weights after R rounds.
+[3] s local steps are `local.epochs` passes over the data, for both w_k and v_k.
 [4] w_{t+1} is the mean of w_k weighted by samples, as in all methods of raylt; the authors' code (litian96/ditto at
-    26d9b29) weighs clients equally.
+    26d9b29) weights clients equally.
 """
 
 from typing import ClassVar
@@ -28,7 +28,7 @@ from raylt.ops.proximal import squared_distance
 class Ditto(Method):
     """FedAvg in which each client also keeps a personal model v_k and uploads only its copy w_k of the global model.
 
-    With lam = 0, v_k is trained on the client's own loss alone.
+    With lam = 0, v_k is trained only on the client's own loss.
     """
 
     name: ClassVar[str] = "ditto"
@@ -48,7 +48,7 @@ class Ditto(Method):
         client.receive(client.state.get("personal", {}))  # [2]
         sgd(client, objective)  # v_k [3]
         self.keep(client)
-        client.receive(trained)  # running statistics that stay at the client are those of w_k
+        client.receive(trained)  # local running statistics are w_k's
         return client.reply(model={name: trained[name] for name in self.shared(client.model)}, loss=loss)
 
     def settle(self, client: Client, message: Message) -> None:
@@ -58,7 +58,7 @@ class Ditto(Method):
         self.keep(client)
 
     def keep(self, client: Client) -> None:
-        """Keep the client's model as its personal model, unless it is too small to have made a step."""
+        """Store the client's model as its personal model, unless the client has too few samples for a step."""
         if client.steps():
             client.state["personal"] = tree.snapshot(client.model.state_dict())
 

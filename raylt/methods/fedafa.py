@@ -1,15 +1,15 @@
 """FedAFA: FedAvg, after which each client fine-tunes the upper layers with adversarial features of its rare classes (Lu
 et al., ICASSP 2023).
 
-Stage 2 and its values follow the authors' code, which holds this stage alone. Departures from the code:
-[1] Layers up to the cut are frozen, including their running statistics; in the code BatchNorm keeps counting.
-[2] A batch in which no sample is to be replaced is trained on as it is. The code draws again, without end for a client
-    of one class.
+Stage 2 and its values follow the authors' code, which has only this stage. Departures from the code:
+[1] Layers up to the cut are frozen, including their running statistics; in the code BatchNorm updates them.
+[2] A batch without a sample to replace is used unchanged. The code draws again, in an infinite loop for a client with
+    one class.
 [3] Momentum is plain, not Nesterov's, as in all methods of raylt.
 [4] Noise is the code's: values of U(0, 1) minus the middle of the activations' range, each channel of the batch with
-    length at most 1. Features stay below the largest of their seeds; the code's descent does not bound them.
+    norm at most 1. Features are bounded by the maximum of their seeds; the code's descent does not bound them.
 c = 0 is class-balanced fine-tuning of the upper layers, except for BatchNorm's running statistics, which generated
-features move.
+features change.
 """
 
 import copy
@@ -64,11 +64,11 @@ class FedAFA(Method):
     accept: float = hp(
         0.5,
         Uniform(0.0, 1.0),
-        "p, smallest probability of its class with which a generated feature is used; from the code",
+        "p, minimum probability of its class for which a generated feature is used; from the code",
         ge=0,
         le=1,
     )
-    steps: int = hp(10, Choice(5, 10, 20), "descent steps that make a feature; from the code", ge=0)
+    steps: int = hp(10, Choice(5, 10, 20), "descent steps that generate a feature; from the code", ge=0)
     step: float = hp(0.5, LogUniform(0.05, 5.0), "length of a descent step; from the code", gt=0)
     tune_epochs: int = hp(1, Choice(1, 5, 10), "tuning epochs; from the code", ge=0)
     tune_batch: int = hp(64, Choice(32, 64, 128), "tuning batch size; from the code", ge=2)
@@ -95,9 +95,9 @@ class FedAFA(Method):
         server.log(loss=got["loss"], generated=got["generated"])
 
     def personalise(self, client: Client, message: Message) -> Reply:
-        """Train the client's personal upper layers (stage 2); report the share of samples that were replaced.
+        """Train the client's personal upper layers (stage 2).
 
-        Generated features of a rarer class replace them.
+        Report the share of samples that were replaced by generated features of a rarer class.
         """
         client.receive(message["model"])
         take_statistics(client)
@@ -133,9 +133,10 @@ class FedAFA(Method):
         """Choose samples of a batch to replace; return their positions and the activations that replace them.
 
         Args:
-            glob: the global model's upper layers.
-            a: activations at the cut, [B, C', H', W'].
-            y: labels, int64 [B].
+            client: The client.
+            glob: Upper layers of the global model.
+            a: Activations at the cut, [B, C', H', W'].
+            y: Labels, int64 [B].
         """
         n, draws = client.counts.double().cpu(), client.order
         class_sizes = n[y.cpu()]  # [B]
@@ -143,7 +144,7 @@ class FedAFA(Method):
         chosen = torch.nonzero(uniform >= class_sizes / n.max()).flatten()  # with probability 1 - n_y / n_max
         if not len(chosen):  # [2]
             return chosen.to(y.device), a[:0]
-        fit = 1 - (class_sizes[None] - class_sizes[chosen, None]).relu() / n.max()  # [G, B], of seeds j
+        fit = 1 - (class_sizes[None] - class_sizes[chosen, None]).relu() / n.max()  # [G, B], weight of each seed j
         seeds = torch.multinomial(fit, 1, generator=draws).flatten().to(y.device)
         chosen = chosen.to(y.device)
         noise = torch.rand(a[seeds].shape, generator=draws).to(a.device)
@@ -162,15 +163,17 @@ class FedAFA(Method):
 def adversarial(
     upper: nn.Module, a: Tensor, target: Tensor, noise: Tensor, steps: int, step: float
 ) -> tuple[Tensor, Tensor]:
-    """Perturb activations `a` [G, C', H', W'] so that `upper` classifies them as `target` [G].
+    """Perturb activations so that `upper` classifies them as the target classes.
 
     Return the new activations and their probabilities of the target class.
 
     Args:
-        upper: maps activations to logits; it is not changed.
-        noise: uniform in [0, 1), of the shape of `a`.
-        steps: number of descent steps on the cross-entropy.
-        step: length of a step for each activation.
+        upper: Layers that map activations to logits; they are not changed.
+        a: Activations, [G, C', H', W'].
+        target: Target classes, int64 [G].
+        noise: Uniform in [0, 1), of the shape of `a`.
+        steps: Number of descent steps on the cross-entropy.
+        step: Length of a step for each activation.
     """
     highest, middle = a.max(), (a.max() + a.min()) / 2
     a = (a + (noise - middle).renorm(2, 1, 1.0)).clamp(min=0).minimum(highest)  # [4]

@@ -1,13 +1,14 @@
 """FedALA: each client learns, weight by weight, how to mix its model with the global model (Zhang et al., AAAI 2023).
 
-Symbols are the paper's (from memory); where it is silent, the authors' code decides (TsingZ0/PFLlib at 2b077c1):
-[1] Of the received model, all but the last layer is taken as it is (p = 1). `scope=all` mixes every trained weight.
-[2] The mixing weights W start at 1 and are learned on a part of the client's samples, a new draw in each round; the
-    code takes a block of neighbours, and drops its last batch if that is smaller than the others. In a client's second
-    round they take epochs until the losses of the last ten vary by less than 0.1, but at most 100, which the code does
-    not bound; in later rounds one epoch.
+Symbols are the paper's (from memory). For details that it does not state, the authors' code decides (TsingZ0/PFLlib at
+2b077c1):
+[1] All layers of the received model but the last are used unchanged (p = 1). `scope=all` mixes every trained weight.
+[2] The mixing weights W start at 1 and are learned on a part of the client's samples, drawn in each round; the code
+    takes a block of consecutive samples, and drops the last batch if it is smaller than the others. In a client's
+    second round, W is learned for epochs until the losses of the last ten vary by less than 0.1, but at most 100 epochs
+    (the code has no limit); in later rounds, for one epoch.
 [3] In a client's first round the received model is used.
-[4] Clients are judged by their model after their last training. In the code they are judged right after mixing.
+[4] Clients are evaluated with their model after their last training. In the code they are evaluated after mixing.
 """
 
 import copy
@@ -24,7 +25,7 @@ from raylt.data.sources.sources import ProblemKind
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import SplitModel, StateDict, with_entries
 
-WINDOW, SPREAD, MOST_EPOCHS = 10, 0.1, 100  # [2]
+WINDOW, MAX_SPREAD, MAX_EPOCHS = 10, 0.1, 100  # [2]
 
 
 class FedALA(Method):
@@ -54,9 +55,7 @@ class FedALA(Method):
     def mix(self, client: Client) -> StateDict:
         """Learn mixing weights W in [0, 1]; return the mixture of the client's last model and the received model.
 
-        It is theta_i + (theta - theta_i) W.
-
-        `scope` selects the weights that are mixed.
+        The mixture is theta_i + (theta - theta_i) W. `scope` selects the weights that are mixed.
         """
         model = copy.deepcopy(client.model).train()
         params = dict(model.named_parameters())
@@ -97,17 +96,21 @@ class FedALA(Method):
 
 @torch.no_grad()
 def put(params: StateDict, own: StateDict, gap: StateDict, weights: StateDict) -> None:
-    """Set each parameter to a mixture of the client's own value and the global value.
+    """Set each parameter to the mixture theta_i + (theta - theta_i) W of the client's and the global value.
 
-    The mixture is theta_i + (theta - theta_i) W.
+    Args:
+        params: Parameters to set, by name.
+        own: The client's values, theta_i.
+        gap: Global values minus the client's values, theta - theta_i.
+        weights: Mixing weights, W.
     """
     for name, p in params.items():
         p.copy_(own[name] + gap[name] * weights[name])
 
 
 def done(losses: list[float], first: bool) -> bool:
-    """Return whether the mixing weights have been learned well enough, given the losses of the epochs so far [2]."""
+    """Return whether the learning of mixing weights ends, given the losses of the epochs so far [2]."""
     if not first or not losses:
         return len(losses) > 0
-    settled = len(losses) > WINDOW and Tensor(losses[-WINDOW:]).std(correction=0).item() < SPREAD
-    return settled or len(losses) >= MOST_EPOCHS
+    settled = len(losses) > WINDOW and Tensor(losses[-WINDOW:]).std(correction=0).item() < MAX_SPREAD
+    return settled or len(losses) >= MAX_EPOCHS

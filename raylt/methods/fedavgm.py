@@ -1,6 +1,6 @@
 """FedAvgM: FedAvg with momentum at the server (Hsu, Qi and Brown, arXiv 2019).
 
-Departure from the text: entries that no gradient moves (BatchNorm's statistics) are averaged without momentum.
+Departure from the text: entries without gradients (BatchNorm's statistics) are averaged without momentum.
 """
 
 from typing import ClassVar

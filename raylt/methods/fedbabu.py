@@ -2,10 +2,10 @@
 2022).
 
 Decisions:
-[1] All clients have the same classifier, drawn from the run's seed; it never travels.
-[2] After the last round each client fine-tunes the global model at the last round's rate, by default encoder and
-    classifier together. With `tune_epochs=0` there is no such phase.
-`global_accuracy` is that of the encoder under the drawn classifier.
+[1] All clients have the same classifier, drawn from the run's seed; it is never sent.
+[2] After the last round each client fine-tunes the global model at the last round's learning rate, by default encoder
+    and classifier together. With `tune_epochs=0` this phase is left out.
+`global_accuracy` is the accuracy of the encoder with the drawn classifier.
 """
 
 from collections.abc import Iterable, Mapping
@@ -75,7 +75,7 @@ class FedBABU(Method):
         return client.reply(loss=loss)
 
     def tuned(self, model: SplitModel) -> Iterable[Tensor]:
-        """Return those parameters of a model that fine-tuning updates."""
+        """Return the parameters of a model that fine-tuning updates."""
         parts = {"all": model, "encoder": model.encoder, "classifier": model.classifier}
         return parts[self.tune].parameters()
 

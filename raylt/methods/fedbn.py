@@ -1,11 +1,12 @@
 """FedBN: FedAvg in which each client keeps its own BatchNorm layers (Li et al., ICLR 2021).
 
 Each client keeps scale, shift and running statistics of every BatchNorm layer, as in the authors' code (med-air/FedBN
-at 0927bb8). `federation.batchnorm=local` is another algorithm, SiloBN: only the statistics stay.
+at 0927bb8). `federation.batchnorm=local` is another algorithm, SiloBN, in which clients keep only the statistics.
 Decisions:
 [1] Clients are weighted by their samples, as in all methods of raylt; the code weighs them equally.
 [2] A client that never took part has the initial scale and shift, and takes statistics from its own samples.
-`global_accuracy` is that of the shared weights under the initial BatchNorm layers; only clients' models are meant.
+`global_accuracy` is the accuracy of the shared weights with the initial BatchNorm layers; only clients' models are
+meant to be used.
 """
 
 from typing import ClassVar
@@ -24,7 +25,7 @@ from raylt.models.split import SplitModel, StateDict, running_statistics
 
 
 class FedBN(Method):
-    """FedAvg of all model entries except those of BatchNorm layers."""
+    """FedAvg of all model entries except the entries of BatchNorm layers."""
 
     name: ClassVar[str] = "fedbn"
     paper: ClassVar[str] = "Li et al., ICLR 2021"
@@ -34,11 +35,11 @@ class FedBN(Method):
     stackable: ClassVar[bool] = True
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
-        if not batchnorm_entries(model) & model.entries().keys():  # frozen layers are no entries
+        if not batchnorm_entries(model) & model.entries().keys():  # frozen layers have no entries
             layer = "no BatchNorm layer" if config.trainable == "all" else "no BatchNorm layer that is trained"
             raise ConfigError(
-                f"model: {config.model} has {layer}, so method = fedbn would be FedAvg. Take small, resnet8 "
-                "or another model with BatchNorm, and trainable=all or norm.",
+                f"model: {config.model} has {layer}, so method = fedbn would be FedAvg. Use small, resnet8 or another "
+                "model with BatchNorm, and trainable=all or norm.",
                 code="model.lacks-layer",
                 key="model",
                 value=config.model,

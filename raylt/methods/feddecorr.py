@@ -2,8 +2,8 @@
 
 Departure from the text:
 [1] The term is scaled as in the authors' code, for which beta = 0.1 was chosen: B times the mean of the squared
-    correlations of different dimensions. `loss=paper` is the text: the mean over all pairs, the diagonal's ones
-    included.
+    correlations of different dimensions. `loss=paper` is the text: the mean over all pairs, including the ones on the
+    diagonal.
 beta = 0 is FedAvg.
 """
 
@@ -55,7 +55,12 @@ class FedDecorr(Method):
 
 
 def decorrelation(z: Tensor, scale: str) -> Tensor:
-    """Return the mean squared correlation between the dimensions of features [B, d], a scalar [1]."""
+    """Return the mean squared correlation between the dimensions of features [B, d], a scalar; see [1].
+
+    Args:
+        z: Features, [B, d].
+        scale: "code" or "paper".
+    """
     with torch.autocast(z.device.type, enabled=False):
         z = z.float() - z.float().mean(0)
         z = z / (z.var(0) + 1e-8).sqrt()

@@ -1,15 +1,15 @@
 """FedDyn: FedAvg with a regulariser that each client updates every round (Acar et al., ICLR 2021).
 
-Symbols are those of Algorithm 1 (from memory); decisions follow the authors' code, alpemreacar/FedDyn at be0348b:
+Symbols follow Algorithm 1 (from memory); decisions follow the authors' code, alpemreacar/FedDyn at be0348b:
 [1] A client keeps d_k, the sum of its own updates theta_k - theta; the text's gradient is -alpha_k d_k. Its local loss
     is L_k(theta) + alpha_k / 2 ||theta - (theta^{t-1} - d_k)||^2 up to a constant.
-[2] alpha_k is alpha times the clients' mean number of samples over its own. At a stationary point the mean loss over
-    all samples is stationary then; the text has one alpha and the mean over clients.
+[2] alpha_k is alpha times the clients' mean number of samples over the client's own. At a stationary point, the mean
+    loss over all samples is then stationary; the text has one alpha and the mean over clients.
 [3] The participants' models are averaged with equal weights. Clients start from this mean plus D, the mean of d_k over
-    all clients. The mean is judged, as in the code: theta^t of the text runs ahead of it. With `federation.robust`,
+    all clients. The mean is evaluated, as in the code: theta^t of the text is ahead of it. With `federation.robust`,
     D follows the robust mean of the models and is not the mean of d_k.
-[4] Gradients are not clipped; the code clips them to length 10.
-Entries that no gradient moves (BatchNorm's statistics) are averaged with the same weights.
+[4] Gradients are not clipped; the code clips them to norm 10.
+Entries without gradients (BatchNorm's statistics) are averaged with the same weights.
 """
 
 from typing import ClassVar
@@ -47,10 +47,7 @@ class FedDyn(Method):
         return "cross_entropy", "dynamic"
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the client's loss with the dynamic regulariser [1].
-
-        It is L_k(theta) + alpha_k / 2 ||theta - (theta^{t-1} - d_k)||^2.
-        """
+        """Return the loss L_k(theta) + alpha_k / 2 ||theta - (theta^{t-1} - d_k)||^2 with the regulariser [1]."""
         named = {name: p for name, p in client.model.named_parameters() if p.requires_grad}
         received = {name: p.detach().clone() for name, p in named.items()}  # the model was received just before
         anchor = list(tree.sub(received, own_updates(client, received)).values())

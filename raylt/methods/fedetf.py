@@ -1,17 +1,17 @@
 """FedETF: features trained towards a fixed equiangular classifier, which each client fine-tunes afterwards (Li et al.,
 ICCV 2023).
 
-Departures from the text, and from the authors' code where the text is silent:
-[1] The frame has as many dimensions as there are classes, and a linear layer maps the features to them, as in the code.
-    Both travel except for the frame, which every participant draws from the run's seed.
+Departures from the text, and from the authors' code for details that the text does not state:
+[1] The frame has as many dimensions as classes, and a linear layer maps the features to them, as in the code. The
+    linear layer is sent, but not the frame, which every participant draws from the run's seed.
 [2] The learnt temperature starts at 1 and is trained and averaged with the weights, as in the code.
-[3] The shift of a class that a client lacks is log 0: the balanced loss leaves the class out. `missing=one` counts such
-    a class as if the client had one sample of it.
-[4] After the last round every client trains the global model once more as in a round. Then it trains in alternation the
-    frame, which may move now, and the projection, by cross-entropy that is not balanced. Of all other entries only
-    BatchNorm's running statistics move. Turns, epochs and rates are the code's, where the frame is trained without
-    momentum and its rows do not keep their lengths. With `turns=0` there is no such phase, and clients use the global
-    model.
+[3] The shift of a client's missing class is log 0: the balanced loss leaves the class out. `missing=one` counts such a
+    class as if the client had one sample of it.
+[4] After the last round every client trains the global model once more as in a round. Then it alternately trains the
+    frame, which is no longer fixed, and the projection, by cross-entropy that is not balanced. Of all other entries,
+    only BatchNorm's running statistics change. Turns, epochs and learning rates are the code's, where the frame is
+    trained without momentum and its rows do not keep their lengths. With `turns=0` this phase is left out, and clients
+    use the global model.
 """
 
 from collections import OrderedDict
@@ -51,14 +51,12 @@ class FedETF(Method):
     missing: Literal["mask", "one"] = hp(
         "mask",
         Choice("mask", "one"),
-        "treatment of classes that a client lacks: left out of the softmax, or counted as one sample",
+        "treatment of a client's missing classes: left out of the softmax, or counted as one sample",
     )
     temperature: float = hp(
         1.0, LogUniform(0.5, 20), "beta, initial value of the learnt temperature; from the code", gt=0
     )
-    turns: int = hp(
-        20, Choice(0, 5, 20), "turns of personal tuning, each of frame and projection; from the code [4]", ge=0
-    )
+    turns: int = hp(20, Choice(0, 5, 20), "turns of personal tuning, of frame then projection; from the code [4]", ge=0)
     turn_epochs: int = hp(3, Choice(1, 3), "epochs for each half of a turn; from the code", ge=0)
     frame_lr: float = hp(0.1, LogUniform(0.01, 0.5), "learning rate for the frame; from the code", gt=0)
     projection_lr: float = hp(0.05, LogUniform(0.005, 0.2), "learning rate for the projection; from the code", gt=0)
@@ -78,17 +76,15 @@ class FedETF(Method):
         return {name: value for name, value in model.entries().items() if name != FRAME}
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the balanced-softmax loss: the cross-entropy of the logits plus gamma log n_c, Eq. 6 [3].
+        """Return the balanced-softmax loss: the cross-entropy of the logits beta v_c mu plus gamma log n_c, Eq. 6 [3].
 
         Class c has n_c samples at the client.
-
-        The logits are beta v_c mu.
         """
         counts = client.counts.clamp(min=0 if self.missing == "mask" else 1)
         shift = counts.double().pow(self.gamma).log().float()  # [C]; 0^0 = 1: no shift with gamma = 0
         return lambda batch: F.cross_entropy(client.model(batch.x) + shift, batch.y)
 
-    # a frame of each client's own
+    # personal frames
 
     @property
     def finishes(self) -> bool:
@@ -135,9 +131,15 @@ class FedETF(Method):
 def tune(
     client: Client, params: Iterable[Tensor], epochs: int, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
 ) -> float:
-    """Train `params` of the frame or the projection by cross-entropy on fixed base features.
+    """Train the frame or the projection by cross-entropy on fixed base features; return the loss of the last batch.
 
-    Return the loss of the last batch.
+    Args:
+        client: The client.
+        params: Parameters of the frame or the projection.
+        epochs: Number of epochs.
+        lr: Learning rate.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay.
     """
     model, value = client.model.train(), torch.zeros(())
     optimiser = SGD(params, lr, momentum, weight_decay)
@@ -162,7 +164,8 @@ class Frame(nn.Module):
     """Fixed classifier with a learnt temperature [2]. Its `weight` is a buffer, not a parameter.
 
     Args:
-        weight: the frame, [C, d].
+        weight: The frame, [C, d].
+        temperature: Initial temperature.
     """
 
     weight: Tensor

@@ -1,7 +1,7 @@
 """Fed-Focal: FedAvg with the focal loss (Sarkar, Narang and Rai, arXiv 2020).
 
-Departure from the text: clients are sampled uniformly. The paper does not state its sampling of clients well enough to
-repeat it, so this is its focal loss alone. gamma = 0 is FedAvg.
+Departure from the text: clients are sampled uniformly. The paper does not describe its sampling of clients well enough
+to reproduce it, so this is only its focal loss. gamma = 0 is FedAvg.
 """
 
 from typing import ClassVar
@@ -32,6 +32,6 @@ class FedFocal(Method):
 def focal_loss(logits: Tensor, y: Tensor, gamma: float) -> Tensor:
     """Return the mean focal loss -(1 - p_y)^gamma log p_y over logits [B, C] with labels int64 [B]."""
     nll = F.cross_entropy(logits, y, reduction="none")  # -log p_y
-    # 1 - p_y from the logarithm: near p_y = 1 the difference would be rounded to 0, whose root has no gradient
+    # 1 - p_y from the logarithm: near p_y = 1 the difference would be rounded to 0, where a root has no gradient
     wrong = -(-nll).clamp(max=-1e-12).expm1()
     return (wrong.pow(gamma) * nll).mean()

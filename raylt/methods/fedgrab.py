@@ -4,20 +4,19 @@
 This is the self-adjusting gradient balancer of section 3.2 (from memory), as released: ZackZikaiXiao/FedGraB, main at
 7394da6. Decisions:
 [1] Every class has a controller, as in the release's main run, `fed_grab.py`. The direct prior analyzer, which shuts
-    the controllers of frequent classes, is in the code's other runs only and is used with `shut`. After each round the
-    lengths of the global classifier's rows, less their mean and over their deviation, are shifted to begin at 0 and
-    taken as shares. Their mean over the rounds estimates the classes' shares of all samples. The most frequent classes
-    that hold `shut` of these together are shut, the last of them whole: 0.75 is the code's head, 0.95 its middle. In
-    the first round no class is shut.
-[2] Negative gradients have the weight of the output with the other sign, as in the release and the text. In each step
-    classes are exempt at random, as in the release: their weights are 1 and their gradients are not summed. A class is
-    exempt with probability 0.1^(e / (C - 1)), where e of the classes before it are exempt. The order is that of the
-    numbers of the classes, which long tails sort from frequent to rare; the first class is always exempt.
-[3] The sums of a controller stay at its client from round to round and never travel.
-[4] A shut controller gives the weight 1 and forgets its errors and output, as in the code; the difference of its
+    the controllers of frequent classes, is only in the code's other runs and is used with `shut`. After each round the
+    lengths of the global classifier's rows are standardised, shifted to start at 0, and normalised to shares. Their
+    mean over the rounds estimates the classes' shares of all samples. The most frequent classes that together have at
+    least the share `shut` are shut: 0.75 is the code's head, 0.95 its middle. In the first round no class is shut.
+[2] Negative gradients have the weight of the output with the opposite sign, as in the release and the text. In each
+    step classes are exempt at random, as in the release: their weights are 1 and their gradients are not summed. A
+    class is exempt with probability 0.1^(e / (C - 1)), where e of the classes before it are exempt. Classes are ordered
+    by their index, which in long-tailed data sorts them from frequent to rare; the first class is always exempt.
+[3] The sums of a controller stay at its client from round to round and are never sent.
+[4] A shut controller has the weight 1 and resets its errors and output, as in the code; the difference of its
     gradients is still summed.
 [5] The bounds that the code intends for a controller's output have no effect in the code, and are left out.
-[6] In the release the classifier is in no optimiser, so it keeps its initial weights. Here it is trained.
+[6] In the release the classifier is not in the optimiser, so it keeps its initial weights. Here it is trained.
 """
 
 from typing import ClassVar
@@ -51,8 +50,8 @@ class FedGraB(Method):
     shut: float = hp(
         0.0,
         Choice(0.0, 0.75, 0.95),
-        "share of the samples, by the prior analyzer's estimate, in the classes whose controllers stay shut; 0: "
-        "none, as in the code's main run [1]",
+        "share of the samples, estimated by the prior analyzer, in the classes whose controllers are shut; 0: none, "
+        "as in the code's main run [1]",
         ge=0,
         le=1,
     )
@@ -80,7 +79,7 @@ class FedGraB(Method):
 
 
 def estimated_shares(weight: Tensor) -> Tensor:
-    """Estimate, from a classifier weight [C, d], each class's share of all samples; return float64 [C] on the CPU."""
+    """Estimate each class's share of all samples from a classifier weight [C, d]; return float64 [C] on the CPU."""
     lengths = weight.double().cpu().norm(dim=1)
     above = (lengths - lengths.mean()) / lengths.std(correction=0).clamp(min=1e-12)
     above = above - above.min()
@@ -88,7 +87,12 @@ def estimated_shares(weight: Tensor) -> Tensor:
 
 
 def most_frequent(shares: Tensor, share: float) -> Tensor:
-    """Return a mask, bool [C], of the smallest set of frequent classes that covers `share` of all samples."""
+    """Return a mask, bool [C], of the smallest set of frequent classes that covers `share` of all samples.
+
+    Args:
+        shares: Share of each class, [C].
+        share: Share to cover.
+    """
     order = shares.argsort(descending=True, stable=True)
     before = shares[order].cumsum(0) - shares[order]
     chosen = torch.zeros(len(shares), dtype=torch.bool)
@@ -101,9 +105,14 @@ class Balancer:
 
     The exempt classes are drawn on the host.
 
+    Args:
+        client: The client.
+        method: The method.
+        shut: Mask of classes whose controllers are shut, bool [C]; None for none.
+
     Attributes:
-        state: tensors [C] by name. `difference` sums, for each class, its positive gradients minus its negative ones;
-            `last` and `before_last` are the last two errors; `output` is the controller's output.
+        state: Tensors [C] by name. `difference` is the sum of each class's positive minus its negative gradients.
+            `last` and `before_last` are the last two errors, and `output` is the controller's output.
     """
 
     recordable = False

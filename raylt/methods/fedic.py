@@ -1,12 +1,12 @@
 """FEDIC: FedAvg whose global model is distilled from a calibrated ensemble of the clients' models (Shang et al., ICME
 2022).
 
-Privileged: the server holds labelled images of every class (`data.auxiliary`), which federations as a rule do not have,
-and sees each client's model. The steps are those of the authors' code, shangxinyi/FEDIC at 4fce882, with departures:
-[1] The code distils on unlabelled images of another data set. Here these are the labelled ones, and each batch serves
-    both terms.
-[2] Images at the server are not augmented, so clients' logits and features of them are computed once a round.
-[3] Adam starts again in each round; the ensemble's weights stay, as in the code.
+Privileged: the server has labelled images of every class (`data.auxiliary`), which most federations do not have, and
+sees each client's model. The steps follow the authors' code, shangxinyi/FEDIC at 4fce882, with departures:
+[1] The code distils on unlabelled images of another data set. Here the same labelled images are used, and each batch
+    serves both terms.
+[2] Images at the server are not augmented, so clients' logits and features of them are computed once per round.
+[3] Adam is reset in each round; the ensemble's weights are kept, as in the code.
 [4] The divergence has no factor T^2, as in the code.
 [5] The gate starts at 1/2 everywhere; the code draws its weights.
 """
@@ -79,7 +79,7 @@ class FEDIC(Method):
         for id in sorted(models):
             average.add(models[id], got.weights[id])
         server.step(average.mean())
-        assert server.auxiliary is not None, "`prepare` refuses a server without images"
+        assert server.auxiliary is not None, "`prepare` rejects a server without images"
         with server.timings.time("distillation"):
             labels_loss, distilled = self.distil(server, server.auxiliary, [models[id] for id in sorted(models)])
         server.log(loss=got["loss"], labels_loss=labels_loss, distillation=distilled)
@@ -143,9 +143,12 @@ class Ensemble(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, z: Tensor, logits: Tensor, own: Tensor) -> Tensor:
-        """Return the ensemble's logits [B, C] for a batch, see [5] above.
+        """Return the ensemble's logits [B, C] for a batch [5].
 
-        The arguments are mean features [B, d], clients' logits [K, B, C] and logits of the tuned model [B, C].
+        Args:
+            z: Mean features of the clients' models, [B, d].
+            logits: Logits of the clients' models, [K, B, C].
+            own: Logits of the tuned model, [B, C].
         """
         trust = (logits @ self.client_scale + self.client_bias).sigmoid()  # [K, B]
         weighted = (logits * (trust / trust.sum(0))[..., None]).sum(0)

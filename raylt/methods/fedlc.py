@@ -1,10 +1,10 @@
 """FedLC: FedAvg with logits calibrated by each client's class counts (Zhang et al., ICML 2022).
 
 Departures from the text:
-[1] The softmax is over all classes. The text's denominator leaves the target out, with which training diverges; the
-    public re-implementations use all classes too.
-[2] n^(-1/4) of a class that the client lacks is infinite: the class is left out. `missing=eps` counts 1e-8 samples for
-    it, as re-implementations do, `missing=one` a single one.
+[1] The softmax is over all classes. The text's denominator omits the target, with which training diverges; the public
+    re-implementations use all classes too.
+[2] n^(-1/4) of a client's missing class is infinite: the class is left out. `missing=eps` counts 1e-8 samples for it,
+    as re-implementations do, and `missing=one` one sample.
 """
 
 from typing import ClassVar, Literal
@@ -31,7 +31,7 @@ class FedLC(Method):
     missing: Literal["mask", "eps", "one"] = hp(
         "mask",
         Choice("mask", "eps", "one"),
-        "treatment of classes that a client lacks: left out, or counted as 1e-8 or 1 sample",
+        "treatment of a client's missing classes: left out, or counted as 1e-8 or 1 sample",
     )
 
     def objective(self, client: Client, message: Message) -> Objective:

@@ -1,16 +1,16 @@
 """FedLoGe: an encoder trained against a fixed sparse frame, with a global and a personal classifier (Xiao et al., ICLR
 2024).
 
-Departures from the text, and from the authors' code where the text is silent (ZackZikaiXiao/FedLoGe at 01ae080,
-`realignment.py` with `update_weights_norm_init`, then `localtest` with `p_mode = 1`):
+Departures from the text, and from the authors' code for details that the text does not state (ZackZikaiXiao/FedLoGe at
+01ae080, `realignment.py` with `update_weights_norm_init`, then `localtest` with `p_mode = 1`):
 [1] The server makes the frame as the code does, by 10,000 steps of Adam, and sends it once. It has no bias; the code
-    has a random bias that nothing trains.
-[2] Both classifiers learn from features that their losses do not move, in the same steps as the encoder.
-[3] The global classifier's rows are scaled to one length for use, 1.7 as in the code; its bias is not changed.
+    has a random bias that is never trained.
+[2] Both classifiers are trained on detached features, in the same steps as the encoder.
+[3] For use, the global classifier's rows are scaled to one length, 1.7 as in the code; its bias is not changed.
 [4] A client uses the sum of its own classifier and the global one, each of whose rows is multiplied by the length of
-    the client's row, as in the code; rows are not normalised first. A class that it lacks is never predicted.
-    The own classifier of a client that never took part is as it was drawn.
-`global_accuracy` is the global classifier's of [3]; clients are judged by that of [4].
+    the client's row, as in the code; rows are not normalised first. A client's missing class is never predicted.
+    The own classifier of a client that never took part has its initial random weights.
+`global_accuracy` is the accuracy of the global classifier of [3]; clients are evaluated with the classifier of [4].
 """
 
 from typing import ClassVar
@@ -57,7 +57,7 @@ class FedLoGe(Method):
         if model.dim < task.classes:
             raise ConfigError(
                 f"model: the features have fewer dimensions than there are classes ({config.model}: d = {model.dim}, "
-                f"C = {task.classes}). The frame of fedloge needs one per class: choose a wider model.",
+                f"C = {task.classes}). The frame of fedloge needs one per class: use a wider model.",
                 code="model.too-narrow",
                 key="model",
                 value=config.model,
@@ -116,7 +116,7 @@ class FedLoGe(Method):
         server.receive({f"{FRAME}.weight": e})
         fleet.ask(self.join, fleet.everyone, {"frame": {f"{FRAME}.weight": e}})
 
-    # what is judged
+    # evaluated models
 
     def global_model(self, server: Server) -> SplitModel:
         own = server.model.state_dict()

@@ -1,16 +1,17 @@
 """FedNH: features trained towards class prototypes on the unit sphere, smoothly updated by the server (Dai et al., AAAI
 2023).
 
-Symbols are the paper's (from memory); where it is silent, the authors' code decides (Yutong-Dai/FedNH at ddc26f7):
+Symbols are the paper's (from memory). For details that it does not state, the authors' code decides (Yutong-Dai/FedNH
+at ddc26f7):
 [1] The classifier has no parameters: logits are `scale` times the cosines to the prototypes. They start as orthonormal
-    rows, or as unit rows where there are more classes than dimensions. The scale is fixed at 30, which is an option of
+    rows, or as unit rows if there are more classes than dimensions. The scale is fixed at 30, which is an option of
     the code; without it the code learns the scale.
 [2] A client's prototype is the mean of its unit features, scaled to length 1, of the model that it has trained, in
-    evaluation mode and without augmentation. The server weighs it by samples, as in the code.
-[3] W_c <- rho W_c + (1 - rho) mu_c, both of length 1, scaled to length 1 again. A class that no asked client holds
-    keeps its prototype.
+    evaluation mode and without augmentation. The server weights it by samples, as in the code.
+[3] W_c <- rho W_c + (1 - rho) mu_c, both of length 1, scaled to length 1 again. A class that no asked client owns keeps
+    its prototype.
 [4] The encoders' mean is weighted by samples, as in all methods of raylt; the code has equal weights.
-[5] Gradients are not cut. The code cuts them to a length of 10.
+[5] Gradients are not clipped. The code clips them to norm 10.
 """
 
 from functools import partial

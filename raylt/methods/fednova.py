@@ -1,11 +1,11 @@
-"""FedNova: normalised averaging, which weighs clients by sample count, not by step count (Wang et al., NeurIPS 2020).
+"""FedNova: normalised averaging, which weights clients by sample count, not by step count (Wang et al., NeurIPS 2020).
 
 Sections are the paper's. Departures from the text:
 [1] p_i is over the participants of a round, not over all clients.
-[2] A client that takes no step, because it holds one sample, has no direction; it counts as a zero direction of zero
+[2] A client that takes no step, because it has one sample, has no direction; it counts as a zero direction with zero
     steps.
-[3] Entries that no gradient moves (BatchNorm's statistics) are averaged as in FedAvg; the paper is silent.
-With clients that take equal numbers of steps this is FedAvg.
+[3] Entries without gradients (BatchNorm's statistics) are averaged as in FedAvg; the paper does not mention them.
+If all clients take the same number of steps, this is FedAvg.
 """
 
 from functools import partial
@@ -61,9 +61,7 @@ class FedNova(Method):
     def round(self, server: Server, fleet: Fleet) -> None:
         """Run a round: the server subtracts tau_eff times the weighted mean of the normalised updates, section 5 [1].
 
-        The step is x <- x - tau_eff sum_i p_i d_i.
-
-        tau_eff = sum_i p_i |a_i|_1.
+        The step is x <- x - tau_eff sum_i p_i d_i with tau_eff = sum_i p_i |a_i|_1.
         """
         message = self.message(server)
         x, rest = trained_and_rest(server.model, message["model"])
@@ -81,9 +79,9 @@ class FedNova(Method):
 
 
 def mass_fault(n: int, parts: Tree, local: LocalConfig) -> str | None:
-    """Return why an uploaded gradient mass |a_i|_1 is wrong for a client with n samples; None if it is right.
+    """Return the reason why an uploaded gradient mass |a_i|_1 is wrong for a client with n samples; None if correct.
 
-    The samples determine the number of steps, and thus the mass.
+    The number of samples determines the number of steps, and thus the mass.
     """
     expected = gradient_mass(local.step_count(n), local.momentum)
-    return None if parts["mass"] == expected else f"is {parts['mass']:g}, and its samples make it {expected:g}"
+    return None if parts["mass"] == expected else f"is {parts['mass']:g}, but {expected:g} for the client's samples"

@@ -1,10 +1,10 @@
 """FedNTD: FedAvg that distils the received model's predictions for all classes but the true class (Lee et al., NeurIPS
 2022).
 
-Loss and defaults are those of the authors' code, Lee-Gihun/FedNTD at 043269e. Decisions:
+Loss and defaults follow the authors' code, Lee-Gihun/FedNTD at 043269e. Decisions:
 [1] The divergence has no factor tau^2, as in the code.
-[2] The received model computes its logits in evaluation mode. The code leaves its mode as it happens to be; the
-    authors' network has no BatchNorm.
+[2] The received model computes its logits in evaluation mode. The code does not set its mode; the authors' network has
+    no BatchNorm.
 beta = 0 is FedAvg.
 """
 

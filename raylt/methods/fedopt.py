@@ -2,7 +2,7 @@
 
 Departures from the text:
 [1] Delta is weighted by samples, as in the paper's experiments; its Algorithm 2 has 1/|S|.
-[2] Entries that no gradient moves (BatchNorm's statistics) are averaged as in FedAvg; the paper's networks have none.
+[2] Entries without gradients (BatchNorm's statistics) are averaged as in FedAvg; the paper's networks have none.
 """
 
 from typing import ClassVar

@@ -2,15 +2,15 @@
 
 Symbols are the paper's (from memory); the authors' code, yuetan031/FedProto at cb3c41f, decides the loss:
 [1] The regulariser is the mean square of a feature's distance from its class's global prototype over batch and
-    dimensions, as in the code. A class without a prototype adds nothing.
+    dimensions, as in the code. It is zero for a class without a prototype.
 [2] A client computes its prototypes after training, in evaluation mode and without augmentation. The code averages the
-    features that its last epoch happened to compute.
-[3] Global prototypes are means over samples, as all means of raylt; the code has the mean over clients. Those of
-    classes that no asked client holds stay.
-[4] Clients are judged by the nearest global prototype, or by their own classifiers before there are any. A class
-    without a prototype is never predicted then. The code takes the nearest one of the classes that the client holds:
-    `predict_by=own_prototypes`. `predict_by=classifier` always takes the own classifier.
-All networks have one architecture and the same initial weights. The global model is that of the first round.
+    features that were computed in its last epoch.
+[3] Global prototypes are means over samples, as all means of raylt; the code has the mean over clients. Classes that no
+    asked client owns keep their prototypes.
+[4] Clients are evaluated by the nearest global prototype, or by their own classifiers before there are prototypes.
+    With prototypes, a class without one is never predicted. The code takes the nearest prototype of the client's own
+    classes: `predict_by=own_prototypes`. `predict_by=classifier` always takes the own classifier.
+All networks have the same architecture and initial weights. The global model stays at its initial weights.
 """
 
 from functools import partial
@@ -49,7 +49,7 @@ class FedProto(Method):
     predict_by: Literal["prototypes", "own_prototypes", "classifier"] = hp(
         "prototypes",
         Choice("prototypes", "own_prototypes", "classifier"),
-        "basis of a client's predictions: prototypes of all classes or of those that it holds, or its classifier [4]",
+        "basis of a client's predictions: prototypes of all classes or of its own classes, or its classifier [4]",
     )
 
     def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
@@ -122,7 +122,7 @@ class FedProto(Method):
             present = present & (client.counts > 0)
         if self.predict_by == "classifier" or not present.any():
             return client.model
-        # -|z - m|^2 equals 2 m z - |m|^2 up to a term that all classes share [4]
+        # -|z - m|^2 equals 2 m z - |m|^2 up to a term that is the same for all classes [4]
         bias = -means.square().sum(1).masked_fill(~present, -NEVER)
         return with_classifier(client.model, 2 * means, bias)
 

@@ -1,16 +1,17 @@
 """FedReLa: FedAvg in which clients relabel samples as rarer classes late in training (Hu et al., ICML 2026).
 
-A sample gets the label of a rare or absent class that the global model assigns to it. As in the authors' public code,
-with these decisions:
+A sample gets the label of a rare or absent class that the global model assigns to it. The implementation follows the
+authors' public code, with these decisions:
 [1] The paper's module can extend other methods; this one extends FedAvg's cross-entropy, without the fixed frames of
     the code's two examples.
-[2] A client re-labels once: when it is first asked in a round after a share `after` of them, under the model that it
-    has received. In the code all clients take part in every round.
-[3] Predictions are of images as they are, in evaluation mode; the code has means over five epochs of augmented images.
-[4] A class with a single value has a deviation of 1e-6, as in the code; a client's classes are compared by its own
-    counts.
-[5] From its re-labelling on, a client trains at a tenth of the rate, as in the code.
-The new labels stay at their client and only training uses them.
+[2] A client re-labels once, with the model that it has received, when it is first asked after the share `after` of all
+    rounds. In the code all clients take part in every round.
+[3] Predictions are of images without augmentation, in evaluation mode; the code has means over five epochs of augmented
+    images.
+[4] A class with a single value has a standard deviation of 1e-6, as in the code; a client's classes are compared by its
+    own counts.
+[5] From its re-labelling on, a client trains with a tenth of the learning rate, as in the code.
+The new labels stay at their client and are only used for training.
 """
 
 from typing import ClassVar
@@ -25,7 +26,7 @@ from raylt.core.training.features import features
 from raylt.core.training.sgd import Objective, learning_rate, sgd
 from raylt.hyper import Choice, Uniform, hp
 
-LATE_RATE = 0.1  # share of the rate after re-labelling; from the code [5]
+LATE_RATE = 0.1  # Factor of the learning rate after re-labelling; from the code [5].
 
 
 class FedReLa(Method):
@@ -40,7 +41,7 @@ class FedReLa(Method):
     share: float = hp(
         0.05,
         Uniform(0.0, 0.2),
-        "largest share of a client's samples that a class may be given; from the code",
+        "maximum share of a client's samples that a class may get; from the code",
         ge=0,
         lt=1,
     )
@@ -71,14 +72,16 @@ def relabel(p: Tensor, y: Tensor, counts: Tensor, share: float, generator: torch
 
     Sample i of class y becomes class c with probability tanh(s_ic - t_c) (r_c - r_y).
 
-    s_ic is the distance of p_ic above the mean over the samples of class y, in their deviations. t_c is the value that
-    a share of all samples exceed. r_c is 1 for the client's rarest class and 0 for its most frequent one. Where several
-    classes would take a sample, the most probable one does.
+    s_ic is p_ic minus the mean over the samples of class y, in units of their standard deviation. t_c is the value that
+    the share `share` of all samples exceed. r_c is 1 for the client's rarest class and 0 for its most frequent one. If
+    several classes would take a sample, the most probable one does.
 
     Args:
-        p: predicted probabilities [n, C].
-        y: labels, int64 [n].
-        counts: samples per class at the client, int64 [C].
+        p: Predicted probabilities, [n, C].
+        y: Labels, int64 [n].
+        counts: Number of samples per class at the client, int64 [C].
+        share: Maximum share of the samples that a class may get.
+        generator: Generator of the random draws.
     """
     scores = torch.zeros_like(p)
     for c in y.unique():

@@ -2,7 +2,7 @@
 
 Departures from the text of Algorithm 1:
 [1] Updates are epochs over the data: `head_epochs` of the classifier and `local.epochs` of the encoder.
-[2] BatchNorm's running statistics move in both halves of a round and are shared with the encoder.
+[2] BatchNorm's running statistics are updated in both halves of a round and are shared with the encoder.
 [3] The mean of the encoders is weighted by samples, as in all methods of raylt; the text has 1/(r n).
 [4] After the last round every client trains its classifier once more, on the final encoder, as in the authors' code
     (lgcollins/FedRep at d82e629).

@@ -2,11 +2,11 @@
 
 Departures from the text:
 [1] The personal classifier starts at 0, so that a client that never took part predicts as the generic classifier does.
-    It has the weights of a linear layer; the paper's hypernetwork, which computes them from a client's class counts,
-    is left out.
-[2] The shift of a class that a client lacks is log 0: the generic loss leaves the class out. `missing=one` counts it as
+    It is a linear layer; the paper's hypernetwork, which computes its weights from a client's class counts, is left
+    out.
+[2] The shift of a client's missing class is log 0: the generic loss leaves the class out. `missing=one` counts it as
     one sample, so that the balanced softmax acts without this mask.
-`global_accuracy` is the generic classifier's; clients are judged by the sum of both.
+`global_accuracy` is the accuracy of the generic classifier; clients are evaluated with the sum of both.
 """
 
 from typing import ClassVar, Literal
@@ -40,7 +40,7 @@ class FedRoD(Method):
     missing: Literal["mask", "one"] = hp(
         "mask",
         Choice("mask", "one"),
-        "treatment of classes that a client lacks: left out of G's softmax, or counted as one sample",
+        "treatment of a client's missing classes: left out of G's softmax, or counted as one sample",
     )
 
     def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
@@ -69,7 +69,7 @@ class FedRoD(Method):
 
         return loss
 
-    # what is judged
+    # evaluated models
 
     def global_model(self, server: Server) -> SplitModel:
         own = server.model.state_dict()

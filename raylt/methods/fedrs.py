@@ -1,4 +1,4 @@
-"""FedRS: FedAvg with a restricted softmax, which limits updates to the weights of classes that a client lacks (Li and
+"""FedRS: FedAvg with a restricted softmax, which limits updates to the weights of a client's missing classes (Li and
 Zhan, KDD 2021).
 
 Checked against the authors' repository, lxcnju/FedRepo at 18eeb6d. Departures:
@@ -6,7 +6,7 @@ Checked against the authors' repository, lxcnju/FedRepo at 18eeb6d. Departures:
 [2] Owned classes keep their logits, as in the text. The code scales a class by alpha + (1 - alpha) n_c / max n, and
     applies this again to its own result at each step, so that all scales soon are 1 (`algorithms/fedrs.py`; an older
     file, `fedrs.py`, keeps the scales).
-`missing=mask` takes the missing classes out of the softmax. FedLC with tau = 0 is the same: the mask without a margin.
+`missing=mask` leaves the missing classes out of the softmax. This equals FedLC with tau = 0, the mask without a margin.
 alpha = 1 is FedAvg.
 """
 
@@ -23,7 +23,7 @@ from raylt.hyper import Choice, Uniform, hp
 
 
 class FedRS(Method):
-    """FedAvg whose clients scale down or mask the logits of classes that they lack."""
+    """FedAvg whose clients scale down or mask the logits of their missing classes."""
 
     name: ClassVar[str] = "fedrs"
     paper: ClassVar[str] = "Li and Zhan, KDD 2021"
@@ -32,7 +32,7 @@ class FedRS(Method):
 
     alpha: float = hp(0.5, Uniform(0.0, 1.0), "scale of a missing class's logit (0.5 from memory)", ge=0, le=1)
     missing: Literal["scale", "mask"] = hp(
-        "scale", Choice("scale", "mask"), "treatment of classes that a client lacks: logit scaled by alpha, or left out"
+        "scale", Choice("scale", "mask"), "treatment of a client's missing classes: logit scaled by alpha, or left out"
     )
 
     def objective(self, client: Client, message: Message) -> Objective:

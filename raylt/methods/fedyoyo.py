@@ -1,19 +1,20 @@
 """FedYoYo: self-distillation from weakly to strongly augmented images, with adjusted logits (Yan et al., ICCV 2025).
 
-Logits are adjusted to the client's classes and to the federation's. This follows the authors' public run; only part of
-the text was available. Decisions:
-[1] The federation's classes are estimated by effective samples, not by counts: 1 / |mean of the directions|^2 of a
-    class's features in a batch, centred by the client's mean of that class. This is the batch's number of them where
-    they are uncorrelated. The estimates are summed over batches and clients, of images as they are.
-[2] Two samples of a class have opposite directions and would count without bound: the bound is 1e6, as in the code. As
-    in the code, the first round gives classes above 1e4 the mean of the others. A later round leaves a class as it was
-    if it would have changed by more than a hundredfold. Where all classes are above, all count alike.
+Logits are adjusted to the class distributions of the client and of the federation. This follows the authors' public
+run; only part of the text was available. Decisions:
+[1] The federation's class distribution is estimated by effective samples, not by counts: 1 / |mean of the
+    directions|^2 of a class's features in a batch, centred by the client's mean of that class. If the features are
+    uncorrelated, this is their number in the batch. The estimates are summed over batches and clients, for images
+    without augmentation.
+[2] Two samples of a class have opposite directions and would have an unbounded estimate: the bound is 1e6, as in the
+    code. As in the code, the first round sets classes above 1e4 to the mean of the other classes. A later round keeps
+    the old value of a class that would change by more than a hundredfold. If all classes are above, all count equally.
 [3] The client's prior is mixed with its own class distribution once. The code repeats this in every step, so that after
-    some tens of steps the federation's prior is gone; `mixed=each_step` does that.
-[4] The weak view is what `data.augment` makes (the code crops, flips and rotates by 15 degrees). The strong view adds
-    AutoAugment and Cutout. Both pass the network in one batch, and cross-entropy is of both.
-[5] Only samples whose weak view is classified as labelled, with adjusted logits, teach. The divergence lacks the square
-    of the temperature, as in the code.
+    some tens of steps the federation's prior has no effect; `mixed=each_step` does the same.
+[4] `data.augment` makes the weak view (the code crops, flips and rotates by 15 degrees). The strong view adds
+    AutoAugment and Cutout. Both pass through the network in one batch, and the cross-entropy is over both.
+[5] The distillation uses only samples whose weak view is classified as labelled, with adjusted logits. The divergence
+    has no factor T^2, as in the code.
 lambda = 0 and tau = 0 is FedAvg on two views of each image.
 """
 
@@ -38,11 +39,11 @@ from raylt.recordability import not_recordable
 from raylt.tree import Tree
 
 STRONG = InTurn((auto_augment, cutout))
-# constants of [2], from the code
-LEAST = 1e-6  # smallest squared length of a mean direction
-ODD = 1e4  # effective samples that are implausible in the first round
-LEAP = 100  # relative change that is implausible later
-KEPT = 0.9  # share of the old estimate in the new one
+# Constants of [2], from the code.
+MIN_SQUARE = 1e-6  # Minimum squared length of a mean direction.
+MAX_FIRST_COUNT = 1e4  # Maximum plausible number of effective samples in the first round.
+MAX_CHANGE = 100  # Maximum plausible relative change in later rounds.
+OLD_SHARE = 0.9  # Share of the old estimate in the new one.
 
 
 class FedYoYo(Method):
@@ -131,49 +132,51 @@ def effective_samples(centred: Tensor, y: Tensor, classes: int) -> Tensor:
     It is 1 / |mean direction|^2 of the class's features, at most 1e6.
 
     Args:
-        centred: features without the mean of their class, [B, d].
-        y: labels, int64 [B].
+        centred: Features minus the mean of their class, [B, d].
+        y: Labels, int64 [B].
+        classes: Number of classes, C.
     """
     one_hot = F.one_hot(y, classes).float()  # [B, C]
     sums = one_hot.T @ F.normalize(centred.float(), dim=1)  # [C, d]
     n = one_hot.sum(0)
     squares = (sums / n.clamp(min=1)[:, None]).square().sum(1)
-    return torch.where(n == 1, 1.0, 1 / squares.clamp(min=LEAST)).where(n > 0, 0.0)
+    return torch.where(n == 1, 1.0, 1 / squares.clamp(min=MIN_SQUARE)).where(n > 0, 0.0)
 
 
 def effective_fault(n: int, parts: Tree) -> str | None:
-    """Return why a client with n samples cannot have the reported effective sample numbers, or None if it can.
+    """Return the reason why the effective sample numbers of a client with n samples are impossible, or None.
 
-    A batch has at most 1 / LEAST.
+    A batch has at most 1 / MIN_SQUARE effective samples.
     """
     effective = parts["effective"]
-    return None if ((effective >= 0) & (effective <= n / LEAST)).all() else "has impossible numbers of samples"
+    return None if ((effective >= 0) & (effective <= n / MIN_SQUARE)).all() else "has impossible numbers of samples"
 
 
 def steadied(effective: Tensor, before: Tensor | None) -> Tensor:
     """Return each class's effective number of samples, smoothed over rounds, with outliers replaced, [C] [2].
 
     Args:
-        effective: the estimate of this round, [C].
-        before: the estimate after the round before; None in the first round.
+        effective: Estimate of this round, [C].
+        before: Estimate after the previous round, [C]; None in the first round.
     """
     if before is None:
-        odd = effective > ODD
+        odd = effective > MAX_FIRST_COUNT
         return effective.masked_fill(odd, effective[~odd].mean().item() if not odd.all() else 1.0)
-    now = KEPT * before + (1 - KEPT) * effective
-    return torch.where((now - before).abs() > LEAP * before, before, now)
+    now = OLD_SHARE * before + (1 - OLD_SHARE) * effective
+    return torch.where((now - before).abs() > MAX_CHANGE * before, before, now)
 
 
 def distillation(weak: Tensor, strong: Tensor, y: Tensor, temperature: float) -> Tensor:
     """Return the KL divergence between predictions for weakly and strongly augmented views, a scalar [5].
 
-    It is the mean over the samples that the weak view classifies as labelled, and 0 without any. No gradient moves the
-    weak views' predictions.
+    It is the mean over the samples whose weak view is classified as labelled, or 0 if there are none. The predictions
+    for weak views have no gradient.
 
     Args:
-        weak: logits of the weak views, [B, C].
-        strong: logits of the strong views, [B, C].
-        y: labels, int64 [B].
+        weak: Logits of the weak views, [B, C].
+        strong: Logits of the strong views, [B, C].
+        y: Labels, int64 [B].
+        temperature: Temperature T.
     """
     target = (weak.detach() / temperature).log_softmax(1)
     apart = F.kl_div((strong / temperature).log_softmax(1), target, reduction="none", log_target=True).sum(1)

@@ -1,15 +1,16 @@
 """FLea: clients share activations of a few samples and train on mixtures with other clients' activations (Xia et al.,
 KDD 2024).
 
-This follows SFD's reading of the paper, and the authors' code where both are silent. Decisions:
+This follows SFD's reading of the paper, and the authors' code for details that neither text states. Decisions:
 [1] The activations are those after `layer`. SFD takes them after the fifth convolution of ResNet-18, its first stage.
 [2] The first round has no buffer: three times the epochs of cross-entropy, half the divergence from the received model
     on the client's own images, and the distance correlation.
-[3] A client draws the samples that it shares once, when it joins. It shares their activations, not augmented, under the
-    averaged encoder after each round that it took part in. The buffer holds those of the last round only.
+[3] A client draws the samples that it shares once, when it joins. After each round in which it took part, it shares
+    their activations from the averaged encoder, without augmentation. The buffer holds only the
+    activations of the last round.
 [4] The weights of the divergence and of the distance correlation are constant; the code lowers the latter from 3 to 1.
 [5] The shares in a mixture follow Beta(2, 2), the distribution of the median of three uniform draws.
-[6] Each batch draws its shared samples with replacement; the code goes through the buffer in shuffled passes.
+[6] Each batch draws its shared samples with replacement; the code iterates over the buffer in shuffled passes.
 Activations of images leave the clients: the server and every client see them.
 """
 
@@ -51,7 +52,7 @@ class FLea(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2312.02327"
 
     layer: str = hp("stage1", Choice("stage1", "stage2"), "layer of the encoder after which activations are shared [1]")
-    share: float = hp(0.1, Uniform(0.05, 0.5), "share of its samples that a client shares", gt=0, le=1)
+    share: float = hp(0.1, Uniform(0.05, 0.5), "fraction of its samples that a client shares", gt=0, le=1)
     kd: float = hp(1.0, LogUniform(0.1, 10), "lambda_1, weight of the divergence from the received model", ge=0)
     dcor: float = hp(3.0, LogUniform(0.1, 10), "lambda_2, weight of the distance correlation", ge=0)
     warm_up: int = hp(3, Choice(1, 3), "epochs in the first round, as a multiple of a round's [2]", ge=1)
@@ -94,7 +95,7 @@ class FLea(Method):
     def objective(self, client: Client, message: Message) -> Objective:
         """Return the loss on mixtures of the client's activations with shared activations.
 
-        Before any activations were shared, it is a warm-up loss on the client's images alone.
+        Before activations were shared, it is a warm-up loss on only the client's images.
         """
         model = client.model
         take_statistics(client)
@@ -185,10 +186,10 @@ def shared_samples(share: float, n: int) -> int:
 
 
 def shared_fault(n: int, parts: Tree, share: float, classes: int) -> str | None:
-    """Return why uploaded samples cannot come from a client with n samples, or None if they can."""
+    """Return the reason why uploaded samples cannot come from a client with n samples, or None if they can."""
     samples = parts["samples"]
     if len(samples) != shared_samples(share, n):
-        return f"has {len(samples)} samples, and the client shares {shared_samples(share, n)}"
+        return f"has {len(samples)} samples, but the client shares {shared_samples(share, n)}"
     wrong = [sample["y"] for sample in samples.values() if sample["y"] >= classes]
     return f"has the label {wrong[0]} of {classes} classes" if wrong else None
 
@@ -204,8 +205,8 @@ def distance_correlation(x: Tensor, a: Tensor) -> Tensor:
     """Return the distance correlation of two sets of B points, a float32 scalar in [0, 1] (Szekely et al., 2007).
 
     Args:
-        x: [B, ...].
-        a: [B, ...], of any dimensions.
+        x: The first set, [B, ...].
+        a: The second set, [B, ...]; its other dimensions may differ.
     """
     with torch.autocast(x.device.type, enabled=False):
         p, q = centred_distances(x.flatten(1).float()), centred_distances(a.flatten(1).float())
@@ -218,6 +219,6 @@ def distance_correlation(x: Tensor, a: Tensor) -> Tensor:
 def centred_distances(x: Tensor) -> Tensor:
     """Return the Euclidean distances [B, B] between points [B, d], with row and column means subtracted."""
     squares = x.square().sum(1)
-    # where the difference is rounded to nothing, as on the diagonal, the root has no gradient
+    # without the minimum, the root would have no gradient at differences of 0, such as on the diagonal
     d = (squares[:, None] + squares[None] - 2 * x @ x.T).clamp(min=1e-12).sqrt()
     return d - d.mean(0, keepdim=True) - d.mean(1, keepdim=True) + d.mean()

@@ -2,9 +2,9 @@
 10).
 
 Departures from the text, which has no clients:
-[1] pi is the distribution of a client's own samples, as the client sees no others. `prior=global` is the distribution
-    over all samples, for which clients send their counts when they join.
-[2] A class without samples has pi = 0: the softmax leaves it out (0^tau, so with tau = 0 it does not). `missing=one`
+[1] pi is the distribution of a client's own samples, because the client sees no others. `prior=global` is the
+    distribution over all samples, for which clients send their counts when they join.
+[2] A class without samples has pi = 0: the softmax leaves it out (but not with tau = 0, since 0^0 = 1). `missing=one`
     counts it as one sample, so that the margin acts without this mask.
 tau = 0 is FedAvg; tau = 1 is the balanced softmax of Ren et al., NeurIPS 2020. `posthoc` adjusts after training.
 """
@@ -34,7 +34,7 @@ class LogitAdjustment(Method):
 
     tau: float = hp(1.0, Uniform(0.0, 2.0), "strength of the adjustment, Eq. 10", ge=0, le=10)
     prior: Literal["local", "global"] = hp(
-        "local", Choice("local", "global"), "samples that pi counts: each client's own, or all clients' [1]"
+        "local", Choice("local", "global"), "samples counted in pi: each client's own, or all clients' [1]"
     )
     missing: Literal["mask", "one"] = hp(
         "mask",

@@ -1,7 +1,7 @@
 """Local training: each client trains alone on its own samples, without federation.
 
-It is the baseline that shows the worth of federation. A client that is not sampled in a round does not train in it. The
-global model keeps its initial weights.
+It is the baseline that shows the benefit of federation. A client that is not sampled in a round does not train in it.
+The global model keeps its initial weights.
 """
 
 from typing import ClassVar

@@ -1,13 +1,13 @@
-"""MOON: FedAvg with a contrastive loss that pulls features towards those of the global model, and away from those of
-the previous local model (Li, He and Song, CVPR 2021).
+"""MOON: FedAvg with a contrastive loss that pulls features towards the global model's features, and away from the
+previous local model's (Li, He and Song, CVPR 2021).
 
 Departures from the text:
 [1] The global and the previous local model compute features in evaluation mode, as in the authors' code (QinbinLi/MOON
     at 8fcba3c).
 [2] In a client's first round the previous local model is the global one: the term is the constant mu log 2.
-[3] By default the network is that of every other method. `projection` puts the paper's head of two layers before the
-    classifier, 256 wide in the paper. A small network becomes many times as large by it: compare with arms that have it
-    too, as `mu=0` does.
+[3] By default the network is the same as for every other method. `projection` puts the paper's head of two layers
+    before the classifier, 256 wide in the paper. It makes a small network many times as large: compare it with arms
+    that have it too, such as `mu=0`.
 mu = 0 is FedAvg of the same network.
 """
 

@@ -1,14 +1,14 @@
 """pFedMe: personal models as solutions of a proximal problem around the client's copy of the global model (Dinh et al.,
 NeurIPS 2020).
 
-Symbols are those of Algorithm 1 (from memory). Decisions, some by the authors' code, CharlieDinh/pFedMe at 7e52b22:
+Symbols follow Algorithm 1 (from memory). Decisions, some by the authors' code, CharlieDinh/pFedMe at 7e52b22:
 [1] One local round is one batch of the `local.epochs` passes over the data; the text draws a batch for each of R local
-    rounds. The K steps on a batch are those of the client's optimiser, started again for each batch, at local.lr. The
-    code's steps also decay theta, by mu = 0.001: here that is `local.weight_decay`.
-[2] theta continues from the batch before, as in the code, and starts from the received model in each round.
+    rounds. The K steps on a batch use the client's optimiser, reset for each batch, at local.lr. The code's steps also
+    decay theta, by mu = 0.001: here that is `local.weight_decay`.
+[2] theta continues from the previous batch, as in the code, and starts from the received model in each round.
 [3] Clients that are not sampled do not train; in the code all clients train in each round.
-[4] BatchNorm's statistics are those of theta's forward passes, in w as well.
-[5] Clients are judged by the theta of their last training, or by the global model if they never took part.
+[4] BatchNorm's statistics come from theta's forward passes, in w as well.
+[5] Clients are evaluated with the theta of their last training, or with the global model if they never took part.
 """
 
 from typing import ClassVar
@@ -38,7 +38,9 @@ class PFedMe(Method):
 
     lam: float = hp(15.0, LogUniform(1.0, 50), "lambda, pull of theta_i towards w_i (15 from memory)", gt=0)
     steps: int = hp(5, Choice(1, 3, 5, 7), "K, steps on a batch", ge=1)
-    eta: float = hp(0.005, LogUniform(0.001, 0.05), "rate of w_i towards theta_i, times lambda (from memory)", ge=0)
+    eta: float = hp(
+        0.005, LogUniform(0.001, 0.05), "learning rate of w_i towards theta_i, times lambda (from memory)", ge=0
+    )
     beta: float = hp(1.0, Uniform(0.5, 2.0), "step size of the server towards the mean of w_i", gt=0)
 
     def train(self, client: Client, message: Message) -> Reply:
@@ -47,7 +49,7 @@ class PFedMe(Method):
         local, lr = client.config.local, learning_rate(client)
         theta = [p for p in model.parameters() if p.requires_grad]
         w = [p.detach().clone() for p in theta]
-        total = torch.zeros((), device=client.device)  # read once: each reading stops a GPU
+        total = torch.zeros((), device=client.device)  # read only once, because reading synchronises with the GPU
         seen = 0
         for batch in client.batches(None, local.batch):
             optimiser = make_optimiser(local, theta, lr)  # [1]

@@ -1,11 +1,11 @@
 """PromptFL: clients learn the words before the class names of an image-text model (Guo et al., IEEE TMC 2023).
 
-Both towers are frozen. The prompts are those of CoOp (Zhou et al., IJCV 2022), and equation numbers are CoOp's. Checked
-against the authors' repository, PEILab-Federated-Learning/PromptFL at da401e7. Departures:
+Both towers are frozen. Prompts and equation numbers are CoOp's (Zhou et al., IJCV 2022). Checked against the authors'
+repository, PEILab-Federated-Learning/PromptFL at da401e7. Departures:
 [1] A prompt has no full stop at its end: Eq. 2 has none, the code has one.
-[2] In the code words take the place of all vectors, also of those that would differ by class. Here "a photo of a" are
-    the last vectors, next to the class name, and the other vectors start at random. With `length=4` the model before
-    training is the zero-shot model of `classifier=text`.
+[2] In the code, words replace all vectors, even vectors that would differ by class. Here "a photo of a" are the last
+    vectors, next to the class name, and the other vectors start at random. With `length=4` the model before training
+    is the zero-shot model of `classifier=text`.
 [3] The class name comes after the vectors. The code can also put it before them or between them.
 """
 
@@ -23,7 +23,7 @@ from raylt.hyper import Choice, hp
 from raylt.models.prompts import Prompts
 from raylt.models.split import SplitModel, with_classifier
 
-SPREAD = 0.02  # standard deviation of random vectors; CoOp's code
+SPREAD = 0.02  # Standard deviation of random vectors, from CoOp's code.
 
 
 class PromptFL(Method):
@@ -39,14 +39,14 @@ class PromptFL(Method):
 
     length: int = hp(16, Choice(4, 8, 16), "M, context vectors of a prompt, Eq. 2", ge=1)
     context: Literal["unified", "specific"] = hp(
-        "unified", Choice("unified", "specific"), "vectors for all classes, or for each class its own"
+        "unified", Choice("unified", "specific"), "the same vectors for all classes, or separate ones for each class"
     )
     initial: Literal["random", "words"] = hp(
         "random", Choice("random", "words"), 'first vectors; words: the last ones are "a photo of a" [2]'
     )
 
     def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
-        assert base.prompts is not None, "Setup refuses models without a text tower"
+        assert base.prompts is not None, "Setup rejects models without a text tower"
         prompts = base.prompts(spec.class_names, self.length)
         assert isinstance(prompts, Prompts)
         base.classifier = PromptClassifier(prompts, self.first_context(prompts.words, spec.classes))
@@ -56,10 +56,11 @@ class PromptFL(Method):
         """Return the vectors before training, [M, w], or [C, M, w] with `context=specific` [2].
 
         Args:
-            words: vectors of the tokens of "a photo of a", [n, w].
+            words: Vectors of the tokens of "a photo of a", [n, w].
+            classes: Number of classes, C.
 
         Raises:
-            ConfigError: the words need more vectors than there are.
+            ConfigError: The words need more vectors than a prompt has.
         """
         shape = (self.length, words.shape[1])
         context = SPREAD * torch.randn((classes, *shape) if self.context == "specific" else shape)
@@ -67,7 +68,7 @@ class PromptFL(Method):
             return context
         if self.length < len(words):
             raise ConfigError(
-                f"method.length: method.initial=words starts {len(words)} vectors, and there are fewer "
+                f"method.length: method.initial=words needs {len(words)} vectors, but there are fewer "
                 f"({self.length}). Set method.length to at least {len(words)}, or method.initial=random.",
                 code="config.conflict",
                 key="method.length",
@@ -88,8 +89,8 @@ class PromptClassifier(nn.Module):
     """Classifier with the inner products of features and the texts of prompts as logits, Eq. 3.
 
     Args:
-        prompts: the text tower.
-        context: the vectors before training, [M, w] or [C, M, w].
+        prompts: The text tower.
+        context: Vectors before training, [M, w] or [C, M, w].
     """
 
     def __init__(self, prompts: Prompts, context: Tensor):

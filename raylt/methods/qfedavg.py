@@ -3,11 +3,11 @@
 Departures from the text:
 [1] Clients are sampled uniformly and weighted by their samples, p_k; the text samples by p_k and weights uniformly. The
     sums of line 7 have the same expectation up to a factor that cancels. q = 0 is FedAvg.
-[2] L is 1 / lr, as in the text, whose local SGD has no momentum rho. With momentum a constant gradient moves the
-    weights by lr / (1 - rho). Then dw_k is 1 / (1 - rho) times too long, and its square in h_k leaves hardly any step;
-    `lipschitz=step` takes (1 - rho) / lr. Without momentum the two are equal.
-[3] F_k is at least 1e-10, as in the authors' code: q - 1 may be negative.
-[4] Entries that no gradient moves (BatchNorm's statistics) are averaged as in FedAvg; the paper's networks have none.
+[2] L is 1 / lr, as in the text, whose local SGD has no momentum rho. With momentum, a constant gradient moves the
+    weights by lr / (1 - rho). Then dw_k is 1 / (1 - rho) times too long, and its square in h_k makes the step tiny;
+    `lipschitz=step` uses (1 - rho) / lr. Without momentum the two are equal.
+[3] F_k is at least 1e-10, as in the authors' code, because q - 1 may be negative.
+[4] Entries without gradients (BatchNorm's statistics) are averaged as in FedAvg; the paper's networks have none.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ from raylt.models.split import SplitModel
 from raylt.ops.local_updates import check_sgd, trained_and_rest
 from raylt.tree import Tree
 
-LEAST_RISK = 1e-10  # of F_k [3]
+MIN_RISK = 1e-10  # Minimum of F_k [3].
 
 
 class QFedAvg(Method):
@@ -47,7 +47,7 @@ class QFedAvg(Method):
         Choice(0.0, 0.001, 0.01, 0.1, 1.0, 2.0, 5.0),
         "exponent of fairness, Eq. 2; tuned for each task",
         ge=0,
-        le=20,  # with more, F_k^q soon exceeds every number
+        le=20,  # with larger exponents, F_k^q soon overflows
     )
     lipschitz: Literal["rate", "step"] = hp(
         "rate",
@@ -65,9 +65,7 @@ class QFedAvg(Method):
     def train(self, client: Client, message: Message) -> Reply:
         """Train the received model; report the loss-weighted update Delta_k and the step-size term h_k, lines 4 and 5.
 
-        Delta_k = F_k^q dw_k with the loss F_k.
-
-        dw_k = L (w_t - w_k), and h_k = q F_k^(q-1) ||dw_k||^2 + L F_k^q.
+        Delta_k = F_k^q dw_k and h_k = q F_k^(q-1) ||dw_k||^2 + L F_k^q, with the loss F_k and dw_k = L (w_t - w_k).
         """
         client.receive(message["model"])
         f = self.risk(client)  # F_k(w_t)
@@ -93,7 +91,7 @@ class QFedAvg(Method):
         losses = 0.0
         for batch in client.samples.in_order(client.config.evaluation.batch):
             losses += client.cross_entropy(model(batch.x), batch.y).item() * len(batch.y)
-        return max(losses / len(client), LEAST_RISK)
+        return max(losses / len(client), MIN_RISK)
 
     def round(self, server: Server, fleet: Fleet) -> None:
         """Run a round; the server subtracts sum_k Delta_k / sum_k h_k from the model, line 7 [1]."""
@@ -113,13 +111,12 @@ class QFedAvg(Method):
 
 
 def step_fault(n: int, parts: Tree, q: float, lipschitz: float) -> str | None:
-    """Return a message if a client's h_k is too small for the Delta_k that it uploads, otherwise None.
+    """Return a message if a client's h_k is too small for its Delta_k, otherwise None.
 
-    h is at least the minimum of q |Delta|^2 / F^(q + 1) + L F^q over F.
-
-    The client alone knows F_k. A smaller h would make the server's step arbitrarily long.
+    Only the client knows F_k, but h is at least the minimum of q |Delta|^2 / F^(q + 1) + L F^q over F. A smaller h
+    would make the server's step arbitrarily long.
     """
     square = sum(value.double().square().sum().item() for value in parts["delta"].values())
-    f = max(((q + 1) * square / lipschitz) ** (1 / (2 * q + 1)), LEAST_RISK)  # F*
+    f = max(((q + 1) * square / lipschitz) ** (1 / (2 * q + 1)), MIN_RISK)  # F*
     least = q * square / f ** (q + 1) + lipschitz * f**q
-    return None if parts["h"] >= 0.999 * least else f"is {parts['h']:g}, and belongs to no Delta of this length"
+    return None if parts["h"] >= 0.999 * least else f"is {parts['h']:g}, too small for a Delta of this length"

@@ -1,15 +1,16 @@
 """RatioLoss: FedAvg with a cross-entropy weighted by each class's share in the classifier's updates (Wang et al., AAAI
 2021).
 
-Privileged: the server holds labelled images of every class (`data.auxiliary`), which federations as a rule do not have.
-Departures from the text, and from the authors' code where the text is silent:
-[1] These images are, as far as possible, training images that the long tail left out; the code copies clients' images.
+Privileged: the server has labelled images of every class (`data.auxiliary`), which most federations do not have.
+Departures from the text, and from the authors' code for details that the text does not state:
+[1] If possible, these images are training images that the long tail left out; the code copies clients' images.
 [2] The update of a class is one gradient of the classifier in evaluation mode, over all of its images, without momentum
-    and weight decay, as its length cancels. The code trains for the local epochs.
-[3] Ratios are of the model with which the round begins; the code takes those of the round before. Round 1 is FedAvg's.
-[4] Only weights at which one class alone pulls are counted, by the code's rule, over the whole layer. Features that are
-    not negative can be pulled up by their own class only, so for them these are weights of the class's own output.
-[5] The monitor of a round's composition, which raises alarms and changes no training, is left out.
+    and weight decay, because its length cancels. The code trains for the local epochs.
+[3] Ratios are computed with the model at the start of the round; the code uses the previous round's. Round 1 is
+    FedAvg's.
+[4] Only weights that a single class pulls are counted, by the code's rule, over the whole layer. With non-negative
+    features, only a class itself can pull its weights up, so these are weights of the class's own output.
+[5] The monitor of a round's composition, which raises alarms but does not affect training, is left out.
 beta = 0 is FedAvg.
 """
 
@@ -32,7 +33,7 @@ from raylt.models.split import SplitModel
 from raylt.ops.local_updates import check_averaged_statistics
 from raylt.ops.matching import class_gradients
 
-ALONE = 10.0  # ratio of a class at whose weights no other class pulls; from the code
+RATIO_ALONE = 10.0  # Ratio of a class whose weights no other class pulls; from the code.
 
 
 class RatioLoss(Method):
@@ -46,11 +47,11 @@ class RatioLoss(Method):
 
     alpha: float = hp(1.0, Uniform(0.5, 1.5), "weight of a class without its ratio, Ratio Loss", gt=0)
     beta: float = hp(0.1, LogUniform(1e-3, 1.0), "weight of a class's ratio, Ratio Loss", ge=0)
-    clip: float = hp(5000.0, LogUniform(10.0, 5000.0), "largest ratio; from the code", gt=0)
+    clip: float = hp(5000.0, LogUniform(10.0, 5000.0), "maximum ratio; from the code", gt=0)
     rival: float = hp(
         0.8,
         Uniform(0.5, 0.95),
-        "smallest pull, as a share of the strongest, that counts as another class's; from the code",
+        "minimum pull of another class, as a share of the strongest pull, that counts; from the code",
         gt=0,
         lt=1,
     )
@@ -59,7 +60,7 @@ class RatioLoss(Method):
         if task.auxiliary is None:
             raise ConfigError(
                 "data.auxiliary: method = ratioloss needs labelled images at the server (0). "
-                "Set data.auxiliary=63, as its authors have.",
+                "Set data.auxiliary=63, as in the authors' code.",
                 code="config.conflict",
                 key="data.auxiliary",
                 value=0,
@@ -77,10 +78,7 @@ class RatioLoss(Method):
         check_averaged_statistics(self.name, config)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the mean cross-entropy with the server's class weights.
-
-        The weight of a sample of class y is alpha + beta r_y.
-        """
+        """Return the mean cross-entropy with the server's class weights, alpha + beta r_y for class y."""
         weights = message["weights"]  # [C]
         return lambda batch: (
             weights[batch.y] * F.cross_entropy(client.model(batch.x), batch.y, reduction="none")
@@ -111,20 +109,22 @@ class RatioLoss(Method):
 def ratios(pulls: Tensor, rival: float) -> Tensor:
     """Return each class's ratio r_p: its own effect on the classifier, divided by the mean effect of other classes [4].
 
-    Only weights where p pulls alone count.
+    Only weights that class p alone pulls count.
 
     Args:
-        pulls: change of the classifier by one step on images of class p, [P, C, d] with P = C.
-        rival: A class is not alone at a weight where another's pull exceeds this share of the strongest upward pull.
+        pulls: Change of the classifier by one step on images of class p, [P, C, d] with P = C.
+        rival: A class is not alone at a weight if another class's pull exceeds this share of the strongest upward pull.
 
     Returns:
-        float64 [C].
+        The ratios, float64 [C].
     """
     pulls = pulls.double()
     strongest, owner = pulls.max(0)  # [C, d]
     near = torch.where(strongest == 0, pulls == 0, pulls.abs() > rival * strongest.abs()).sum(0)
-    alone = F.one_hot(owner, len(pulls)).movedim(-1, 0).bool() & (near < 2)  # [P, C, d]; the strongest is itself near
+    alone = F.one_hot(owner, len(pulls)).movedim(-1, 0).bool() & (
+        near < 2
+    )  # [P, C, d]; `near` includes the strongest class
     own = (pulls * alone).sum((1, 2))
     all_classes = (pulls.sum(0) * alone).sum((1, 2))
     others = (all_classes - own) / max(len(pulls) - 1, 1)
-    return torch.where(others == 0, ALONE, own.abs() / others.abs())
+    return torch.where(others == 0, RATIO_ALONE, own.abs() / others.abs())

@@ -1,18 +1,18 @@
 """RUCR: FedAvg with features pulled to global prototypes, and a classifier balanced on features mixed with the
 prototypes (Huang et al., IEEE Transactions on Mobile Computing 2024).
 
-Where the text is silent, the authors' code decides. Departures from both:
+For details that the text does not state, the authors' code decides. Departures from both:
 [1] A prototype is the mean of the clients' class means, each scaled to length 1, weighted by samples. The code does so
     only for re-training; for training it takes plain means, scaled to length 1 afterwards.
 [2] Prototypes are computed in evaluation mode; the code leaves the model in training mode.
-[3] In the last rounds all clients are asked for prototypes, and training uses these too; the code trains with those of
-    the round's clients.
-[4] A class that no asked client holds has no prototype: no feature is drawn to it and it gets no mixed features.
+[3] In the last rounds all clients are asked for prototypes, and training uses these too; the code trains with the
+    prototypes of the round's clients.
+[4] A class that no asked client owns has no prototype: no feature is pulled to it and it gets no mixed features.
 [5] Classifiers are re-trained in the last `retrain_rounds` rounds; the code (liuyuxia211/RUCR at 73d965c) re-trains
-    in one round more than its number says.
-[6] A client's features are drawn with replacement for mixtures; the code draws without.
-Re-trained classifiers are averaged and judged, and never fed back: without the loss on prototypes (`weight=0`) this is
-FedAvg to the bit.
+    in one round more than its setting.
+[6] A client's features are drawn with replacement for mixtures; the code draws them without replacement.
+Re-trained classifiers are averaged and evaluated, but not used in later rounds: without the loss on prototypes
+(`weight=0`), everything else equals FedAvg bit by bit.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ from raylt.seeds import seed_for
 
 
 class RUCR(Method):
-    """FedAvg with global prototypes and a balanced classifier. The defaults are those of the authors' code."""
+    """FedAvg with global prototypes and a balanced classifier. The defaults are the authors' code's."""
 
     name: ClassVar[str] = "rucr"
     paper: ClassVar[str] = "Huang et al., IEEE TMC 2024"
@@ -56,8 +56,8 @@ class RUCR(Method):
     tau: float = hp(0.9, LogUniform(0.1, 2.0), "temperature of cosines to prototypes", gt=0)
     retrain_rounds: int = hp(20, Choice(10, 20, 50), "last rounds, in which classifiers are re-trained", ge=0)
     size: int = hp(100, Choice(50, 100, 200), "mixed features per class", ge=1)
-    lam_low: float = hp(0.35, Uniform(0.2, 0.8), "smallest share of the prototype in a mixed feature", ge=0, le=1)
-    lam_high: float = hp(0.95, Uniform(0.8, 1.0), "largest share of the prototype in a mixed feature", ge=0, le=1)
+    lam_low: float = hp(0.35, Uniform(0.2, 0.8), "minimum share of the prototype in a mixed feature", ge=0, le=1)
+    lam_high: float = hp(0.95, Uniform(0.8, 1.0), "maximum share of the prototype in a mixed feature", ge=0, le=1)
     retrain_epochs: int = hp(50, Choice(10, 50, 100), "re-training epochs", ge=0)
     retrain_batch: int = hp(256, Choice(32, 64, 256), "re-training batch size", ge=1)
     retrain_lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate", gt=0)
@@ -104,7 +104,7 @@ class RUCR(Method):
     def train(self, client: Client, message: Message) -> Reply:
         """Train the model; in the last rounds, also re-train a copy of the classifier on mixed features.
 
-        The mixed features are those of the received encoder.
+        The mixed features come from the received encoder.
         """
         client.receive(message["model"])
         z = features(client)[0] if message["retrain"] else None
@@ -127,7 +127,13 @@ class RUCR(Method):
         return client.reply(model=self.shared(client.model), **parts)
 
     def mixed(self, z: Tensor, message: Message, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return `size` features mixed with each class's prototype, lam P_c + (1 - lam) z / |z|, and their classes."""
+        """Return `size` features mixed with each class's prototype, lam P_c + (1 - lam) z / |z|, and their classes.
+
+        Args:
+            z: Features of the client's samples, [n, d].
+            message: The server's message, with the prototypes.
+            generator: Generator of the draws.
+        """
         classes = message["present"].nonzero().flatten()
         y = classes.repeat_interleave(self.size)
         rows = torch.randint(len(z), (len(y),), generator=generator).to(z.device)

@@ -1,10 +1,10 @@
 """SCAFFOLD: FedAvg with control variates that correct the clients' drift (Karimireddy et al., ICML 2020).
 
-Line and equation numbers are those of Algorithm 1. Departures from the text:
+Line and equation numbers refer to Algorithm 1. Departures from the text:
 [1] Clients are weighted by their samples, as in all methods of raylt; the text has 1/|S| and 1/N.
-[2] With momentum, K of Eq. 4 is the sum of the coefficients that gradients have in the update, so c_i stays their mean.
-[3] A client that takes no step, because it holds one sample, keeps its control variate.
-[4] Entries that no gradient moves (BatchNorm's statistics) are averaged as in FedAvg; the paper is silent.
+[2] With momentum, K of Eq. 4 is the sum of the gradients' coefficients in the update, so that c_i is their mean.
+[3] A client that takes no step, because it has one sample, keeps its control variate.
+[4] Entries without gradients (BatchNorm's statistics) are averaged as in FedAvg; the paper does not mention them.
 Control variates start at 0, so the first round is FedAvg's.
 """
 
@@ -45,10 +45,7 @@ class Scaffold(Method):
         check_sgd(self.name, config)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the cross-entropy with its gradient corrected by the control variates, Eq. 3.
-
-        The gradient is g_i(y) - c_i + c.
-        """
+        """Return the cross-entropy with its gradient corrected to g_i(y) - c_i + c by the control variates, Eq. 3."""
         plain = super().objective(client, message)
         drift = tree.sub(message["control"], client_control(client, message["control"]))
         params = {name: p for name, p in client.model.named_parameters() if name in drift}

@@ -3,20 +3,19 @@ Personalized Federated Learning).
 
 Equation and algorithm numbers are the paper's. Departures from the text, each marked at its line:
 [1] alpha = 0 trains on D_k itself: the paper equates it with no Mixup, while Beta(0, 0) would draw a bootstrap of D_k.
-[2] Clients upload sum_c n_c M_c and its weight, in float32, not M_k: Eq. 16 needs only sums of these.
-[3] A class with one sample has no covariance of its own: it counts as zero (`cov_weight=n`), or not at all.
-[4] N(0, M_glo) is sampled with eigenvectors, which exist for a covariance without full rank too.
+[2] Clients upload sum_c n_c M_c and its weight, in float32, not M_k, because Eq. 16 needs only sums of these.
+[3] A class with one sample has no covariance: it counts as zero (`cov_weight=n`), or not at all.
+[4] N(0, M_glo) is sampled with eigenvectors, which also exist for a covariance without full rank.
 [5] Perturbations are added to copies of the samples, taken in turn, and originals stay unchanged: Eq. 17 gives the
     number of copies.
 [6] g = 0 for a client with one class: Eq. 19 would divide by zero.
-[7] p is a softmax over all classes, as in Eq. 3; `softmax=owned` leaves the others out.
-[8] E epochs, not the E + 1 that Algorithm 2 counts; its batch size and rate schedule are not stated.
-[9] The features of Eq. 12 stay in the client's private state from one call to the next, so the encoder travels once.
+[7] p is a softmax over all classes, as in Eq. 3; `softmax=owned` leaves out classes that the client does not own.
+[8] E epochs, not the E + 1 that Algorithm 2 counts; its batch size and learning-rate schedule are not stated.
+[9] The features of Eq. 12 stay in the client's private state from one call to the next, so the encoder is sent once.
 [10] Clients report the loss of re-training, and the number of their smoothed labels that do not favour their own class.
-    With delta = 0.5 and two classes the larger class's label is (1/2, 1/2), whatever else is known of a sample
-    (`halved_clients`). With two classes of equal size both labels are, and Eq. 18 trains the client's classifier to
-    predict nothing (`blind_clients`). delta below 0.5 avoids it. `raylt plot clients` also has every figure without the
-    clients of at most two classes.
+    With delta = 0.5 and two classes, the label of the larger class is (1/2, 1/2) (`halved_clients`). If both classes
+    have the same size, both labels are, and Eq. 18 trains the classifier to predict nothing (`blind_clients`).
+    delta below 0.5 avoids it. `raylt plot clients` also shows every metric without clients of at most two classes.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,11 +82,11 @@ class BPFed(Method):
     mixup: Literal["round", "batch"] = hp(
         "round",
         Choice("round", "batch"),
-        "draws of pairs and lambdas: once a round, Algorithm 1; or a lambda per batch, mixed with itself permuted "
-        "(MiSLAS)",
+        "draws of pairs and lambdas: once per round, Algorithm 1; or one lambda per batch, which is mixed with a "
+        "permutation of itself (MiSLAS)",
     )
     initial: Literal["own", "common"] = hp(
-        "own", Choice("own", "common"), "initial classifiers: weights of their own, 3.2.1, or the same for all"
+        "own", Choice("own", "common"), "initial classifiers: different weights at each client, 3.2.1, or the same"
     )
     fa: bool = hp(True, Choice(True, False), "feature augmentation, Eq. 12-17, Table 4")
     cov_weight: Literal["n", "n-1"] = hp("n", Choice("n", "n-1"), "weight of a class's covariance, Eq. 15; n-1: pooled")
@@ -103,7 +102,7 @@ class BPFed(Method):
     )
     crt: bool = hp(True, Choice(True, False), "re-training of classifiers, 3.2.2")
     lws: bool = hp(True, Choice(True, False), "learnable scale per class, 3.2.2")
-    restart: bool = hp(False, Choice(True, False), "new weights at the start of re-training, not those of stage 1")
+    restart: bool = hp(False, Choice(True, False), "new weights at the start of re-training, instead of stage 1's")
     retrain_epochs: int = hp(5, Choice(5, 10, 20), "re-training epochs E, 4.1", ge=0)
     retrain_batch: int = hp(32, Choice(32, 64, 128), "re-training batch size; not stated", ge=1)
     retrain_lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate, 4.1", gt=0)
@@ -131,7 +130,7 @@ class BPFed(Method):
     def mixed(self, client: Client) -> Callable[[Tensor], Batch]:
         """Return a function that makes batches of the mixup set, Eq. 7 and 8.
 
-        Images are mixed when their batch is made, after each was augmented on its own.
+        Images are mixed when their batch is made, after each was augmented separately.
         """
         n, classes = len(client), client.model.classes
         rng = np.random.default_rng(seed_for(client.config.seed, "mixup", client.round, client.id))
@@ -195,10 +194,7 @@ class BPFed(Method):
         return f"stage 2 at every client in {self.retrain_epochs} epochs, {duration} for 1,000 balanced features"
 
     def covariance(self, client: Client, message: Message) -> Reply:
-        """Report the client's feature scatter, packed as float32 [d (d + 1) / 2], and the weight of this scatter [2].
-
-        They are n_k M_k and n_k, Eq. 12-15.
-        """
+        """Report the feature scatter n_k M_k, packed as float32 [d (d + 1) / 2], and its weight n_k, Eq. 12-15 [2]."""
         client.receive(message["model"])
         z, y = features(client)  # [n, d], [n]
         client.state["z"] = z  # [9]
@@ -210,7 +206,7 @@ class BPFed(Method):
 
         The classifier's scale is then folded into its weights.
         """
-        if "model" in message:  # without feature augmentation no features were computed before
+        if "model" in message:  # without feature augmentation, no features were computed before
             client.receive(message["model"])
             z = features(client)[0]
         elif "z" in client.state:
@@ -223,11 +219,11 @@ class BPFed(Method):
         delta = 0.0 if self.loss == "ce" else self.delta
         labels = smooth_labels(client.counts, delta, self.gamma, self.loss == "ls_all")  # [C, C] [6]
         fewer = self.softmax == "owned" and self.loss != "ls_all"
-        # [7]; indices instead of a mask, with which each step would wait for the number of classes
+        # [7]; indices instead of a mask, because indexing by a mask waits for the GPU to count the classes
         classes = (owned if fewer else torch.ones_like(owned)).nonzero().flatten()
         head = ScaledLinear(_linear(client.model), self.crt, self.lws, self.restart).to(client.device)
         loss = 0.0
-        if len(classes) > 1:  # a softmax over one class is 1, whatever the weights
+        if len(classes) > 1:  # a softmax over one class is always 1
             loss = fit_classifier(
                 head,
                 z,
@@ -257,7 +253,7 @@ class BPFed(Method):
         elif self.finishes:
             self.retrain(client, message)
 
-    # what is judged
+    # evaluated models
 
     def client_model(self, client: Client) -> SplitModel:
         if self.argmax == "all":
@@ -271,13 +267,13 @@ class BPFed(Method):
 class ScaledLinear(nn.Module):
     """Classifier s * (W z + b). The scale s multiplies the bias too, as in MiSLAS.
 
-    It copies the weights, so that a failed call leaves nothing behind.
+    It copies the weights, so that a failed call changes nothing.
 
     Args:
-        start: the classifier to start from.
-        crt: train W and b.
-        lws: train s.
-        restart: start from new random W and b.
+        start: The classifier to start from.
+        crt: Whether to train W and b.
+        lws: Whether to train s.
+        restart: Whether to start from new random W and b.
     """
 
     def __init__(self, start: nn.Linear, crt: bool, lws: bool, restart: bool):
@@ -302,19 +298,19 @@ class ScaledLinear(nn.Module):
 def smooth_labels(counts: Tensor, delta: float, gamma: float, everywhere: bool = False) -> Tensor:
     """Return the soft label of each owned class as a row of a float32 matrix [C, C], Eq. 19 and 20 of BPFed.
 
-    Rows of classes that the client lacks are zero.
+    Rows of classes that the client does not own are zero.
 
     Args:
-        counts: samples per class, int64 [C], before balancing.
-        delta: smoothing of the largest class.
-        gamma: exponent of the class size.
-        everywhere: spread the removed share over all other classes, not over the owned ones only.
+        counts: Number of samples per class, int64 [C], before balancing.
+        delta: Smoothing of the largest class.
+        gamma: Exponent of the class size.
+        everywhere: Whether to spread the removed share over all other classes, instead of only the owned ones.
     """
     owned = counts > 0
     g = delta * (counts / counts.max()).pow(gamma)  # [C]
     receivers = torch.ones_like(owned) if everywhere else owned
     n_others = int(receivers.sum()) - 1
-    g = g if n_others else torch.zeros_like(g)  # one class: there is no other to give to
+    g = g if n_others else torch.zeros_like(g)  # with a single class, no other class can receive a share
     q = receivers * (g / max(n_others, 1))[:, None]
     q.diagonal().copy_(1 - g)
     return q * owned[:, None]
@@ -324,7 +320,7 @@ def undecided(labels: Tensor, owned: Tensor) -> int:
     """Count the client's classes whose smoothed label gives another class at least as much weight as the true class.
 
     Args:
-        labels: from `smooth_labels`, [C, C].
+        labels: Labels from `smooth_labels`, [C, C].
         owned: True for the client's classes, bool [C].
     """
     own = labels.diagonal()
@@ -332,14 +328,18 @@ def undecided(labels: Tensor, owned: Tensor) -> int:
 
 
 def at_most(most: int) -> Callable[[int], str | None]:
-    """Return a function that checks a count: it returns a message if the count exceeds `most`, otherwise None."""
+    """Return a function that returns a message if a count exceeds `most`, otherwise None."""
     return lambda count: None if count <= most else f"counts {count}, more than {most}"
 
 
 def mix(a: Batch, b: Batch, lam: Tensor, classes: int) -> Batch:
     """Mix images, or features [B, d], and labels of two batches, Eq. 7 and 8 of BPFed. Labels become float32 [B, C].
 
-    The first batch has the shares `lam` [B], the second batch has 1 - `lam`.
+    Args:
+        a: The first batch, with the shares `lam`.
+        b: The second batch, with the shares 1 - `lam`.
+        lam: Share of the first batch in each sample, float32 [B].
+        classes: Number of classes, C.
     """
     y_a = F.one_hot(a.y, classes).float()
     y_b = F.one_hot(b.y, classes).float()
@@ -348,7 +348,17 @@ def mix(a: Batch, b: Batch, lam: Tensor, classes: int) -> Batch:
 
 
 def balance(z: Tensor, y: Tensor, covariance: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Add perturbed copies of features until all classes are as large as the largest class, Eq. 17 [5]."""
+    """Add perturbed copies of features until all classes are as large as the largest class, Eq. 17 [5].
+
+    Args:
+        z: Features, [n, d].
+        y: Classes, int64 [n].
+        covariance: M_glo, [d, d].
+        generator: Generator of the perturbations.
+
+    Returns:
+        Features and classes of the balanced set.
+    """
     most = int(torch.bincount(y).max())
     rows = []
     for c in y.unique():

@@ -2,9 +2,10 @@
 
 Departures from the text:
 [1] Clients upload sums, not their means and covariances. The pooled mean and covariance of Eq. 3 to 5 follow exactly,
-    and with federation.secure=true no party sees a client's.
-[2] Every class gets the same number of virtual features; a class that no client holds gets none.
-[3] Calibration is that of SFD's comparison: epochs, batch, momentum, decay and cosine rate. The text states none.
+    and with federation.secure=true no party sees the sums of a client.
+[2] Every class gets the same number of virtual features; a class without samples at any client gets none.
+[3] Calibration uses the settings of SFD's comparison: epochs, batch, momentum, decay and cosine schedule. The text
+    states none.
 """
 
 from typing import ClassVar

@@ -1,7 +1,7 @@
 """Base classes for methods that run FedAvg and then compute a classifier in one pass over all clients.
 
-The encoder stays as it is. A finished run of FedAvg, or of any of these methods, can be given the classifier of
-another: `raylt branch RUN method=ccvr`.
+The encoder does not change. A finished run of FedAvg, or of any of these methods, can get the classifier of another
+method: `raylt branch RUN method=ccvr`.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from raylt.ops.moments import class_sums, moments_fault, nearest_moments, sample
 
 
 class AfterTraining(Method):
-    """Base class: FedAvg in every round, then a new classifier that `finish` of a subclass computes.
+    """Base class: FedAvg in every round, then a new classifier that a subclass computes in `finish`.
 
     The subclass stores the classifier in `server.state["classifier"]`.
     """
@@ -85,7 +85,7 @@ class Calibrated(AfterTraining):
 
     @staticmethod
     def sums_like(d: int) -> tree.Tree:
-        """Return empty tensors that state the shapes of one class's feature sums, for features of length d."""
+        """Return empty tensors with the shapes of one class's feature sums, for features of width d."""
         return {
             "n": 1,
             "z": torch.empty(d, dtype=torch.float64, device="meta"),
@@ -93,7 +93,7 @@ class Calibrated(AfterTraining):
         }
 
     def class_moments(self, server: Server, fleet: Fleet) -> dict[int, tree.Tree]:
-        """Return each class's feature sums over all clients, for the classes that any client has, ascending."""
+        """Return the feature sums over all clients of each class that any client has, by ascending class."""
         like = dict.fromkeys(range(server.model.classes), self.sums_like(server.model.dim))
         privacy = server.config.privacy
         sums = (

@@ -3,9 +3,9 @@
 Departures from the text:
 [1] The encoder is trained by FedAvg first, unless it is frozen and federation.rounds = 0; the paper's is pre-trained.
 [2] As in the authors' code, features have a constant 1 that is regularised like them, and each class's weights are
-    scaled to length 1, its bias divided by the same number. `normalise=false` leaves the regression as it is.
-[3] Sums travel in float64, A packed: the regression is that of the pooled features to ten digits.
-[4] A class that no client holds is never predicted.
+    scaled to length 1, with its bias divided by the same number. `normalise=false` does not scale them.
+[3] Sums are sent in float64, A packed: the result agrees with regression on the pooled features to ten digits.
+[4] A class without samples at any client is never predicted.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ class Fed3R(AfterTraining):
         a = torch.empty(d * (d + 1) // 2, dtype=torch.float64, device="meta")
         b = torch.empty(d, classes, dtype=torch.float64, device="meta")
         privacy = server.config.privacy
-        longest = privacy.clip**2 + 1  # squared length of a feature with its 1
+        longest = privacy.clip**2 + 1  # squared length of a feature with the constant 1
         got = self.gather(
             server,
             fleet,

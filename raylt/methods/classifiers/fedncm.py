@@ -2,7 +2,7 @@
 
 Departures from the text:
 [1] The encoder is trained by FedAvg first, unless it is frozen and federation.rounds = 0; the paper's is pre-trained.
-[2] A class that no client holds is never predicted.
+[2] A class without samples at any client is never predicted.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
 """FedNPC: a classifier trained further on random noise until it prefers no class (Gao et al., CVPR Findings 2026).
 
 This follows the authors' code, the only public source. Departures from it:
-[1] The classifier after the last step is taken. The code takes that of the step with the best test accuracy, and the
-    trained one where none is better.
+[1] The classifier after the last step is used. The code uses the one after the step with the best test accuracy, or the
+    trained classifier if no step is better.
 [2] The rounds are FedAvg's, as in the code's `FedAvg-FedNPC`; in the code the first stage may be any method.
 The encoder never sees the noise, and clients are not asked.
 """

@@ -1,9 +1,9 @@
 """Noisy means: a classifier calibrated on class means with isotropic noise, a control experiment of raylt.
 
-The noise is the same for each class, so the difference between CCVR and this control is the worth of the classes'
+The noise is the same for each class, so the difference between CCVR and this control is the benefit of the classes'
 covariances.
 [1] The noise has the mean variance of a feature around its class's mean, over all samples and all d directions.
-[2] A class that no client holds gets no features.
+[2] A class without samples at any client gets no features.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class NoisyMeans(Calibrated):
     sums_samples: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": (*Calibrated.later["finish"], "noise")}
 
-    noise: float = hp(1.0, LogUniform(0.1, 10), "deviation of the noise, as a share of the features' own [1]", ge=0)
+    noise: float = hp(1.0, LogUniform(0.1, 10), "standard deviation of the noise, relative to the features' [1]", ge=0)
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         check_class_sums(task, model, self.sums_like(model.dim))

@@ -2,10 +2,10 @@
 raylt, not a federated method.
 
 It shows how much of a loss in accuracy is due to the encoder: no classifier from statistics should exceed it by more
-than chance. Clients hand over features of their images, which every other method of the family avoids.
-[1] Each class's features are drawn with replacement from those of all clients together. A client draws as many as are
-    wanted. Each place in the result takes one client's, in proportion to its number of samples of the class.
-[2] A class that no client holds gets no features.
+than chance. Clients upload features of their images, which every other method of the family avoids.
+[1] Each class's features are drawn with replacement from the features of all clients together. Each client draws M_c
+    features, and each of the M_c results is taken from one client, chosen in proportion to its samples of the class.
+[2] A class without samples at any client gets no features.
 """
 
 from typing import ClassVar

@@ -1,8 +1,8 @@
 """Post-hoc logit adjustment: subtract tau log pi from the logits after training (Menon et al., ICLR 2021, section 4.1).
 
 Departures from the text:
-[1] pi is that of all clients together, from their counts; `la` uses margins in training instead.
-[2] A class that no client holds would win everywhere; it is never predicted.
+[1] pi is the prior of all clients together, from their counts; `la` uses margins in training instead.
+[2] A class without samples at any client would always be predicted; instead, it is never predicted.
 """
 
 from collections.abc import Mapping

@@ -1,16 +1,16 @@
 """CLIP2FL: CReFF with an image-text teacher for the clients and for the federated features (Shi et al., AAAI 2024).
 
-Equation numbers are the paper's. Departures from the text, and from the authors' code where the text is silent, in
-addition to CReFF's:
+Equation numbers are the paper's. Departures from the text, and from the authors' code for details that the text does
+not state, in addition to CReFF's:
 [1] The teacher's similarities are scaled by 100, CLIP's own scale, and the KL term has temperature 3 and the factor
-    T^2, as in the code. Teacher features are encoded once, from images that are not augmented.
+    T^2, as in the code. Teacher features are encoded once, from images without augmentation.
 [2] The prototype contrast, Eq. 8, is the cross-entropy of F T^T / 0.1 over the classes' unit texts, F unscaled. The
-    code repeats each text as often as there are features and leaves a feature's own out, which is the same up to a
+    code repeats each text once per feature and leaves out the text of the feature itself, which is the same up to a
     share of 1 / 100.
-[3] Only matched features are attracted by their texts: those of classes that some client of the round owns. The
-    contrast is the mean over these; the code divides by the number of all classes.
-The judged classifier is made from federated features, so the distillation acts through the encoder alone. With a
-frozen encoder only the contrast tells CLIP2FL from CReFF.
+[3] Only matched features are attracted by their texts: the features of classes that some client of the round owns. The
+    contrast is the mean over these features; the code divides by the number of all classes.
+The evaluated classifier is trained on federated features, so the distillation acts only through the encoder. With a
+frozen encoder, CLIP2FL differs from CReFF only in the contrast.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ class CLIP2FL(CReFF):
         if not self.contrast and not any(parameter.requires_grad for parameter in model.encoder.parameters()):
             raise ConfigError(
                 "method.kd: the distillation acts on the training of the encoder, which has no trained parameters "
-                f"({self.kd:g}). Set trainable to norm, last:N or lora:R, or choose method=creff.",
+                f"({self.kd:g}). Set trainable to norm, last:N or lora:R, or use method=creff.",
                 code="config.conflict",
                 key="method.kd",
                 value=self.kd,
@@ -96,8 +96,8 @@ class CLIP2FL(CReFF):
         if self.contrast and model.dim != teacher.dim:
             raise ConfigError(
                 f"model: method.contrast compares features of {config.model} (d = {model.dim}) with texts of "
-                f"method.teacher = {teacher.name} (d = {teacher.dim}). Set method.contrast=0. With "
-                "CLIP's ViT-B-32, model=resnet8_proj, cnn_proj or resnet50_proj fits, too.",
+                f"method.teacher = {teacher.name} (d = {teacher.dim}). Set method.contrast=0. CLIP's ViT-B-32 "
+                "also fits model=resnet8_proj, cnn_proj or resnet50_proj.",
                 code="model.wrong-width",
                 key="model",
                 value=config.model,

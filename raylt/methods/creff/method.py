@@ -1,13 +1,13 @@
 """CReFF: FedAvg with a classifier re-trained on federated features that match the clients' gradients (Shang et al.,
 IJCAI 2022).
 
-Sections are the paper's. Departures from the text, and from the authors' code where the text is silent:
-[1] A class's gradient is over all of a client's samples of it, not augmented. The code takes ten draws of at most 32,
-    with an augmentation of its own. The gradients are of the classifier re-trained last, as in the code.
-[2] A class that no client has owned so far takes no part in re-training: its features are still noise.
+Sections are the paper's. Departures from the text, and from the authors' code for details that the text does not state:
+[1] A class's gradient is over all of a client's samples of the class, without augmentation. The code takes ten draws of
+    at most 32, with its own augmentation. The gradients are of the last re-trained classifier, as in the code.
+[2] A class that no client of any round so far owns is not used in re-training, because its features are still noise.
 [3] The sum of the clients' gradients of a class replaces their mean. Features are matched by cosines, which the code
     damps by 1e-6 in the denominator.
-Training continues from the averaged classifier: except for the judged model, this is FedAvg to the bit.
+Training continues from the averaged classifier. Except for the evaluated model, this equals FedAvg bit by bit.
 """
 
 from collections.abc import Callable
@@ -93,8 +93,9 @@ class CReFF(Method):
         Directions are compared row by row. Return the mean cosine [3].
 
         Args:
-            gradients: sums of the clients' gradients by class, [C, d + 1] each.
-            penalty: scalar of the matched features [K, m, d], minimised with the distance.
+            server: The server.
+            gradients: Sums of the clients' gradients by class, [C, d + 1] each.
+            penalty: Function of the matched features [K, m, d] that returns a scalar to add to the distance.
         """
         h = server.state["features"]
         device = server.device

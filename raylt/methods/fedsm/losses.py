@@ -12,15 +12,13 @@ from raylt.models.clip import open_teacher
 
 
 def hint(z: Tensor, u: Tensor) -> Tensor:
-    """Return the distillation loss 1/2 ||z - u||^2 of FitNets, averaged over a batch, a scalar.
+    """Return the distillation loss 1/2 ||z - u||^2 of FitNets (Romero et al., ICLR 2015, Eq. 3), a batch mean.
 
-    Source: Romero et al., ICLR 2015, Eq. 3.
-
-    A mean over the dimensions would have 1/d of the gradient, which is negligible next to the cross-entropy's.
+    A mean over the dimensions would have 1/d of the gradient, which is negligible compared with the cross-entropy's.
 
     Args:
-        z: the student's features, [B, d].
-        u: the teacher's features, [B, d].
+        z: The student's features, [B, d].
+        u: The teacher's features, [B, d].
     """
     return 0.5 * (z.float() - u).square().sum(1).mean()
 
@@ -31,11 +29,11 @@ def margin_softmax(u: Tensor, y: Tensor, text: Tensor, margin: float, scale: flo
     It lowers the true class's logit by s m (1 - cos(t_y, t_j)) more than that of class j.
 
     Args:
-        u: unit image features, [B, d].
-        y: labels, int64 [B].
-        text: unit text features T, [C, d].
-        margin: the margin m.
-        scale: the scale s.
+        u: Unit image features, [B, d].
+        y: Labels, int64 [B].
+        text: Unit text features T, [C, d].
+        margin: The margin m.
+        scale: The scale s.
     """
     return F.cross_entropy(scale * (u - margin * text[y]) @ text.T, y)
 
@@ -43,26 +41,26 @@ def margin_softmax(u: Tensor, y: Tensor, text: Tensor, margin: float, scale: flo
 def projection_of(client: Client, teacher: str) -> Tensor:
     """Return the client's copy of the projection [w, d] of the teacher's image tower, on the client's device.
 
-    It is the teacher's own projection where the client has trained none.
+    If the client has not trained a projection, it is the teacher's.
     """
     matrix = client.state.get("projection")
     if matrix is None:
         matrix = open_teacher(teacher).projection(client.device)
-        assert matrix is not None, "Teacher.check refuses those without one"
+        assert matrix is not None, "Teacher.check rejects teachers without a projection"
     return matrix.to(client.device)
 
 
 class Projection:
     """Trainable projection [w, d] of an image tower: one AdamW step on the Margin Metric Softmax loss per batch.
 
-    Weight decay is 0.1, as in CLIPood. It starts as the teacher's. Between rounds it is private to the client, in
-    `client.state["projection"]`.
+    Weight decay is 0.1, as in CLIPood. The projection starts as the teacher's. Between rounds it is private to the
+    client, in `client.state["projection"]`.
 
     Args:
-        client: the client that trains it.
-        teacher: name of the teacher.
-        lr: learning rate of AdamW.
-        unit: return features of length 1.
+        client: The client that trains it.
+        teacher: Name of the teacher.
+        lr: Learning rate of AdamW.
+        unit: Whether to return features of length 1.
     """
 
     def __init__(self, client: Client, teacher: str, lr: float, unit: bool):
@@ -75,7 +73,8 @@ class Projection:
         """Train the projection by one step; return the projected features [B, d] from before the step.
 
         Args:
-            h: features of the image tower, [B, w]. The others are as for `margin_softmax`.
+            h: Features of the image tower, [B, w].
+            y, text, margin, scale: As for `margin_softmax`.
         """
         with torch.autocast(h.device.type, enabled=False):
             raw = h.float() @ self.matrix
@@ -83,5 +82,5 @@ class Projection:
             self._optimiser.zero_grad()
             margin_softmax(u, y, text, margin, scale).backward()
             self._optimiser.step()
-        self._client.state["projection"] = self.matrix.detach()  # a value until the next step
+        self._client.state["projection"] = self.matrix.detach()  # the next step changes it in place
         return (u if self._unit else raw).detach()

@@ -5,30 +5,30 @@ This is not the personalised FedSM for medical images. Equation numbers are the 
 each marked at its line:
 [1] q of Eq. 1 is scaled by 100, CLIP's own logit scale, and the KL term has temperature 3 and the factor T^2, as in the
     authors' code: a softmax over bare cosines is nearly uniform.
-[2] Teacher features do not depend on augmentation, so they are encoded once; they stay at the client in half precision.
-[3] Prototypes are those of the global encoder at the start of the round, over all clients. The paper calls g of Eq. 3
-    local, but most clients that it sums over train nothing in a round, and features of several encoders have no common
-    mean. With `encoders=trained` each of the round's clients computes its own under the encoder that it has trained.
+[2] Teacher features do not depend on augmentation, so they are encoded once and kept at the client in half precision.
+[3] Prototypes are computed by the global encoder at the start of the round, over all clients. The paper calls g of
+    Eq. 3 local, but most clients in its sum do not train in a round, and features of several encoders have no common
+    mean. With `encoders=trained` each of the round's clients computes them with the encoder that it has trained.
 [4] alpha of Eq. 5 is clipped at 0 and sums to 1 over the classes that a client owns. A class's similarity with itself
-    is the mean of its row, itself among them (code). L1 and L2 become 1 / (1 + distance). Texts have length 1 before
-    any similarity, as in the code that FedSM's is built on, so `dot` is `cosine`. With `texts=raw` they keep the
+    is the mean of its row, including itself (code). L1 and L2 become 1 / (1 + distance). Texts have length 1 before
+    any similarity, as in the code on which FedSM's is based, so `dot` is `cosine`. With `texts=raw` they keep the
     teacher's lengths, on which all but the cosine depend: with L1 a class then draws itself in half of all cases.
     III-D.2 says that a client "ranks its available categories": `partner=ranked` draws by ranks, not by similarities.
-[5] A class without a prototype, because no client that replied holds it, gets no pseudo-features.
+[5] A class without a prototype, because no client that replied owns it, gets no pseudo-features.
 [6] Fine-tuning (IV-C.2): each client trains its own copy of the teacher's projection, or of its image encoder [10],
-    and keeps it; the paper does not say who does. Rate and margin are CLIPood's. "MSE" is half the sum of squares, as
-    in FitNets, the paper's reference for it; its weight is ours.
+    and keeps it; the paper does not say who trains it. Learning rate and margin are CLIPood's. "MSE" is half the sum of
+    squares, as in FitNets, the paper's reference for it; its weight is ours.
 [7] Underscores in class names become spaces.
 [8] `partner=inverted` is our control: it undoes the effect of relevance. `partner=deterministic` leaves out the class
-    itself. `partner=random unit=sample` draws samples, so frequent classes more often: "w/o SR" of the code that
-    FedSM's is built on.
-[9] Table V's "lambda = X" is read as a constant here. The code that FedSM's is built on sweeps the lower end of
+    itself. `partner=random unit=sample` draws samples, so frequent classes are drawn more often: "w/o SR" of the code
+    on which FedSM's is based.
+[9] Table V's "lambda = X" is read as a constant here. The code on which FedSM's is based sweeps the lower end of
     U(X, 0.95) over the same grid: `lam_low=X lam_high=0.95`.
 [10] Table IV's baseline is FedSM itself, with a teacher that is not fine-tuned. The paper trains the image encoder:
-    `teacher_trains=encoder`. By default the projection alone is trained, whose inputs are encoded once.
-`preset=official` takes the settings of the authors' code (`OFFICIAL`): new classifiers are trained after averaging and
-judged, but never fed back. Fields given next to it win. Not taken: prototypes under BatchNorm's batch statistics,
-lambdas of two decimals, classifiers weighted by other clients' sizes, and the report of the best test accuracy.
+    `teacher_trains=encoder`. By default only the projection is trained, whose inputs are encoded once.
+`preset=official` uses the settings of the authors' code (`OFFICIAL`): new classifiers are trained after averaging and
+evaluated, but not used in later rounds. Other given fields override it. It leaves out prototypes with BatchNorm's batch
+statistics, lambdas of two decimals, classifiers weighted by other clients' sizes, and reporting the best test accuracy.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,7 +69,7 @@ from raylt.recordability import not_recordable
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
-# 91 rounds: the code's option is 90, and its comparison adds one
+# 91 rounds: the code's option is 90, and its comparison adds one.
 OFFICIAL: dict[str, Any] = {
     "retrain": "after",
     "norm": "l2",
@@ -115,7 +115,7 @@ class FedSM(Method):
     }
 
     preset: Literal["paper", "official"] = hp(
-        "paper", Choice("paper", "official"), "preset fields; official: as the authors' code"
+        "paper", Choice("paper", "official"), "preset fields; official: as in the authors' code"
     )
     teacher: str = hp(
         "ViT-B-32/openai",
@@ -138,15 +138,15 @@ class FedSM(Method):
     partner: Partner = hp(  # [8]
         "probabilistic",
         Choice("probabilistic", "ranked", "deterministic", "random", "inverted"),
-        "draw of v in Eq. 4, Table III; ranked: by the rank of its relevance; inverted: least similar drawn most, "
+        "draw of v in Eq. 4, Table III; ranked: by the rank of its relevance; inverted: the least similar most often, "
         "a control",
     )
     unit: Unit = hp(
         "class", Choice("class", "sample"), "units that alpha weights: classes, or samples by their class (code)"
     )
     # [9]
-    lam_low: float = hp(0.65, Uniform(0.2, 0.8), "smallest lambda, Eq. 4, Table V", ge=0, le=1)
-    lam_high: float = hp(0.9, Uniform(0.8, 1.0), "largest lambda, Eq. 4, Table V", ge=0, le=1)
+    lam_low: float = hp(0.65, Uniform(0.2, 0.8), "minimum of lambda, Eq. 4, Table V", ge=0, le=1)
+    lam_high: float = hp(0.9, Uniform(0.8, 1.0), "maximum of lambda, Eq. 4, Table V", ge=0, le=1)
     size: int = hp(100, Choice(50, 100, 150, 200), "S, pseudo-features per class, Eq. 6, Fig. 5", ge=1)
     norm: Literal["none", "l2"] = hp(
         "none", Choice("none", "l2"), "normalisation of the features and prototypes before mixing"
@@ -160,7 +160,7 @@ class FedSM(Method):
     encoders: Literal["global", "trained"] = hp(
         "global",
         Choice("global", "trained"),
-        "encoders behind the prototypes of Eq. 3: the global one, over all clients, or those that the round's "
+        "encoders of the prototypes of Eq. 3: the global one, over all clients, or the encoders that the round's "
         "clients have trained",
     )
     retrain_rounds: int = hp(
@@ -173,7 +173,7 @@ class FedSM(Method):
     teacher_trains: TrainedPart = hp(
         "projection",
         Choice("projection", "encoder"),
-        "part of the teacher's image tower that fine-tuning trains: the projection, or all of it, IV-C.2",
+        "part of the teacher's image tower that fine-tuning trains: the projection, or the whole tower, IV-C.2",
     )
     squares: float = hp(1.0, LogUniform(0.1, 10), "weight of 1/2 ||z - u||^2 in fine-tuning; not stated", ge=0)
     target: Literal["unit", "raw"] = hp("unit", Choice("unit", "raw"), "length of u in fine-tuning: 1, or unchanged")
@@ -200,7 +200,7 @@ class FedSM(Method):
 
     @property
     def trains_projection(self) -> bool:
-        """Return whether fine-tuning trains the projection alone, so that the tower encodes each image only once."""
+        """Return whether fine-tuning trains only the projection, so that the tower encodes each image only once."""
         return self.finetune and self.teacher_trains == "projection"
 
     @property
@@ -224,7 +224,7 @@ class FedSM(Method):
         if self.teacher == "none" and (self.finetune or related):
             field = "method.finetune=true" if self.finetune else f"method.partner={self.partner}"
             raise ConfigError(
-                f"method.teacher: {field} needs a teacher (none). Name one, such as ViT-B-32/openai.",
+                f"method.teacher: {field} needs a teacher (none). Give one, such as ViT-B-32/openai.",
                 code="config.conflict",
                 key="method.teacher",
                 value="none",
@@ -278,7 +278,7 @@ class FedSM(Method):
         if self.finetune:
             tuned = self.tuned_teacher(client, text)
 
-            @not_recordable  # each call steps the optimiser of the teacher
+            @not_recordable  # each call takes a step of the teacher's optimiser
             def terms(batch: Batch) -> dict[str, Tensor]:
                 u = tuned(batch)
                 z = model.encoder(batch.x)
@@ -305,7 +305,8 @@ class FedSM(Method):
         The function returns the teacher's features [B, d] from before the step.
 
         Args:
-            text: unit text features, [C, d].
+            client: The client.
+            text: Unit text features, [C, d].
         """
         unit = self.target == "unit"
         if self.teacher_trains == "encoder":
@@ -316,7 +317,7 @@ class FedSM(Method):
         return lambda batch: projection.step(e[batch.rows], batch.y, text, self.margin, self.scale)
 
     def learn(self, client: Client, message: Message) -> Tree:
-        """Train the received model; return the training figures for the reply."""
+        """Train the received model; return the training metrics for the reply."""
         parts = train_model(self, client, message)
         if self.trains_projection:
             h = encoded(client, self.teacher, False)
@@ -332,15 +333,12 @@ class FedSM(Method):
         return client.reply(**self.learn(client, message), model=self.shared(client.model))
 
     def prototypes(self, client: Client, message: Message) -> Reply:
-        """Report the feature sum and the sample count of each class of the client, Eq. 3.
-
-        They are n_c^k f_c^k and n_c^k.
-        """
+        """Report the feature sum n_c^k f_c^k and the sample count n_c^k of each class of the client, Eq. 3."""
         client.receive(message["encoder"])
         return client.reply(classes=self.means(client))
 
     def of_classes(self, server: Server) -> Reduction:
-        """Return the reduction that adds up the clients' feature sums class by class.
+        """Return the reduction that adds up the clients' feature sums by class.
 
         A client sends only the sums of its own classes.
         """
@@ -445,7 +443,7 @@ class FedSM(Method):
     def round(self, server: Server, fleet: Fleet) -> None:
         """Run one round of Algorithm 1.
 
-        In the last rounds prototypes are computed first, or between training and re-training [3]; with `retrain=after`
+        In the last rounds, prototypes are computed first, or between training and re-training [3]. With `retrain=after`
         they are computed last.
         """
         text = server.state.get("text")
@@ -497,7 +495,7 @@ class FedSM(Method):
         got = fleet.ask(self.prototypes, fleet.everyone, encoder(server.model), classes=self.of_classes(server))
         return pooled_means(got["classes"], server.model.classes)
 
-    # what is judged
+    # evaluated models
 
     def global_model(self, server: Server) -> SplitModel:
         if "classifier" not in server.state:
@@ -512,4 +510,4 @@ def encoder(model: SplitModel) -> Message:
 
 def answers_fault(teacher: Tree) -> str | None:
     """Return a message if the teacher's correct predictions at a client outnumber the samples, otherwise None."""
-    return "is right on more samples than there are" if (teacher["right"] > teacher["n"]).any() else None
+    return "has more correct predictions than samples" if (teacher["right"] > teacher["n"]).any() else None

@@ -14,14 +14,14 @@ Unit = Literal["class", "sample"]
 def relevance(text: Tensor, similarity: Similarity, temperature: float | None = None, inverted: bool = False) -> Tensor:
     """Return the relevance of class j's features for class i, a matrix alpha [C, C] of float32 >= 0, Eq. 5 of FedSM.
 
-    The similarity of a class with itself would dominate: it is replaced by the mean of its row, itself among them.
+    The similarity of a class with itself would dominate, so it is replaced by the mean of its row, including itself.
 
     Args:
-        text: text features, [C, d].
-        similarity: cosine; or, of the vectors as they are, the dot product or 1 / (1 + distance).
-        temperature: temperature of the softmax over each row, the optional non-linearity; None for none.
-        inverted: mirror each row of similarities between its smallest and its largest, so that the class least similar
-            to class i becomes the most relevant, with equally unequal weights: a control.
+        text: Text features, [C, d].
+        similarity: Cosine, or dot product or 1 / (1 + distance) of the vectors without normalisation.
+        temperature: Temperature of the softmax over each row, the optional non-linearity; None for none.
+        inverted: Whether to mirror each row between its minimum and its maximum, as a control. The class least similar
+            to class i becomes the most relevant, and the weights are equally unequal.
     """
     if similarity == "cosine":
         unit = F.normalize(text, dim=1)
@@ -42,7 +42,7 @@ def total_variation(alpha: Tensor) -> float:
     It lies in [0, 1 - 1/C]; rows without any weight count as uniform.
 
     Args:
-        alpha: from `relevance`, [C, C].
+        alpha: Relevance from `relevance`, [C, C].
     """
     total = alpha.sum(1, keepdim=True)
     distribution = torch.where(total > 0, alpha / total, 1 / alpha.shape[1])
@@ -52,7 +52,7 @@ def total_variation(alpha: Tensor) -> float:
 def ranks(weights: Tensor) -> Tensor:
     """Return the rank of each weight within its row, [P, O]. The smallest weight has rank 1.
 
-    Equal weights share the mean of their ranks.
+    Equal weights get the mean of their ranks.
     """
     ascending = weights.sort(1).values
     below = torch.searchsorted(ascending, weights)
@@ -68,15 +68,16 @@ def draw_partners(
     All tensors are on the CPU.
 
     Args:
-        alpha: from `relevance`, [C, C]. A row without weight on any class of `y` counts as uniform.
-        classes: classes that have a prototype, int64 [P].
-        y: labels of the samples, int64 [n].
-        size: draws per class.
-        partner: classes drawn with probability alpha (probabilistic, inverted), or in proportion to the rank of their
-            alpha among the classes of `y` (ranked), the most relevant class other than the class itself
-            (deterministic), or any class (random).
-        unit: "class": draw a class, then one of its samples, with replacement. "sample": draw a sample, weighted by its
-            class, without replacement where there are enough, as FedSM's code does.
+        alpha: Relevance from `relevance`, [C, C]. A row without weight on any class of `y` counts as uniform.
+        classes: Classes that have a prototype, int64 [P].
+        y: Labels of the samples, int64 [n].
+        size: Number of draws per class.
+        partner: How classes are drawn: with probability alpha (probabilistic, inverted), in proportion to the rank of
+            their alpha among the classes of `y` (ranked), always the most relevant class other than the class itself
+            (deterministic), or uniformly (random).
+        unit: "class" draws a class, then one of its samples, with replacement. "sample" draws a sample, weighted by its
+            class, without replacement if there are enough, as in FedSM's code.
+        generator: Generator of the draws.
     """
     owned, of_sample, counts = y.unique(return_inverse=True, return_counts=True)  # [O], [n], [O]
     weights = alpha[classes][:, owned].double()  # [P, O]
@@ -87,7 +88,7 @@ def draw_partners(
         weights = ranks(weights)
     if partner == "deterministic":
         itself = classes[:, None] == owned
-        best = weights.masked_fill(itself, -1).argmax(1)  # itself only where there is no other class
+        best = weights.masked_fill(itself, -1).argmax(1)  # the class itself only if there is no other class
         weights = F.one_hot(best, len(owned)).double()
     if unit == "sample":
         weights = weights[:, of_sample]  # [P, n]
@@ -108,8 +109,8 @@ def mix_features(z: Tensor, prototypes: Tensor, lam: Tensor) -> Tensor:
     """Mix features with prototypes: (1 - lam) z + lam Z_c, Eq. 4 of FedSM.
 
     Args:
-        z: local features, [P, S, d].
-        prototypes: Z_c, [P, d].
-        lam: shares of the prototypes, [P, S].
+        z: Local features, [P, S, d].
+        prototypes: Prototypes Z_c, [P, d].
+        lam: Shares of the prototypes, [P, S].
     """
     return (1 - lam)[..., None] * z + lam[..., None] * prototypes[:, None]

@@ -1,4 +1,4 @@
-"""Diagnostic figures for the components of FedSM. They do not affect training."""
+"""Diagnostic metrics for the components of FedSM. They do not affect training."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from raylt.tree import Tree
 
 
 def answers(client: Client, logits: Tensor) -> Tree:
-    """Count a client's images per class (`n`) and those that the teacher classifies correctly (`right`), int64 [C].
+    """Count a client's images (`n`) and the teacher's correct predictions (`right`) per class, int64 [C].
 
     Args:
-        client: the client.
-        logits: logits of the teacher, [n, C].
+        client: The client.
+        logits: Logits of the teacher, [n, C].
     """
     y, classes = client.samples.y, client.model.classes
     return {
@@ -31,9 +31,9 @@ def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str
     Classes without a sample and groups without a class are left out.
 
     Args:
-        n: sum of the `n` of `answers`, int64 [C].
-        right: sum of the `right` of `answers`, int64 [C].
-        thresholds: samples per class that divide the groups, as for `shot_groups`.
+        n: Sum of `n` from `answers` over all clients, int64 [C].
+        right: Sum of `right` from `answers` over all clients, int64 [C].
+        thresholds: Numbers of samples per class that divide the groups, as for `shot_groups`.
     """
     present = n > 0
     accuracy = right[present] / n[present]
@@ -45,13 +45,13 @@ def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str
 
 
 def first_rows(client: Client) -> Tensor:
-    """Return the positions int64 [B] of one batch of a client's samples, its first ones."""
+    """Return the indices, int64 [B], of a client's first samples, as many as in a batch."""
     return torch.arange(min(len(client), client.config.local.batch), device=client.device)
 
 
 @torch.no_grad()
 def some_features(client: Client) -> tuple[Tensor, Tensor]:
-    """Return the features [B, d] and labels [B] of one batch, the client's first images without augmentation."""
+    """Return the features [B, d] and labels [B] of a client's first batch of images, without augmentation."""
     batch = client.samples.batch(first_rows(client))
     with autocast(client):
         return client.model.encoder.eval()(batch.x).float(), batch.y
@@ -61,8 +61,8 @@ def towards(client: Client, teacher: Tensor) -> float:
     """Return the mean cosine between the student's and the teacher's features of the client's first images.
 
     Args:
-        client: the client.
-        teacher: features of the client's images, [n, d], or of its first ones, [B, d].
+        client: The client.
+        teacher: Teacher's features of the client's images, [n, d], or of its first images, [B, d].
     """
     z, _ = some_features(client)
     return F.cosine_similarity(z, teacher[: len(z)], dim=1).mean().item()
@@ -71,14 +71,14 @@ def towards(client: Client, teacher: Tensor) -> float:
 def drift(before: Tensor, after: Tensor, y: Tensor, prototypes: Tensor) -> float:
     """Return how far training moved class means, relative to the mean distance between two prototypes.
 
-    It shows the distance of an encoder from that of the prototypes with which its features are mixed. It is 0 with
-    fewer than two prototypes.
+    It shows how much a trained encoder differs from the encoder of the prototypes with which its features are mixed. It
+    is 0 with fewer than two prototypes.
 
     Args:
-        before: features under the encoder of the prototypes, [B, d].
-        after: features under the trained encoder, [B, d].
-        y: labels, int64 [B].
-        prototypes: [P, d].
+        before: Features from the encoder of the prototypes, [B, d].
+        after: Features from the trained encoder, [B, d].
+        y: Labels, int64 [B].
+        prototypes: The prototypes, [P, d].
     """
     if len(prototypes) < 2:
         return 0.0

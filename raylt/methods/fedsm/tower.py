@@ -16,15 +16,15 @@ class ImageTower:
     statistics do not change. Between rounds its parameters are private to the client, in `client.state["tower"]`.
 
     Args:
-        client: the client that trains it.
-        teacher: name of the teacher, a model of open_clip.
-        lr: learning rate of AdamW.
-        unit: return features of length 1.
+        client: The client that trains it.
+        teacher: Name of the teacher, a model of open_clip.
+        lr: Learning rate of AdamW.
+        unit: Whether to return features of length 1.
     """
 
     def __init__(self, client: Client, teacher: str, lr: float, unit: bool):
         source = open_teacher(teacher)
-        assert isinstance(source, OpenClip), "Teacher.check refuses files of features"
+        assert isinstance(source, OpenClip), "Teacher.check rejects files of features"
         self._source = source
         self._encoder = source.image_encoder(client.device)
         with torch.no_grad():
@@ -38,7 +38,7 @@ class ImageTower:
         """Return the features [B, d] of some of the client's images, without augmentation.
 
         Args:
-            rows: positions of the images among the client's samples, int64 [B].
+            rows: Indices of the images among the client's samples, int64 [B].
         """
         images = self._source.preprocessed(self._client.samples.x[rows])
         with torch.autocast(images.device.type, enabled=False):
@@ -49,7 +49,8 @@ class ImageTower:
         """Train the tower by one step; return the features [B, d] from before the step.
 
         Args:
-            rows: as for `features`. The others are as for `margin_softmax`.
+            rows: As for `features`.
+            y, text, margin, scale: As for `margin_softmax`.
         """
         raw = self.features(rows)
         u = F.normalize(raw, dim=1)
@@ -57,6 +58,6 @@ class ImageTower:
         with torch.autocast(u.device.type, enabled=False):
             margin_softmax(u, y, text, margin, scale).backward()
         self._optimiser.step()
-        # values until the next step
+        # the next step changes these tensors in place
         self._client.state["tower"] = {name: value.detach() for name, value in self._encoder.named_parameters()}
         return (u if self._unit else raw).detach()

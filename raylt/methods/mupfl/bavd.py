@@ -22,19 +22,19 @@ Stages = Sequence[str] | Literal["last", "all"]
 class BAVD(nn.Module):
     """Dropout layer that, in training mode, zeroes activations where its map M is below the mean of M.
 
-    M follows the activations and the change of the loss: after each training step `learn` takes that step's loss. It
-    stays on the activations' device and no code waits for it. M is not an entry of the model: it belongs to one
-    client's training, which calls `reset` before it starts.
+    M follows the activations and the change of the loss: after each training step, `learn` receives the loss of that
+    step. M stays on the activations' device without synchronisation. It is not an entry of the model, because it
+    belongs to the training of one client, which calls `reset` before it starts.
 
     Args:
         shape: C, H and W of the activations.
-        kind: dimensions of M. chw: the mean over the batch, mask [1, C, H, W]. hw: the mean over batch and channels,
-            mask [1, 1, H, W]. bchw: each place of the batch by itself; a batch of another size than the first passes
-            unchanged.
-        sign: sign of psi: +1 is l(t) - l(t - 1) as in Eq. 6, -1 makes it positive where a step lowered the loss.
-        threshold: the mean that M is compared with: of each channel by itself, or over the whole map.
-        keeps: also zero, in evaluation mode, the places that `keep` fixed. The mask is then an entry of the model,
-            "mask", bool [1, C or 1, H, W].
+        kind: Dimensions of M. chw: the mean over the batch, mask [1, C, H, W]. hw: the mean over batch and channels,
+            mask [1, 1, H, W]. bchw: a separate value for each sample of the batch; a batch of another size than the
+            first passes unchanged.
+        sign: Sign of psi. +1 is l(t) - l(t - 1) as in Eq. 6; -1 makes psi positive if a step lowered the loss.
+        threshold: The mean with which M is compared: of each channel separately, or over the whole map.
+        keeps: Whether the layer also zeroes, in evaluation mode, the activations that `keep` has selected. The mask is
+            then an entry of the model, "mask", bool [1, C or 1, H, W].
     """
 
     mask: Tensor
@@ -54,7 +54,7 @@ class BAVD(nn.Module):
         if keeps:
             mask_shape = (1, 1 if kind == "hw" else channels, height, width)
             self.register_buffer("mask", torch.ones(mask_shape, dtype=torch.bool))
-        self._map = torch.empty(0)  # valid once the layer is not fresh
+        self._map = torch.empty(0)  # valid unless the layer is fresh
         self._loss = torch.empty(())
         self.reset()
 
@@ -71,9 +71,9 @@ class BAVD(nn.Module):
     def reset(self, map: Tensor | None = None, loss: Tensor | None = None) -> None:
         """Set the layer's map and loss to copies of the given tensors.
 
-        Without both tensors, the layer is as before its first batch.
+        Without both tensors, the layer is in the state before its first batch.
         """
-        self._fresh = map is None or loss is None  # the tensors are kept, because a recorded step uses them
+        self._fresh = map is None or loss is None  # keep the tensors' memory, because a recorded step uses it
         if map is not None and loss is not None:
             self._map = map.clone()
             self._loss = loss.clone()
@@ -92,10 +92,10 @@ class BAVD(nn.Module):
 
     def learn(self, loss: Tensor) -> None:
         """Update the map M with the loss (a scalar) of the batch just passed through the layer, Eq. 6."""
-        assert self._batch_map is not None, "no batch has passed"
+        assert self._batch_map is not None, "no batch has passed through the layer"
         loss = loss.detach().float()
         alike = self._map.shape == self._batch_map.shape and self._map.device == loss.device
-        # in place, because the steps between two resets are recorded
+        # in place, because the steps between two resets may be recorded as a CUDA graph
         if self._fresh and alike:
             self._map.copy_(self._batch_map)
             self._loss.copy_(loss)
@@ -134,7 +134,9 @@ class WithMaps:
     """Training objective that also updates the maps of the BAVD layers with each batch's loss.
 
     Args:
-        reset_each_epoch: reset the maps at the start of each epoch.
+        client: The client.
+        layers: The BAVD layers of its model.
+        reset_each_epoch: Whether to reset the maps at the start of each epoch.
     """
 
     def __init__(self, client: Client, layers: Sequence[BAVD], reset_each_epoch: bool):
@@ -168,12 +170,13 @@ def add_bavd(
     """Append a BAVD layer to the chosen stages of the encoder. Each stage must end with an activation.
 
     Args:
-        shape: height, width and channels of an image.
-        stages: names of the stages.
-        kind: as for `BAVD`, like the arguments after it.
+        model: The model.
+        shape: Height, width and channels of an image.
+        stages: Names of the stages.
+        kind, sign, threshold, keeps: As for `BAVD`.
 
     Raises:
-        ConfigError: The encoder has no such stage.
+        ConfigError: The encoder has no stage with one of the names.
     """
     named = stages_of(model, stages)
     shapes: dict[str, torch.Size] = {}
@@ -192,7 +195,13 @@ def add_bavd(
 def add_dropout(model: SplitModel, stages: Stages, rate: float) -> None:
     """Append plain dropout to the chosen stages of the encoder, for comparison with BAVD (3.3).
 
-    Arguments and errors are those of `add_bavd`.
+    Args:
+        model: The model.
+        stages: Names of the stages.
+        rate: Dropout rate.
+
+    Raises:
+        ConfigError: The encoder has no stage with one of the names.
     """
     for stage in stages_of(model, stages).values():
         stage.append(nn.Dropout(rate))
@@ -202,7 +211,7 @@ def stages_of(model: SplitModel, stages: Stages) -> dict[str, nn.Sequential]:
     """Return the encoder's stages that `stages` selects.
 
     Raises:
-        ConfigError: The encoder has no such stage.
+        ConfigError: The encoder has no stage with one of the names.
     """
     all_stages = {
         name: child
@@ -218,7 +227,7 @@ def stages_of(model: SplitModel, stages: Stages) -> dict[str, nn.Sequential]:
         raise ConfigError(
             f"method.bavd_layers: the model has no stage {', '.join(unknown) or 'at all'} ({stages!r}). "
             f"{layer_remedy(model.encoder, list(all_stages), 'Give last, all or some of')}"
-            f"{'' if all_stages else ' method.bavd=false with method.dropout=0 takes any model.'}",
+            f"{'' if all_stages else ' method.bavd=false with method.dropout=0 accepts any model.'}",
             code="model.lacks-layer",
             key="method.bavd_layers",
             value=stages,
@@ -233,7 +242,7 @@ def layers_of(model: nn.Module) -> list[BAVD]:
 
 
 def memory(layers: Sequence[BAVD]) -> Tree:
-    """Return copies of the layers' maps and losses, with which `recall` restores the layers."""
+    """Return copies of the layers' maps and losses, from which `recall` restores the layers."""
     return {str(i): {"map": copy_of(layer.map), "loss": copy_of(layer.loss)} for i, layer in enumerate(layers)}
 
 

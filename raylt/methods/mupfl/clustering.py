@@ -1,6 +1,6 @@
 """ACMU of MuPFL (3.4): client clusters, formed by the directions of the clients' updates.
 
-Similarities are cosines, and k-means runs with the number of clusters that fits best. Departures [n] are listed in
+Similarities are cosines, and k-means uses the number of clusters with the best silhouette. Departures [n] are listed in
 method.py.
 """
 
@@ -20,18 +20,19 @@ from raylt.machine import total_memory
 from raylt.models.split import StateDict
 from raylt.tree import RunningSum
 
-STARTS = 50  # random starts of k-means
-# participants up to which k-means starts from the best of all partitions; ten have at most 42,525 into one number of
-# clusters. Random starts missed the best one in 3 of 60 draws with eight participants, and in 4 of 30 with nine
-ENUMERATED = 10
+KMEANS_STARTS = 50  # Random starts of k-means.
+# With at most this many participants, k-means starts from the best of all partitions. Ten participants have at most
+# 42,525 partitions into a given number of clusters. Random starts missed the best one in 3 of 60 draws with eight
+# participants, and in 4 of 30 with nine.
+MAX_ENUMERATED = 10
 
 
 class Clustering(NamedTuple):
     """A partition of n clients into clusters.
 
     Attributes:
-        labels: cluster of each participant, numbered 0, 1, ... by first member.
-        silhouettes: mean silhouette for each number of clusters that was tried.
+        labels: Cluster of each participant, numbered 0, 1, ... by first member.
+        silhouettes: Mean silhouette for each number of clusters that was tried.
     """
 
     labels: list[int]
@@ -45,7 +46,10 @@ class Clustering(NamedTuple):
 def update_gram(updates: Sequence[StateDict], names: Iterable[str], block: int = 2**16) -> Tensor:
     """Return the inner products of n updates, restricted to the named entries, float64 [n, n].
 
-    They are summed over blocks of `block` numbers, so no more than n * block numbers are in memory next to the updates.
+    Args:
+        updates: The updates.
+        names: Names of the entries.
+        block: Number of values of each update that are processed together, which limits the memory to n * block values.
     """
     total = torch.zeros(len(updates), len(updates), dtype=torch.float64)
     for name in names:
@@ -59,7 +63,7 @@ def update_gram(updates: Sequence[StateDict], names: Iterable[str], block: int =
 def mean_update(updates: Iterable[StateDict]) -> StateDict:
     """Return the unweighted mean of updates, Eq. 14 of MuPFL.
 
-    Integer entries have no mean; the result has their largest value.
+    For integer entries, it is the maximum.
     """
     mean = RunningSum()
     for update in updates:
@@ -68,7 +72,7 @@ def mean_update(updates: Iterable[StateDict]) -> StateDict:
 
 
 def cosines(gram: Tensor) -> Tensor:
-    """Return the cosines [n, n] of vectors, given their inner products. A zero vector has cosine 0 with all others."""
+    """Return the cosines of vectors, given their inner products [n, n]. A zero vector has cosine 0 with all others."""
     norm = gram.diagonal().clamp(min=0).sqrt()
     zero = norm == 0
     unit = torch.where(zero, 1.0, norm)
@@ -79,10 +83,11 @@ def cosines(gram: Tensor) -> Tensor:
 def embed(similarity: Tensor) -> Tensor:
     """Return points [n, n] whose squared distances are 2 (1 - similarity).
 
-    They are the rows of U sqrt(Lambda), from the eigenvalues Lambda and eigenvectors U of the similarity.
+    They are the rows of U sqrt(Lambda), where Lambda and U are the eigenvalues and eigenvectors of the similarity.
 
     Args:
-        similarity: positive semi-definite with a diagonal of ones, as mixtures of cosine matrices are, float64 [n, n].
+        similarity: Positive semi-definite matrix with ones on the diagonal, such as a mixture of cosine matrices,
+            float64 [n, n].
     """
     values, vectors = torch.linalg.eigh(similarity)
     noise = len(values) * torch.finfo(values.dtype).eps * values.max()
@@ -92,21 +97,22 @@ def embed(similarity: Tensor) -> Tensor:
 def cluster(similarity: Tensor, kappas: Sequence[int], seed: int) -> Clustering:
     """Run k-means for each number of clusters and return the result with the largest silhouette, Eq. 9-13 of MuPFL.
 
-    The silhouette is over 1 - similarity; a participant alone in its cluster counts as 0. Of equal silhouettes the
-    smallest number wins. A number that k-means cannot reach, because participants coincide, is skipped.
+    The silhouette uses 1 - similarity as the distance; a participant alone in its cluster counts as 0. If silhouettes
+    are equal, the smallest number of clusters is used. A number that k-means cannot reach, because participants
+    coincide, is skipped.
 
     Args:
-        similarity: float64 [n, n].
-        kappas: numbers of clusters, each in 1..n, ascending. If none can be reached, all form one cluster.
-        seed: seed of k-means.
+        similarity: Similarity of the participants, float64 [n, n].
+        kappas: Numbers of clusters, each in 1..n, ascending. If none can be reached, all participants form one cluster.
+        seed: Seed of k-means.
     """
-    from sklearn.cluster import KMeans  # a second of imports
+    from sklearn.cluster import KMeans  # Not at the top, because the import takes a second.
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.metrics import silhouette_score
     from threadpoolctl import threadpool_limits
 
     n = len(similarity)
-    # rounded, so that equal participants give equal points
+    # round, so that equal participants have equal points
     points = embed(similarity).round(decimals=12).numpy()
     distance = (1 - similarity).clamp(min=0).numpy()
     labels_by_kappa: dict[int, list[int]] = {}
@@ -114,8 +120,8 @@ def cluster(similarity: Tensor, kappas: Sequence[int], seed: int) -> Clustering:
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct points than clusters
         for kappa in kappas:
-            start: dict[str, Any] = {"n_init": STARTS, "random_state": seed % 2**32}
-            if n <= ENUMERATED:
+            start: dict[str, Any] = {"n_init": KMEANS_STARTS, "random_state": seed % 2**32}
+            if n <= MAX_ENUMERATED:
                 start = {"n_init": 1, "init": _best_centres(points, kappa)}
             means = KMeans(kappa, **start)
             labels = means.fit_predict(points)
@@ -125,18 +131,18 @@ def cluster(similarity: Tensor, kappas: Sequence[int], seed: int) -> Clustering:
                 silhouettes[kappa] = float(silhouette_score(distance, labels, metric="precomputed")) if defined else 0.0
     if not labels_by_kappa:
         return Clustering([0] * n, {})
-    # rounded: the last bit must not distinguish equal dissimilarities
+    # round, so that equal silhouettes do not differ in the last bit
     best = labels_by_kappa[max(labels_by_kappa, key=lambda kappa: (round(silhouettes[kappa], 9), -kappa))]
     order = {label: number for number, label in enumerate(dict.fromkeys(best))}
     return Clustering([order[label] for label in best], silhouettes)
 
 
 def _best_centres(points: np.ndarray, kappa: int) -> np.ndarray:
-    """Return the centres [kappa, d] of the partition of points [n, d] whose sum of squares is smallest."""
+    """Return the centres [kappa, d] of the partition of points [n, d] with the smallest sum of squares."""
     labels = _partitions(len(points), kappa)
     members = (labels[:, None, :] == np.arange(kappa)[None, :, None]).astype(np.float64)
     sizes = members.sum(2)
-    # a cluster lowers the sum of squares by the squared norm of its sum over its size
+    # each cluster reduces the sum of squares by |sum of its points|^2 / size
     lowered = (members @ (points @ points.T) * members).sum(2) / sizes
     best = lowered.sum(1).argmax()
     return members[best] @ points / sizes[best][:, None]
@@ -147,30 +153,33 @@ def _partitions(n: int, kappa: int) -> np.ndarray:
     """Return all partitions of n participants into kappa clusters, as labels 0..kappa - 1, int8 [partitions, n]."""
     grown: list[tuple[int, ...]] = [()]
     for _ in range(n):
-        # a participant joins a cluster or opens the next, so no partition is listed twice
+        # a participant joins a cluster or opens the next one, so no partition is listed twice
         grown = [(*labels, label) for labels in grown for label in range(min(max(labels, default=-1) + 2, kappa))]
     return np.array([labels for labels in grown if max(labels) == kappa - 1], np.int8)
 
 
-KEPT_ROUNDS = 5  # rounds whose similarities stay in the server's state, for `raylt plot clusters`
+KEPT_ROUNDS = 5  # Number of rounds whose similarities stay in the server's state, for `raylt plot clusters`.
 
 
 def check_last_updates(clients: int, size: int) -> None:
-    """Raise ConfigError if the last updates of all clients would exceed half of this machine's memory.
+    """Check that the last updates of all clients fit into half of this machine's memory.
 
     The other half is for the model, the data and the replies of a round.
 
     Args:
-        clients: number of clients with samples.
-        size: bytes of one client's update and map.
+        clients: Number of clients with samples.
+        size: Size of one client's update and map in bytes.
+
+    Raises:
+        ConfigError: The updates are too large.
     """
     room = total_memory() // 2
     if clients * size <= room:
         return
     raise ConfigError(
         f"method.clustered: all keeps the last updates of {clients:,} clients in memory, which take "
-        f"{clients * size / 2**30:,.1f} GiB, and half of this machine's memory is {room / 2**30:,.1f} GiB (all). Set "
-        "method.clustered=participants, or take a smaller model or fewer clients.",
+        f"{clients * size / 2**30:,.1f} GiB, but half of this machine's memory is {room / 2**30:,.1f} GiB (all). Set "
+        "method.clustered=participants, or use a smaller model or fewer clients.",
         code="config.out-of-range",
         key="method.clustered",
         value="all",
@@ -185,8 +194,13 @@ def last_of_all(
 ) -> tuple[dict[int, StateDict], dict[int, Tensor]]:
     """Return the latest update and map of every client that has taken part, by ascending id [14].
 
-    They are those of this round and, for other clients, those in the server's state, which keeps them all. The mean of
-    a cluster, Eq. 14, needs the whole updates, so projections would not be enough.
+    They come from this round or, for other clients, from the server's state, which keeps the latest of all clients. The
+    mean of a cluster, Eq. 14, needs full updates, so projections of them would not be enough.
+
+    Args:
+        server: The server.
+        updates: Updates of this round, by client id.
+        maps: Maps of this round, by client id.
     """
     last = server.state.get("last_updates", {}) | {
         str(id): {"update": tree.snapshot(update)} | ({"map": maps[id]} if id in maps else {})
@@ -213,11 +227,12 @@ def form_clusters(
     The server's state keeps the similarities of KEPT_ROUNDS rounds.
 
     Args:
-        updates: the trained model less the start of the training, by client id, ascending, Eq. 7.
-        maps: with BAVD, the map M of each of these clients, float32 [size]; else empty.
-        alpha: share of updates, not maps, in Eq. 8.
-        kappa: fixed number of clusters. None: the best of 2 to `kappa_max`, Eq. 13.
-        kappa_max: largest number of clusters to try.
+        server: The server.
+        updates: Trained model minus the start of the training, by ascending client id, Eq. 7.
+        maps: With BAVD, the map M of each of these clients, float32 [size]; otherwise empty.
+        alpha: Share of updates, not maps, in Eq. 8.
+        kappa: Fixed number of clusters; None for the best of 2 to `kappa_max`, Eq. 13.
+        kappa_max: Maximum number of clusters to try.
     """
     names = [name for name, p in server.model.named_parameters() if p.requires_grad]
     similarity = cosines(update_gram(list(updates.values()), names))

@@ -3,37 +3,40 @@ Multi-level Personalized Federated Learning on Heterogeneous and Long-Tailed Dat
 
 Equation, section and algorithm numbers are the paper's. u is the encoder and v the classifier, as in 3.2; Eq. 21 swaps
 them. Departures from the text, each marked at its line:
-[1] BAVD's mask needs the loss of a step that it is part of: the map of the step before decides, the loss follows.
-[2] psi is positive where a step lowered the loss, as the text has it. `bavd_psi=equation` is Eq. 6 to the letter, which
-    keeps the lowest activations once the loss has fallen by more than 1.
-[3] M is over channels and places, its mean over the batch: a map over samples, as Eq. 6 indexes it, mixes samples.
+[1] BAVD's mask would need the loss of the step in which it is used: the map of the previous step decides, and the loss
+    follows.
+[2] psi is positive if a step lowered the loss, as in the text. `bavd_psi=equation` is Eq. 6 literally, which keeps the
+    lowest activations once the loss has fallen by more than 1.
+[3] M is over channels and positions, and its mean is over the batch: a map over samples, as indexed in Eq. 6, mixes
+    samples.
 [4] Eq. 8 is a similarity. 1 - Eq. 8 is the dissimilarity of Eq. 9-11, and k-means runs on points with these distances.
     Without BAVD there are no maps and Eq. 8 is over updates alone.
 [5] Two participants, or updates that are all equal, form one cluster; kappa is at most their number.
 [6] The text does not say whether an update includes Eq. 21's tuning. Here it starts from the model that a client
     received, before tuning, or, with `updates=tuned`, after it.
-[7] Eq. 20 is maximised, as its text says. A class that no participant owned keeps its features, and one that no client
-    has owned so far tunes no classifier. "h = f(u)" needs data that a server lacks, so features start from N(0, 1) and
-    are continued from round to round.
-[8] The gradients of Eq. 16 are of all samples of a client, not augmented.
-[9] The next round starts from (u_glo, v_i), 3.5, where v_i is tuned at all: without PKCF from w_glo ("at m = 0 MuPFL
-    defaults to FedAvg", 4.5). A client that never took part starts from, and is judged by, the global model.
-[10] The paper does not say whose accuracy it reports. Eq. 15 undoes Eq. 14 where clients have equal numbers of samples,
-    so clusters can only act on personal models. A client is judged by the encoder of its cluster with its own
-    classifier, and after the last step by each of MODELS as well. For a client that is rarely sampled all but w_glo are
-    rounds old. `last_update` trains all clients once more, which leaves the global model as it is.
+[7] Eq. 20 is maximised, as its text says. A class that no participant owns keeps its features, and a class that no
+    participant so far owns is not used to tune classifiers. "h = f(u)" needs data that a server does not have, so
+    features start from N(0, 1) and are continued from round to round.
+[8] The gradients of Eq. 16 are of all samples of a client, without augmentation.
+[9] The next round starts from (u_glo, v_i), 3.5, if v_i is tuned; without PKCF, it starts from w_glo ("at m = 0 MuPFL
+    defaults to FedAvg", 4.5). A client that never took part starts from, and is evaluated with, the global model.
+[10] The paper does not say whose accuracy it reports. If clients have equal numbers of samples, Eq. 15 undoes Eq. 14,
+    so clusters can only act on personal models. A client is evaluated with the encoder of its cluster and its own
+    classifier, and after the last step with each of MODELS as well. For a client that is rarely sampled, all but w_glo
+    are rounds old. `last_update` trains all clients once more, which does not change the global model.
 [11] The step size for Eq. 20 is not stated. 100 steps of CReFF's 0.1 leave its cosine at 0.02 (d = 1024) to 0.08 (256),
-    since CReFF sums over the rows of gradients; 100 steps of 100 bring it to 0.98.
-[12] Where clients keep some classes of label maps and call the others background, a client is tuned on the features of
-    a class as what that class is to it. Eq. 21 to the letter teaches a classifier what its client's maps contradict.
+    because CReFF sums over the rows of gradients; 100 steps of 100 bring it to 0.98.
+[12] If clients keep some classes of label maps and call the others background, a client's classifier is tuned on the
+    features of a class with the label that the class has at this client. Eq. 21 taken literally teaches a classifier
+    labels that contradict its client's maps.
 [13] 3.3 counts the iterations "for each batch within a given local epoch", so M is reset in each epoch. The first step
-    of an epoch then drops nothing, and BAVD does nothing at a client of one batch; `bavd_reset=round` masks it from its
-    second epoch on. 3.6 compares M "per slice" H x W, so with its mean over each channel. The paper does not say
-    whether dropped activations stay dropped when a client is judged; by default they do not, as with dropout. BAVD
-    "substitutes the standard dropout layer", 3.3, whose rate the paper does not state: none is used where BAVD is off,
-    unless `dropout` gives one.
+    of an epoch then drops nothing, and BAVD has no effect at a client with one batch; `bavd_reset=round` masks it from
+    its second epoch on. 3.6 compares M "per slice" H x W, so with its mean over each channel. The paper does not say
+    whether dropped activations stay dropped when a client is evaluated; by default they do not, as with dropout. BAVD
+    "substitutes the standard dropout layer", 3.3, whose rate the paper does not state: if BAVD is off, there is no
+    dropout unless `dropout` sets a rate.
 [14] Table 5 has six clusters of four participants: with `clustered=all` the last updates of all clients form them.
-With all three modules off this is FedAvg to the bit, and with `judged=global` in every figure.
+With all three modules off this equals FedAvg bit by bit, and with `judged=global` in every metric.
 """
 
 from collections.abc import Mapping
@@ -65,13 +68,13 @@ from raylt.models.split import SplitModel, StateDict, part
 from raylt.ops.matching import class_gradients, gradients_fault
 from raylt.tree import RunningSum, Tree
 
-# a client's models: u of w~_i with own v_i; w_i after local training; Eq. 14's w~_i; u_glo with own v_i, 3.5; own u_i
-# with v_glo, 3.5 by the letters of Eq. 21; w_glo
+# A client's models: u of w~_i with own v_i; w_i after local training; Eq. 14's w~_i; u_glo with own v_i, 3.5; own u_i
+# with v_glo, 3.5 with Eq. 21 taken literally; w_glo.
 Model = Literal["cluster", "post_local", "whole", "deploy", "swapped", "global"]
 MODELS: tuple[Model, ...] = ("cluster", "post_local", "whole", "deploy", "swapped", "global")
 
 
-Own = Literal["nothing", "classifier", "encoder", "model"]  # the part of the model that a client keeps as its own
+Own = Literal["nothing", "classifier", "encoder", "model"]  # The part of the model that a client keeps as its own.
 
 
 class MuPFL(Method):
@@ -101,14 +104,14 @@ class MuPFL(Method):
     bavd_reset: Literal["epoch", "round", "never"] = hp(
         "epoch", Choice("epoch", "round", "never"), "times at which M is reset, 3.3"
     )
-    bavd_judged: bool = hp(False, Choice(False, True), "dropping of the same activations in evaluation; not stated")
+    bavd_judged: bool = hp(False, Choice(False, True), "dropping the same activations in evaluation; not stated")
     dropout: float = hp(
         0.0, Uniform(0.0, 0.5), "rate of plain dropout after bavd_layers if BAVD is off, 3.3; not stated", ge=0, lt=1
     )
     acmu: bool = hp(True, Choice(True, False), "client clusters, 3.4, Table 6")
     alpha: float = hp(0.5, Uniform(0.0, 1.0), "share of updates, not maps, in Eq. 8; not stated", ge=0, le=1)
     kappa: int | None = hp(None, Choice(None, 2, 3, 4, 5, 6), "fixed number of clusters, Table 5; None: Eq. 13", ge=1)
-    kappa_max: int = hp(6, Choice(4, 6, 8), "largest number of clusters, Eq. 13, Table 5", ge=2)
+    kappa_max: int = hp(6, Choice(4, 6, 8), "maximum number of clusters, Eq. 13, Table 5", ge=2)
     clustered: Literal["participants", "all"] = hp(
         "participants", Choice("participants", "all"), "clients whose last updates form clusters, Table 5"
     )
@@ -123,7 +126,7 @@ class MuPFL(Method):
     gradients: Literal["local", "global"] = hp(
         "local",
         Choice("local", "global"),
-        "model of Eq. 16: the client's after training, or the one received, before it (CReFF)",
+        "model of Eq. 16: the client's model after training, or the received model (CReFF)",
     )
     distance: Literal["flat", "rows"] = hp(
         "flat", Choice("flat", "rows"), "gradient distance: Eq. 20, or row by row (CReFF)"
@@ -179,7 +182,7 @@ class MuPFL(Method):
 
     @property
     def own_update_start(self) -> Own:
-        """Return the model part whose updates are measured from the client's own start values [6]."""
+        """Return the model part whose updates start from the client's own values [6]."""
         if not (self.pkcf and self.updates == "tuned"):
             return self.own_start
         return "classifier" if self.own_start in ("nothing", "classifier") else "model"
@@ -270,7 +273,7 @@ class MuPFL(Method):
     def finish(self, server: Server, fleet: Fleet) -> None:
         """Run a last local update and clustering of all clients [10].
 
-        The global model and the server's features h_glo stay as they are.
+        The global model and the server's features h_glo do not change.
         """
         self.train_all(server, fleet, fleet.everyone)
 
@@ -293,7 +296,7 @@ class MuPFL(Method):
             of_classes = dict.fromkeys(range(server.model.classes), gradient)
             wanted["gradients"] = each.within(of_classes).over_samples(partial(gradients_fault, labels=labels))
         if self.acmu:
-            # the same limit as for a model, since both become parts of one
+            # the same limit as for a model, because both become parts of a model
             ends = partial(end_fault, whole=whole)
             wanted |= {
                 "update": each.like(tree.without_values(whole)).up_to(1e6).over_samples(ends),
@@ -325,18 +328,18 @@ class MuPFL(Method):
                 start: StateDict = whole | got["start"][id]
                 average.add({name: start[name] + update[name] for name in update}, got.weights[id])
             try:
-                # all reachable clients; receiving this does not count as taking part in a round
+                # to all reachable clients; receiving this does not count as taking part in a round
                 fleet.ask(self.keep, Cohort(members, everyone=True), {"update": update})
             except TooFewReplies as error:
                 if not isinstance(error.__cause__, ClientLost):
                     raise
-                # a lost client keeps the model that it has; the report names it
+                # a lost client keeps its current model, and the report names it
         return average.mean()
 
     def settle(self, client: Client, message: Message) -> None:
-        self.train(client, message)  # from the global model; it is of no cluster
+        self.train(client, message)  # from the global model, because the client is in no cluster
 
-    # what is judged
+    # evaluated models
 
     def client_model(self, client: Client) -> SplitModel:
         return self.other_model(client, self.judged)
@@ -344,7 +347,7 @@ class MuPFL(Method):
     def other_model(self, client: Client, name: str) -> SplitModel:
         """Return the client's model that `name` selects from MODELS.
 
-        A client that never took part has the global model [10].
+        For a client that never took part, it is the global model [10].
         """
         own: StateDict = client.state.get("own", {})
         cluster: StateDict = client.state.get("cluster", own)  # w~_i = w_i without ACMU
@@ -363,12 +366,12 @@ class MuPFL(Method):
 
 
 def end_fault(n: int, parts: Tree, whole: StateDict) -> str | None:
-    """Return why a client's start and update make no model, or None.
+    """Return the reason why a client's start and update do not form a valid model, or None if they do.
 
     Args:
-        n: number of the client's samples.
-        parts: all parts of its reply.
-        whole: the model that was sent.
+        n: Number of the client's samples.
+        parts: All parts of its reply.
+        whole: The model that was sent.
     """
     start: StateDict = whole | parts["start"]
     for name, update in parts["update"].items():

@@ -29,12 +29,13 @@ def first_features(server: Server, m: int) -> None:
 
 
 def tune(client: Client, features: Tensor, owned: Tensor, epochs: int) -> None:
-    """Train the client's classifier on server features of the classes that the client has had so far, Eq. 21 [7].
+    """Train the client's classifier on the server's features of all known classes, Eq. 21 [7].
 
     Args:
-        features: h_glo [C, m, d].
-        owned: True for these classes, bool [C].
-        epochs: tau.
+        client: The client.
+        features: Server's features h_glo, [C, m, d].
+        owned: True for classes that a participant so far owned, bool [C].
+        epochs: Number of epochs, tau.
     """
     local = client.config.local
     y = torch.nonzero(owned).repeat(1, features.shape[1]).flatten()
@@ -54,7 +55,7 @@ def tune(client: Client, features: Tensor, owned: Tensor, epochs: int) -> None:
 
 
 def pkcf_work(spec: TaskSpec, model: SplitModel, m: int, steps: int, distance: Distance) -> str:
-    """Describe the server's feature matching for the plan of a run, with a duration estimated from one timed step."""
+    """Describe the server's feature matching for the plan of a run, with its duration estimated from one timed step."""
     h = torch.ones(spec.classes, m, model.dim)
     targets = torch.ones(spec.classes, spec.classes, model.dim + 1)
     classifier = nn.Linear(model.dim, spec.classes)
@@ -79,7 +80,12 @@ def match(
     """Update the server's features h_glo for the classes that any participant has, Eq. 17-20 [7] [11].
 
     Args:
-        gradients: the result of `class_gradients` at each participant, Eq. 16.
+        server: The server.
+        gradients: Result of `class_gradients` at each participant, Eq. 16.
+        steps: Number of SGD steps.
+        lr: Learning rate.
+        distance: How gradients are compared.
+        progress: Function that is called with the progress.
     """
     classes, targets = mean_gradients(gradients)  # Eq. 17
     start, device = server.state["features"][classes], server.device

@@ -1,8 +1,8 @@
 """Control experiments for SFD's synthesis (SAFS) that are not in the paper: other classifiers on the same encoder.
 
-They are the classifiers of CCVR, FedNCM and Fed3R, computed from SFD's own sums. Drawn features are as many of each
-class as SAFS makes, and the classifier learns from them as it does from SAFS's. So only the features differ. Their
-covariance is that of SFD's Eq. 10, which divides by n; CCVR's divides by n - 1.
+They are the classifiers of CCVR, FedNCM and Fed3R, computed from SFD's own sums. Each class has as many drawn features
+as synthetic ones in SAFS, and the classifier is trained on them in the same way, so only the features differ. Their
+covariance is SFD's Eq. 10, which divides by n; CCVR's divides by n - 1.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,18 @@ from raylt.seeds import seed_for
 from raylt.tree import Tree
 
 Classifier = Literal["safs", "gaussian", "means", "ncm", "ridge", "oracle"]
-RIDGE = 0.01  # Fed3R's
+RIDGE = 0.01  # Fed3R's default.
 
 
 def draws(kind: Classifier, sums: Mapping[int, Tree], sizes: list[int], seed: int) -> list[Tensor]:
     """Draw Gaussian features of each class, float32 [M_c, d], in the order of `sums`.
 
-    They follow N(mu_c, Sigma_c), or have mean mu_c and the same deviation in every direction and for every class.
+    Args:
+        kind: "gaussian" draws from N(mu_c, Sigma_c). Otherwise the mean is mu_c, and the standard deviation is the same
+            in every direction and for every class.
+        sums: Feature sums of each class.
+        sizes: Number of features of each class, M_c.
+        seed: Seed of the draws.
     """
     class_moments = [moments_from_sums(of_class) for of_class in sums.values()]
     deviation = isotropic_deviation(class_moments)

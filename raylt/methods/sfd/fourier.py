@@ -10,22 +10,22 @@ from torch import Tensor
 FourierKind = Literal["orf", "iid"]
 
 
-@lru_cache(maxsize=1)  # clients of one process ask for the same tensor; no code writes to it
+@lru_cache(maxsize=1)  # clients of one process share the tensor, because no code writes to it
 def draw_frequencies(dim: int, features: int, gamma: float, kind: FourierKind, seed: int) -> Tensor:
-    """Draw the frequencies Omega of random Fourier features. The same seed gives all parties the same frequencies.
+    """Draw the frequencies Omega of random Fourier features. All parties draw the same frequencies from a seed.
 
     Args:
-        dim: the width of a feature, d.
-        features: D, even.
-        gamma: parameter of the kernel.
+        dim: Width of a feature, d.
+        features: Number of random features D, even.
+        gamma: Parameter of the kernel.
         kind: "iid": rows from N(0, 2 gamma I). "orf": rows of random orthogonal matrices with the lengths of "iid"
             rows, which approximate the kernel better.
-        seed: seed of the draw.
+        seed: Seed of the draw.
 
     Returns:
-        float32 [D/2, d], on the CPU.
+        The frequencies, float32 [D/2, d], on the CPU.
     """
-    generator = torch.Generator().manual_seed(seed)  # on the CPU: GPUs draw other numbers
+    generator = torch.Generator().manual_seed(seed)  # on the CPU, because GPUs draw other numbers
     rows = features // 2
     if kind == "iid":
         return math.sqrt(2 * gamma) * torch.randn(rows, dim, generator=generator)
@@ -45,11 +45,11 @@ def fourier(z: Tensor, omega: Tensor) -> Tensor:
     They are phi(z) = sqrt(2/D) [cos(z Omega^T), sin(z Omega^T)].
 
     Args:
-        z: features, [n, d].
-        omega: frequencies, [D/2, d].
+        z: Features, [n, d].
+        omega: Frequencies, [D/2, d].
 
     Returns:
-        [n, D], all cosines first.
+        The random Fourier features, [n, D], all cosines first.
     """
     angles = z @ omega.T  # [n, D/2]
     return torch.cat([angles.cos(), angles.sin()], dim=1) / math.sqrt(len(omega))
@@ -63,17 +63,16 @@ def fourier_sum(z: Tensor, omega: Tensor, chunk: int = 256) -> Tensor:
 def bootstrap_floor(phi: Tensor, omega: Tensor, mean: Tensor, cov: Tensor, size: int) -> float:
     """Return the expected L_MMD (Eq. 15) of `size` real features of a class, drawn with replacement.
 
-    It is computed from the sums of the class.
-
-    The mean distance of a mean of M draws from its expectation is sqrt(2 / pi) s / sqrt(M). The sum of the variances of
-    a frequency's two features follows from cos^2 + sin^2 = 1; their difference is that of normal angles.
+    It is computed from the sums of the class. The mean distance of a mean of M draws from its expectation is
+    sqrt(2 / pi) s / sqrt(M). The sum of the variances of a frequency's two features follows from cos^2 + sin^2 = 1, and
+    their difference from the assumption that the angles are normally distributed.
 
     Args:
-        phi: mean of the real features' random Fourier features, float64 [D].
-        omega: frequencies of these features, [D/2, d].
-        mean: mean of the real features, float64 [d].
-        cov: covariance of the real features, float64 [d, d].
-        size: the number of features, M.
+        phi: Mean of the real features' random Fourier features, float64 [D].
+        omega: Frequencies of these features, [D/2, d].
+        mean: Mean of the real features, float64 [d].
+        cov: Covariance of the real features, float64 [d, d].
+        size: Number of features, M.
     """
     omega = omega.double()
     scale = math.sqrt(len(omega))  # phi is (cos, sin) / sqrt(D/2)

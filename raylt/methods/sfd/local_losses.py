@@ -12,11 +12,11 @@ def adjusted_prior(counts: Tensor, beta: float) -> Tensor:
     """Return class counts in which each missing class gets `beta` times the smallest count, Eq. 6.
 
     Args:
-        counts: samples per class at this client, int64 [C], at least one positive.
-        beta: share of the smallest present count given to a missing class, in [0, 1].
+        counts: Number of samples per class at this client, int64 [C], at least one positive.
+        beta: Share of the smallest positive count that a missing class gets, in [0, 1].
 
     Returns:
-        float32 [C]. With beta = 0 a missing class stays 0.
+        The counts, float32 [C]. With beta = 0 a missing class has 0.
     """
     present = counts > 0
     filled = beta * counts[present].min()
@@ -26,12 +26,12 @@ def adjusted_prior(counts: Tensor, beta: float) -> Tensor:
 def logit_shift(prior: Tensor, gamma: float) -> Tensor:
     """Return the shift of the logits, gamma * log(prior), Eq. 5.
 
-    It is -inf for a class of prior 0, which gets no gradient then. gamma = 0 gives no shift at all, so plain
-    cross-entropy, whatever the prior.
+    It is -inf for a class with prior 0, which then gets no gradient. gamma = 0 is plain cross-entropy, without a shift
+    for any prior.
 
     Args:
-        prior: float32 [C], not negative.
-        gamma: strength of the adjustment.
+        prior: Class priors, float32 [C], not negative.
+        gamma: Strength of the adjustment.
     """
     return torch.zeros_like(prior) if gamma == 0 else gamma * prior.log()
 
@@ -42,18 +42,18 @@ def adaptive_supcon(
     """Return a supervised contrastive loss that repels frequent classes more strongly, Eq. 7.
 
     Args:
-        h: projected features of unit length, [B, h], B >= 2.
-        y: labels, int64 [B].
-        log_counts: log n of each class at this client, [C]; the values of missing classes do not matter.
-        tau: temperature.
-        delta: samples whose similarity is raised by log n in the denominator: all others, those of other classes, or
-            none (plain SupCon).
-        with_self: A(i) holds i, as the paper defines it. Without, an anchor alone in its class is left out.
+        h: Projected features of unit length, [B, h], B >= 2.
+        y: Labels, int64 [B].
+        log_counts: Log n of each class at this client, [C]; the values of missing classes are not used.
+        tau: Temperature.
+        delta: Samples whose similarity is raised by log n in the denominator: all other samples, samples of other
+            classes, or none (plain SupCon).
+        with_self: Whether A(i) includes i, as the paper defines it. Otherwise an anchor alone in its class is left out.
 
     Returns:
         The mean over anchors, a scalar, in float32 also under autocast.
     """
-    with torch.autocast(h.device.type, enabled=False):  # s is as large as 1 / tau: bfloat16 would round it to 1/16
+    with torch.autocast(h.device.type, enabled=False):  # bfloat16 would round s, up to 1 / tau, to multiples of 1/16
         h = h.float()
         s = h @ h.T / tau  # [B, B]
         itself = torch.eye(len(y), dtype=torch.bool, device=y.device)

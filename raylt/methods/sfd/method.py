@@ -1,25 +1,25 @@
 """SFD: bi-branch local training, then a classifier re-trained on synthetic features (Zhu et al., KDD 2025).
 
 Equation numbers are the paper's. Departures from the text, each marked at its line:
-[1] Clients upload sums of z, z z^T and phi(z) per class that they own, in float64, not means of every class. Eq. 10
+[1] Clients upload sums of z, z z^T and phi(z) of each owned class, in float64, not means of every class. Eq. 10
     computes sums of these, an absent class costs nothing, and float32 would lose more than the jitter of 1e-5.
 [2] Eq. 10's S_g is the covariance that Eq. 11 calls Sigma_g.
-[3] The classifier has no bias while clients train; a bias that starts at 0 is added when it is re-trained. The paper is
-    silent; its code does the first and draws the second at random.
+[3] The classifier has no bias while clients train; a bias that starts at 0 is added when it is re-trained. The paper
+    does not state either; its code does the same, but draws the bias at random.
 [4] r of Eq. 28 counts from 0, so beta is beta1 in the first round and never reaches 0.
 [5] These come from the authors' code only: 100 steps of SGD on the whole bank at 1.0 with momentum 0.9 and a cosine
-    rate; epochs, batch and weight decay of re-training.
+    schedule; epochs, batch and weight decay of re-training.
 [6] M_c >= d + 1 is enforced: with fewer rows Eq. 12 is singular. Features wider than 512 get larger banks.
-[7] A class that no client holds gets no synthetic features.
+[7] A class without samples at any client gets no synthetic features.
 [8] L_MMD and L_ARR are reported before the first step and after the last, as means over the classes. The floor of L_MMD
-    is reported too: the value that as many real features, drawn with replacement, would have. Below it L_MMD measures
-    noise. The floor of L_ARR is 0 behind a ReLU. At the rate of [5] the bank hardly moves, because a sample gets 1/M_c
-    of the gradient of a mean; `synthesis_per=sample` multiplies it by M_c.
-[9] The paper does not say what the bank is drawn from before the first step: N(0, I) here, as in the code. It matters
-    without the aligner (Table 3), where the bank keeps its own mean and scale: `bank_start`.
-[10] `classifier` other than safs gives the encoder another classifier (`controls.py`): controls of ours.
-`preset=official` takes the settings of the authors' code (`OFFICIAL`); fields given next to it win. Not taken: the
-code's order of the orthogonal frequencies, which are as random in ours, and its report of the best test accuracy.
+    is reported too: its value for the same number of real features, drawn with replacement. Below it L_MMD measures
+    noise. The floor of L_ARR is 0 after a ReLU. At the learning rate of [5] the bank hardly changes, because a sample
+    gets 1/M_c of the gradient of a mean; `synthesis_per=sample` multiplies it by M_c.
+[9] The paper does not state the initial distribution of the bank: N(0, I) here, as in the code. It matters without the
+    aligner (Table 3), when the bank keeps its own mean and scale: `bank_start`.
+[10] A `classifier` other than safs gives the encoder another classifier (`controls.py`), as our control.
+`preset=official` uses the settings of the authors' code (`OFFICIAL`); other given fields override it. It leaves out the
+code's order of the orthogonal frequencies, which are equally random here, and reporting the best test accuracy.
 """
 
 import math
@@ -81,12 +81,12 @@ OFFICIAL: dict[str, Any] = {
 }
 
 
-# 100 steps of synthesis gave 0.08 ± 0.69 points more than none on Fashion-MNIST-LT (studies/sfd_fashion.yaml)
+# 100 steps of synthesis gained 0.08 ± 0.69 points over no steps on Fashion-MNIST-LT (studies/sfd_fashion.yaml).
 QUICK: dict[str, Any] = {"synthesis_steps": 5}
 PRESETS = {"official": OFFICIAL, "quick": QUICK}
 
-TIMED_STEPS = 3  # of the synthesis, for plans
-SHOWN_CLASSES, SHOWN_FEATURES = 10, 200  # kept for `raylt plot features`: 4 MB at d = 512
+TIMED_STEPS = 3  # Synthesis steps from which the duration in plans is estimated.
+SHOWN_CLASSES, SHOWN_FEATURES = 10, 200  # Features kept for `raylt plot features`: 4 MB at d = 512.
 
 
 class SFD(Method):
@@ -135,8 +135,8 @@ class SFD(Method):
     preset: Literal["paper", "official", "quick"] = hp(
         "paper",
         Choice("paper", "official"),
-        "preset fields; official: as the authors' code; quick: 5 steps of synthesis instead of 100, which changes the "
-        "accuracy on the digits by 0.06 ± 0.14 points (studies/sfd_steps.yaml)",
+        "preset fields; official: as in the authors' code; quick: 5 steps of synthesis instead of 100, which changes "
+        "the accuracy on the digits by 0.06 ± 0.14 points (studies/sfd_steps.yaml)",
     )
     gamma: float = hp(0.1, Choice(0.1, 1.0), "strength of the logit adjustment, Eq. 5", ge=0)
     beta_pi: float = hp(
@@ -159,7 +159,7 @@ class SFD(Method):
     statistics_area: float = hp(
         1.0,
         Choice(0.93, 1.0),
-        "smallest share of an image that its statistics use; below 1, images are cropped and flipped",
+        "minimum share of an image that its statistics use; below 1, images are cropped and flipped",
         gt=0,
         le=1,
     )
@@ -176,14 +176,15 @@ class SFD(Method):
     synthesis_per: Literal["bank", "sample"] = hp(
         "bank",
         Choice("bank", "sample"),
-        "quantity that synthesis_lr applies to: the bank, whose mean loss gives a sample 1/M_c of a gradient; or "
-        "each sample, M_c times as much; ours",
+        "unit to which synthesis_lr applies: the bank, whose mean loss gives a sample 1/M_c of a gradient; or each "
+        "sample, M_c times as much; ours",
     )
     synthesis_momentum: float = hp(0.9, Uniform(0, 0.99), "momentum of the bank; from the code", ge=0, lt=1)
     bank_start: Start = hp(
         "noise",
         Choice("noise", "scaled", "mean"),
-        "distribution of the initial bank: N(0, I); with the class's mean variance; and around its mean; not stated",
+        "distribution of the initial bank: N(0, I); N(0, s^2 I) with the class's mean variance s^2; or N(mu, s^2 I); "
+        "not stated",
     )
     retrain_epochs: int = hp(100, Choice(10, 50, 100), "re-training epochs; from the code", ge=0)
     retrain_batch: int = hp(64, Choice(32, 64, 128), "re-training batch size; from the code", ge=1)
@@ -204,7 +205,7 @@ class SFD(Method):
     classifier: Classifier = hp(
         "safs",
         Choice("safs", "gaussian", "means", "ncm", "ridge", "oracle"),
-        "final classifier; all but safs are controls of ours: CCVR's Gaussians, class means with noise, FedNCM's, "
+        "final classifier; all but safs are our controls: CCVR's Gaussians, class means with noise, FedNCM's, "
         "Fed3R's, and real features, an oracle",
     )
 
@@ -222,7 +223,7 @@ class SFD(Method):
         """Return the numbers of synthetic features for the largest and for the smallest class.
 
         Raises:
-            ConfigError: They are too few for the aligner, or out of order.
+            ConfigError: The numbers are too small for the aligner, or out of order.
         """
         low = max(600, dim + 88) if self.m_min is None else self.m_min
         high = max(2000, low * 10 // 3) if self.m_max is None else self.m_max
@@ -271,7 +272,7 @@ class SFD(Method):
         prior = counts.float() if self.abbl == "la" else adjusted_prior(counts, self.beta_pi)  # pi, Eq. 6
         shift = logit_shift(prior, 0.0 if self.abbl == "ce" else self.gamma)  # [C]
         beta = message["beta"]
-        log_counts = counts.log()  # no class of a batch has log n = -inf
+        log_counts = counts.log()  # finite for all classes of a batch
 
         if self.abbl != "full":
             return lambda batch: F.cross_entropy(model(batch.x) + shift, batch.y)
@@ -317,10 +318,10 @@ class SFD(Method):
     # at the server
 
     def start(self, server: Server, fleet: Fleet) -> None:
-        self.bank(server.model.dim)  # raises before hours of training, not after
+        self.bank(server.model.dim)  # check now, before hours of training
         if self.safs and not (self.aligner or self.mmd):
             raise ConfigError(
-                "method.aligner: without it and method.mmd synthetic features do not come near real ones (false). "
+                "method.aligner: without it and method.mmd, synthetic features do not approach real ones (false). "
                 "Set one of them to true, or method.safs=false.",
                 code="config.conflict",
                 key="method.aligner",
@@ -351,7 +352,7 @@ class SFD(Method):
             check_class_sums(task, model, self.class_sums_like(model.dim))
 
     def class_sums_like(self, d: int) -> Tree:
-        """Return empty tensors that state the shapes of one class's feature sums, for features of length d."""
+        """Return empty tensors with the shapes of one class's feature sums, for features of width d."""
         return {"n": 1, "z": sums_like(d), "zz": sums_like(d * (d + 1) // 2), "phi": sums_like(self.rf_dim)}
 
     def finish(self, server: Server, fleet: Fleet) -> None:
@@ -393,7 +394,7 @@ class SFD(Method):
         y = torch.repeat_interleave(torch.tensor(list(sums)), torch.tensor(sizes)).to(server.device)
         with server.timings.time("re-training") as progress:
             loss = self.retrain(server, z, y, progress)
-        most = min(len(sums), SHOWN_CLASSES)  # evenly over the class sizes, both ends among them
+        most = min(len(sums), SHOWN_CLASSES)  # spread evenly over the class sizes, including both ends
         shown = [round(i * (len(sums) - 1) / max(most - 1, 1)) for i in range(most)]
         shown_z = [made[i]["z"][:SHOWN_FEATURES] for i in shown]
         shown_y = torch.tensor(list(sums))[shown].repeat_interleave(torch.tensor([len(part) for part in shown_z]))
@@ -453,7 +454,7 @@ class SFD(Method):
     def hand_over(self, client: Client, message: Message) -> Reply:
         """Report, for each class of the client, the count and `size` real features drawn with replacement.
 
-        Only the oracle asks for them.
+        This is only used by the oracle.
         """
         client.receive(message["model"])
         return client.reply(features=class_bootstrap(*features(client), message["size"], client.order))
@@ -514,7 +515,7 @@ class SFD(Method):
         server.state["classifier"] = tree.snapshot(classifier.state_dict())
         return loss
 
-    # what is judged: the model without the projector, which only serves training
+    # evaluated model: without the projector, which is only used in training
 
     def global_model(self, server: Server) -> SplitModel:
         if "classifier" not in server.state:
@@ -530,10 +531,10 @@ def encoder(model: SplitModel) -> StateDict:
 
 
 def class_mean(made: list[Tree], loss: str) -> dict[str, float]:
-    """Average the figures that describe the loss `loss` over classes; return each average by the figure's name."""
+    """Average each value of the loss `loss` over classes; return the averages by name."""
     return {name: sum(of_class[loss][name] for of_class in made) / len(made) for name in made[0][loss]}
 
 
 def sums_like(size: int) -> Tensor:
-    """Return an empty tensor, float64 [size], that states the shape of a sum of vectors over samples."""
+    """Return an empty tensor, float64 [size], with the shape of a sum of vectors over samples."""
     return torch.empty(size, dtype=torch.float64, device="meta")

@@ -6,10 +6,10 @@ composition in closed form. It is cheap for three reasons:
 
 - With W = (Z_raw - mean) L_raw^-T the features are Z = W L_g^T + mu, so the angles are W (Omega L_g)^T + Omega mu with
   a matrix that is computed once.
-- Back through Cholesky: let G = dL/dW, B = G^T W, and H the symmetric matrix with B's lower triangle. Then dL/dZ_raw is
-  (G - W H / (M - 1)) L_raw^-1 less its column means. It costs three products and no solve.
-- In the L1 loss only the sign of each of the D mean differences reaches the features, and that is known once one column
-  of angles is known. So columns go forward and backward a few at a time and stay in the cache.
+- Backward through Cholesky: let G = dL/dW, B = G^T W, and H the symmetric matrix with B's lower triangle. Then
+  dL/dZ_raw is (G - W H / (M - 1)) L_raw^-1 minus its column means. It needs three products and no solve.
+- In the L1 loss only the sign of each of the D mean differences reaches the features, and each sign depends on one
+  column of angles. So columns are processed forward and backward in small chunks that stay in the cache.
 """
 
 import math
@@ -22,19 +22,19 @@ from torch import Tensor
 from raylt.core.server import StageProgress
 from raylt.methods.sfd.fourier import fourier
 
-RAW_JITTER = 1e-6  # jitter of the features' covariance, which is well conditioned; Appendix B gives no value
+RAW_JITTER = 1e-6  # Jitter of the features' covariance, which is well conditioned; Appendix B states no value.
 Start = Literal["noise", "scaled", "mean"]
-CHUNK = 128  # Fourier columns computed at a time on a CPU: [M, 128] floats are 1 MB at M = 2000
+CHUNK_SIZE = 128  # Fourier columns per chunk on a CPU: [M, 128] floats are 1 MB at M = 2000.
 
 
 class Target(NamedTuple):
     """Target statistics for the synthetic features of one class.
 
     Attributes:
-        mean: mu, float64 [d].
-        factor: L_g, the lower triangular Cholesky factor of the covariance, float64 [d, d].
-        phi: mean of the real features' random Fourier features, float64 [D].
-        omega: frequencies of these features, float32 [D/2, d].
+        mean: Mean mu, float64 [d].
+        factor: Lower triangular Cholesky factor L_g of the covariance, float64 [d, d].
+        phi: Mean of the real features' random Fourier features, float64 [D].
+        omega: Frequencies of these features, float32 [D/2, d].
     """
 
     mean: Tensor
@@ -62,9 +62,12 @@ class Parts:
 def bank_sizes(counts: list[int], smallest: int, largest: int) -> list[int]:
     """Return the number of synthetic features M_c of each class, linear in the class's rank by size.
 
-    The smallest class has `largest` features and the largest class has `smallest`.
+    Classes of equal size share a rank; if all classes have the same size, each gets `largest`.
 
-    Classes of one size share a rank; if all classes have one size, each gets `largest`.
+    Args:
+        counts: Number of samples of each class.
+        smallest: M_c of the largest class.
+        largest: M_c of the smallest class.
     """
     ranks = {n: rank for rank, n in enumerate(sorted(set(counts)))}
     step = (largest - smallest) / max(len(ranks) - 1, 1)
@@ -77,9 +80,9 @@ def cholesky(cov: Tensor, jitter: float, limit: float = 1e-2) -> tuple[Tensor, f
     The jitter is raised tenfold until the matrix is positive definite.
 
     Args:
-        cov: float64 [d, d], symmetric.
-        jitter: the first jitter to try.
-        limit: the last jitter to try.
+        cov: Covariance, float64 [d, d], symmetric.
+        jitter: The first jitter to try.
+        limit: The last jitter to try.
 
     Raises:
         ValueError: The matrix is not positive definite with the last jitter.
@@ -98,11 +101,12 @@ def align(raw: Tensor, target: Target) -> Tensor:
     """Transform features so that they have exactly the target's mean and covariance, Eq. 12-14; differentiable.
 
     Args:
-        raw: Z_raw [M, d], M >= d + 1. Fewer rows span only a part of the space, and their covariance would be the
-            projection of the target's.
+        raw: Features Z_raw, [M, d], M >= d + 1. Fewer rows span only a part of the space, and their covariance would be
+            a projection of the target's.
+        target: The target statistics.
 
     Returns:
-        float64 [M, d].
+        The transformed features, float64 [M, d].
 
     Raises:
         ValueError: M <= d.
@@ -129,12 +133,13 @@ def arr(z: Tensor) -> Tensor:
 
 
 def bank_gradient(raw: Tensor, prepared: "Prepared") -> tuple[Tensor, Tensor]:
-    """Return the synthesis loss L_syn, Eq. 17, and its gradient with respect to the features, float32 [M, d].
+    """Return the gradient of the synthesis loss L_syn with respect to the features, float32 [M, d], and L_syn, Eq. 17.
 
-    The gradient comes first. The loss stays on the device, so that a GPU does not wait for it in each step.
+    The loss stays on the device, to avoid a synchronisation with the GPU in each step.
 
     Args:
-        raw: Z_raw, float32 [M, d].
+        raw: Features Z_raw, float32 [M, d].
+        prepared: Constants of the class.
     """
     if not prepared.parts.aligner:
         return _gradient_at(raw, prepared)
@@ -157,12 +162,13 @@ class Prepared:
     The features are Z = W L_g^T + mu, with the angles W (Omega L_g)^T + Omega mu.
 
     Attributes:
-        factor: L_g [d, d], or None for Z = W.
-        mean: mu [d].
-        waves: Omega L_g [D/2, d].
-        offset: Omega mu [D/2].
-        cosines: first half of the target's Fourier mean, [D/2].
-        sines: second half of the target's Fourier mean, [D/2].
+        parts: Components of the synthesis that are used.
+        factor: L_g, [d, d]; None for Z = W.
+        mean: mu, [d].
+        waves: Omega L_g, [D/2, d].
+        offset: Omega mu, [D/2].
+        cosines: First half of the target's Fourier mean, [D/2].
+        sines: Second half of the target's Fourier mean, [D/2].
     """
 
     parts: Parts
@@ -195,11 +201,12 @@ def first_bank(target: Target, size: int, start: Start, generator: torch.Generat
     """Draw the initial features of Algorithm 1, float32 [M, d].
 
     Args:
-        size: the number of features, M.
+        target: The target statistics.
+        size: Number of features, M.
         start: "noise": N(0, I). "scaled": N(0, s^2 I), where s^2 is the mean variance of the class's features over the
-            dimensions. "mean": N(mu, s^2 I). With the aligner, which takes mean and covariance out of the bank, only
-            the first steps differ.
-        generator: on the CPU, so that all devices start from the same bank.
+            dimensions. "mean": N(mu, s^2 I). With the aligner, which removes mean and covariance of the bank, only the
+            first steps differ.
+        generator: Generator on the CPU, so that all devices start from the same bank.
     """
     raw = torch.randn(size, len(target.mean), generator=generator).to(target.mean.device)
     if start == "noise":
@@ -222,13 +229,19 @@ def synthesise(
     """Synthesise the features of one class by SGD with momentum and a cosine learning rate, Algorithm 1.
 
     Args:
-        size: the number of features, M.
-        generator: on the CPU, so that all devices start from the same bank.
-        start: as for `first_bank`.
-        progress: called after each step with the steps that are done, and all.
+        target: The target statistics.
+        size: Number of features, M.
+        parts: Components of the synthesis to use.
+        steps: Number of steps.
+        lr: Initial learning rate.
+        momentum: Momentum of SGD.
+        generator: Generator on the CPU, so that all devices start from the same bank.
+        start: As for `first_bank`.
+        progress: Function that is called after each step with the number of finished steps and of all steps.
 
     Returns:
-        Features, float32 [M, d], and both losses before the first step and after the last, whether in use or not.
+        Features, float32 [M, d], and the values of both losses before the first step and after the last one, even if a
+        loss is not used.
     """
 
     def features() -> Tensor:
@@ -267,13 +280,13 @@ def _gradient_at(white: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
 
 
 def _add_mmd(gradient: Tensor, white: Tensor, prepared: Prepared) -> Tensor:
-    """Add the gradient of L_MMD to `gradient`, a few Fourier columns at a time; return L_MMD, Eq. 15."""
+    """Add the gradient of L_MMD to `gradient` in chunks of Fourier columns; return L_MMD, Eq. 15."""
     m, half = len(white), len(prepared.waves)
-    width = half if white.is_cuda else CHUNK  # a GPU wants few large kernels
+    width = half if white.is_cuda else CHUNK_SIZE  # few large kernels are faster on a GPU
     scale = 1 / math.sqrt(half)  # sqrt(2/D)
     share = white.new_full((m,), scale / m)
     loss = white.new_zeros(())
-    buffers = white.new_empty(2, width, m)  # transposed: sums then run along the memory
+    buffers = white.new_empty(2, width, m)  # transposed, so that sums are over contiguous memory
     for start in range(0, half, width):
         part = slice(start, min(start + width, half))
         waves = prepared.waves[part]

@@ -86,9 +86,9 @@ def test_gradient_is_that_of_finite_differences(target):
 
 def test_columns_taken_in_parts_give_the_same_gradient(target, monkeypatch):
     raw, prepared = draw_bank(2 * DIM), Prepared.of(target, Parts())
-    monkeypatch.setattr("raylt.methods.sfd.synthesis.CHUNK", 1000)
+    monkeypatch.setattr("raylt.methods.sfd.synthesis.CHUNK_SIZE", 1000)
     whole, _ = bank_gradient(raw, prepared)
-    monkeypatch.setattr("raylt.methods.sfd.synthesis.CHUNK", 7)
+    monkeypatch.setattr("raylt.methods.sfd.synthesis.CHUNK_SIZE", 7)
     parts, _ = bank_gradient(raw, prepared)
     assert (whole - parts).norm() < 1e-5 * whole.norm()
 
