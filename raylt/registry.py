@@ -166,7 +166,15 @@ def resolve_setup(config: Config) -> Setup:
 
 
 def seek(config: Config, kinds: Collection[PluginKind] = frozenset(TABLES)) -> None:
-    """Load the plugins of installed packages that a configuration names, unless they are registered already."""
+    """Load the plugins of installed packages that a configuration names, unless they are registered already.
+
+    Args:
+        config: The configuration.
+        kinds: Kinds of plugins to load; all by default.
+
+    Raises:
+        ConfigError: A plugin cannot be loaded.
+    """
     for kind, name in sorted(each for each in _named(config) if each[0] in kinds):
         # Scanning entry points dominates the cost of resolving a configuration.
         if name in TABLES[kind] or _is_built_in(kind, name):

@@ -98,7 +98,11 @@ class Folder:
         return False
 
     def read(self, name: str, limit: int = MAX_BYTES) -> bytes:
-        """Return the content of a file of at most `limit` bytes."""
+        """Return the content of a file of at most `limit` bytes.
+
+        Raises:
+            CheckpointError: The file is larger than `limit`, or cannot be read.
+        """
         with self.stream(name) as stream, self._errors(name):
             if (size := os.fstat(stream.fileno()).st_size) > limit:
                 raise CheckpointError(
@@ -115,7 +119,11 @@ class Folder:
             return os.fdopen(self._plain(name, os.O_RDONLY), "rb")
 
     def read_text(self, name: str, limit: int = MAX_BYTES) -> str:
-        """Return the content of a text file of at most `limit` bytes."""
+        """Return the content of a text file of at most `limit` bytes.
+
+        Raises:
+            CheckpointError: The file is not UTF-8, is larger than `limit`, or cannot be read.
+        """
         try:
             return self.read(name, limit).decode()
         except UnicodeDecodeError as error:
@@ -186,7 +194,11 @@ class Folder:
             os.fsync(stream.fileno())
 
     def log(self, name: str) -> BufferedWriter:
-        """Open a file for appending."""
+        """Open a file for appending.
+
+        Raises:
+            CheckpointError: The file has other hard links, or cannot be opened.
+        """
         with self._errors(name):
             stream = os.fdopen(self._plain(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
         links = os.fstat(stream.fileno()).st_nlink

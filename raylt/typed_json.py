@@ -34,9 +34,12 @@ class DoubledKey(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; raise DoubledKey if two keys are equal.
+    """Return the pairs of a JSON object as a dict.
 
-    JSON parsers differ in the value that they keep; Python's keeps the last one.
+    JSON parsers differ in the value that they keep for a duplicate key; Python's keeps the last one.
+
+    Raises:
+        DoubledKey: Two keys are equal.
     """
     tree = dict(pairs)
     if len(tree) < len(pairs):
@@ -51,6 +54,9 @@ def parse_json(content: bytes | str, what: str, error: type[RayltError] = Checkp
         content: The JSON.
         what: Name of the content in errors.
         error: Class of the error for a text that is not JSON, or has duplicate keys in an object.
+
+    Raises:
+        error: The text is not JSON, or has duplicate keys in an object.
     """
     try:
         return json.loads(content, object_pairs_hook=unique_keys)

@@ -77,7 +77,11 @@ def read(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, An
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Apply `key=value` overrides to a mapping of settings, in place."""
+    """Apply `key=value` overrides to a mapping of settings, in place.
+
+    Raises:
+        ConfigError: `overrides` is a string instead of a list, or an override cannot be applied.
+    """
     if isinstance(overrides, str):
         raise ConfigError(
             f"overrides: is a string ({overrides!r}). Give a list, as in overrides=[{overrides!r}].",
@@ -174,6 +178,11 @@ def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set the setting with a dotted key in a nested mapping of settings.
+
+    Args:
+        tree: The mapping, which is changed in place.
+        key: Dotted key of the setting, such as "local.lr".
+        value: The new value; a path is stored as text.
 
     Raises:
         ConfigError: A part of the key before its last one is not a section.

@@ -235,7 +235,15 @@ class Case:
         host: Callable[..., Any] = ClientHost,
         task: Task | None = None,
     ) -> Experiment:
-        """Return a new experiment in this process, by default on the task of the case."""
+        """Return a new experiment in this process, by default on the task of the case.
+
+        Args:
+            config: Configuration of the experiment.
+            method: The method; by default the one of the case.
+            fleet: Class of the fleet.
+            host: Called to create the host of the clients.
+            task: The task; by default that of the case.
+        """
         setup = self.setup(config, method)
         task = task or self.task
         client_host = host(setup, task.spec, task.test, CPU)

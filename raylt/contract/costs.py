@@ -286,7 +286,13 @@ def _once(act: Callable[[], None]) -> Callable[[Tensor], None]:
 
 
 def multiplications(layer: nn.Module, x: Tensor, output: Tensor) -> int:
-    """Return the number of multiplications of a layer for a batch [B, ...]; B for layers of other types."""
+    """Return the number of multiplications of a layer for a batch [B, ...]; B for layers of other types.
+
+    Args:
+        layer: A convolution, a linear layer or any other layer.
+        x: Input of the layer, [B, ...].
+        output: Output of the layer, [B, ...].
+    """
     if isinstance(layer, nn.Conv2d):
         return output.numel() * layer.weight[0].numel()
     if isinstance(layer, nn.Linear):

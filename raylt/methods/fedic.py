@@ -85,7 +85,13 @@ class FEDIC(Method):
         server.log(loss=got["loss"], labels_loss=labels_loss, distillation=distilled)
 
     def distil(self, server: Server, images: Samples, models: list[tree.Tree]) -> tuple[float, float]:
-        """Train the global model on labels and on the ensemble's predictions; return both losses of the last step."""
+        """Train the global model on labels and on the ensemble's predictions; return both losses of the last step.
+
+        Args:
+            server: The server, whose model is trained.
+            images: The server's own images.
+            models: Entries of the clients' models.
+        """
         student = server.model
         generator = torch.Generator().manual_seed(server.seed("batches"))
         answers = [outputs(with_entries(student, entries), images) for entries in models]

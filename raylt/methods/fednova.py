@@ -82,6 +82,11 @@ def mass_fault(n: int, parts: Tree, local: LocalConfig) -> str | None:
     """Return the reason why an uploaded gradient mass |a_i|_1 is wrong for a client with n samples; None if correct.
 
     The number of samples determines the number of steps, and thus the mass.
+
+    Args:
+        n: Number of samples of the client.
+        parts: The parts of its reply.
+        local: Settings of the local training.
     """
     expected = gradient_mass(local.step_count(n), local.momentum)
     return None if parts["mass"] == expected else f"is {parts['mass']:g}, but {expected:g} for the client's samples"

@@ -186,7 +186,14 @@ def shared_samples(share: float, n: int) -> int:
 
 
 def shared_fault(n: int, parts: Tree, share: float, classes: int) -> str | None:
-    """Return the reason why uploaded samples cannot come from a client with n samples, or None if they can."""
+    """Return the reason why uploaded samples cannot come from a client with n samples, or None if they can.
+
+    Args:
+        n: Number of samples of the client.
+        parts: The parts of its reply.
+        share: Share of its samples that a client shares.
+        classes: Number of classes.
+    """
     samples = parts["samples"]
     if len(samples) != shared_samples(share, n):
         return f"has {len(samples)} samples, but the client shares {shared_samples(share, n)}"

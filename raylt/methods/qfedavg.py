@@ -115,6 +115,12 @@ def step_fault(n: int, parts: Tree, q: float, lipschitz: float) -> str | None:
 
     Only the client knows F_k, but h is at least the minimum of q |Delta|^2 / F^(q + 1) + L F^q over F. A smaller h
     would make the server's step arbitrarily long.
+
+    Args:
+        n: Number of samples of the client.
+        parts: The parts of its reply, Delta_k and h_k.
+        q: The exponent q of the objective.
+        lipschitz: The constant L.
     """
     square = sum(value.double().square().sum().item() for value in parts["delta"].values())
     f = max(((q + 1) * square / lipschitz) ** (1 / (2 * q + 1)), MIN_RISK)  # F*

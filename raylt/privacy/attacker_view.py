@@ -109,7 +109,13 @@ class Images:
 
 @torch.no_grad()
 def encode_images(experiment: Experiment, shard: Shard, client: int) -> Images:
-    """Return the images of a shard and their features from the global model's encoder."""
+    """Return the images of a shard and their features from the global model's encoder.
+
+    Args:
+        experiment: The attacked run.
+        shard: The client's samples.
+        client: Id of the client that owns the shard.
+    """
     config = experiment.config
     samples = Samples(shard, experiment.task.spec, experiment.server.device)
     encoder = experiment.server.model.encoder.eval()
@@ -188,6 +194,14 @@ def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tupl
     """Yield the class sums of features that each client uploads, with the configured privacy noise.
 
     A secure sum over all clients counts as the upload of client -1.
+
+    Args:
+        config: Configuration of the attacked run.
+        images: The images of all clients.
+        classes: Number of classes.
+
+    Yields:
+        The client's id and its sums by class.
     """
     clients = images.client.unique().tolist()
     leaves = LEAVES.get(config.method["name"], ("n", "z"))
@@ -220,6 +234,14 @@ def uploaded_gradients(config: Config, images: Images, classifier: nn.Module) ->
     """Return the classifier gradients that each client uploads, one matrix [C, d + 1] per class.
 
     A secure sum over all clients counts as the upload of client -1.
+
+    Args:
+        config: Configuration of the attacked run.
+        images: The images of all clients.
+        classifier: The global classifier, with a bias.
+
+    Returns:
+        The gradients by client and class.
     """
     uploads = {}
     for client in images.client.unique().tolist():

@@ -314,6 +314,12 @@ class MuPFL(Method):
         """Form clusters (ACMU), send each cluster's mean update to its members, and return the mean model, Eq. 15.
 
         The mean runs over the clients of this round.
+
+        Args:
+            server: The server.
+            fleet: The clients.
+            whole: The global model that the clients received.
+            got: Replies of the clients that trained.
         """
         updates = got["update"]
         maps = got.get("map", {})

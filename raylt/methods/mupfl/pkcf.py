@@ -55,7 +55,15 @@ def tune(client: Client, features: Tensor, owned: Tensor, epochs: int) -> None:
 
 
 def pkcf_work(spec: TaskSpec, model: SplitModel, m: int, steps: int, distance: Distance) -> str:
-    """Describe the server's feature matching for the plan of a run, with its duration estimated from one timed step."""
+    """Describe the server's feature matching for the plan of a run, with its duration estimated from one timed step.
+
+    Args:
+        spec: Specification of the task.
+        model: The global model.
+        m: Number of features per class.
+        steps: Number of matching steps per round.
+        distance: Distance of the gradients that are matched.
+    """
     h = torch.ones(spec.classes, m, model.dim)
     targets = torch.ones(spec.classes, spec.classes, model.dim + 1)
     classifier = nn.Linear(model.dim, spec.classes)

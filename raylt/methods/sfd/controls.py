@@ -46,7 +46,13 @@ def draws(kind: Classifier, sums: Mapping[int, Tree], sizes: list[int], seed: in
 
 
 def closed_form(kind: Classifier, sums: Mapping[int, Tree], classes: int) -> StateDict:
-    """Return FedNCM's classifier for the kind "ncm", and Fed3R's classifier for the kind "ridge"."""
+    """Return FedNCM's classifier for the kind "ncm", and Fed3R's classifier for the kind "ridge".
+
+    Args:
+        kind: Kind of the classifier.
+        sums: Feature sums of each class that any client has.
+        classes: Number of classes.
+    """
     dim = len(next(iter(sums.values()))["z"])
     z = torch.zeros(classes, dim, dtype=torch.float64)
     n = torch.zeros(classes, dtype=torch.float64)

@@ -56,7 +56,13 @@ def fourier(z: Tensor, omega: Tensor) -> Tensor:
 
 
 def fourier_sum(z: Tensor, omega: Tensor, chunk: int = 256) -> Tensor:
-    """Return the sum of the random Fourier features over the rows of z, float64 [D]."""
+    """Return the sum of the random Fourier features over the rows of z, float64 [D].
+
+    Args:
+        z: Features, [n, d].
+        omega: Frequencies, [D/2, d].
+        chunk: Number of rows whose random Fourier features are in memory at the same time.
+    """
     return torch.stack([fourier(part, omega).double().sum(0) for part in z.split(chunk)]).sum(0)
 
 

@@ -436,7 +436,13 @@ class SFD(Method):
         return step * self.synthesis_steps * spec.classes * (low + high) / (2 * high)
 
     def real(self, server: Server, fleet: Fleet, sizes: dict[int, int]) -> list[Tree]:
-        """Return real features of each class, drawn with replacement from features that clients upload."""
+        """Return real features of each class, drawn with replacement from features that clients upload.
+
+        Args:
+            server: The server.
+            fleet: The clients.
+            sizes: Number of features to draw, by class.
+        """
         most = max(sizes.values())
         of_class = {"n": 1, "z": torch.empty(most, server.model.dim, device="meta")}
         message = {"model": tree.snapshot(encoder(server.model)), "size": most}
@@ -493,7 +499,14 @@ class SFD(Method):
         }
 
     def retrain(self, server: Server, z: Tensor, y: Tensor, progress: StageProgress | None = None) -> float:
-        """Train the classifier on synthetic features (4.3); return the loss of the last epoch."""
+        """Train the classifier on synthetic features (4.3); return the loss of the last epoch.
+
+        Args:
+            server: The server, whose state gets the trained classifier.
+            z: Synthetic features, [n, d].
+            y: Their labels, [n].
+            progress: Called after each epoch with the numbers of completed and of all epochs.
+        """
         weight = server.model.state_dict()["classifier.weight"].clone()
         bound = 0.0 if self.bias == "zero" else 1 / math.sqrt(server.model.dim)  # [3]
         generator = torch.Generator().manual_seed(server.seed("bias"))
