@@ -23,7 +23,7 @@ def file_errors(path: Path) -> Iterator[None]:
         # O_NOFOLLOW gives ELOOP for a link, O_DIRECTORY gives ENOTDIR for a link to a folder
         if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and path.is_symlink()):
             raise CheckpointError(
-                f"{path}: is a symbolic link, which raylt does not follow here. Replace the link by the file itself.",
+                f"{path}: is a symbolic link, which raylt does not follow here. Replace the link with the file itself.",
                 code="file.not-plain",
                 path=str(path),
             ) from None

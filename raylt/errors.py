@@ -109,7 +109,7 @@ CODES: dict[str, str] = {
     "export.not-a-graph": "torch.export cannot follow the model.",
     "export.not-rebuildable": "The model cannot be rebuilt from its entries.",
     "export.other-format": "The file has a format that this raylt does not read.",
-    "export.unknown-format": "The file does not end like a file of raylt export.",
+    "export.unknown-format": "The file name does not have an ending that raylt export writes.",
     # file
     "file.bad-name": "A name is not a valid file name.",
     "file.exists": "A file that a command would write exists already.",
@@ -173,11 +173,11 @@ CODES: dict[str, str] = {
     "reply.outlier": "A part of a reply has a norm many times that of most replies and of the message.",
     "reply.overflow": "A reply holds a value that is too large for the fixed point of a secure sum.",
     "reply.rejected": "A client's reply cannot be used.",
-    "reply.too-few": "Fewer clients replied usably than a call needs.",
-    "reply.too-large": "A reply or a client's state takes more memory than it may.",
+    "reply.too-few": "Fewer clients sent a usable reply than a call needs.",
+    "reply.too-large": "A reply or a client's state takes more memory than allowed.",
     "reply.wrong-shape": "An entry of a reply has the wrong type or shape.",
-    "reply.wrong-share": "A member of a secure sum dealt shares of another secret than it committed itself to.",
-    "reply.wrong-sums": "A part of a reply counts other samples than its client has, or is not a sum over them.",
+    "reply.wrong-share": "A member of a secure sum dealt shares of a different secret than the one it committed to.",
+    "reply.wrong-sums": "A part of a reply does not count exactly its client's samples, or is not a sum over them.",
     "reply.wrong-weight": "A reply has another weight than the server expects.",
     # run
     "run.busy": "Another process uses the run folder.",
@@ -189,7 +189,7 @@ CODES: dict[str, str] = {
     "run.not-found": "A folder is not a run folder.",
     "run.not-judged": "The run did no evaluation after this step.",
     "run.not-running": "No process is running the run or job.",
-    "run.other-split": "Runs are over different splits.",
+    "run.other-split": "The runs have different splits.",
     "run.other-version": "Another version of raylt made the run.",
     "run.tracker-failed": "MLflow or W&B failed while it logged a run.",
     "run.wrong-kind": "The command does not apply to a run of this method or task.",
@@ -216,7 +216,7 @@ CODES: dict[str, str] = {
     "serve.no-such-path": "A service has nothing at the path of a request.",
     "serve.token-refused": "A request to a service has no token or a wrong one.",
     "serve.too-large": "An image is larger than a service takes.",
-    "serve.too-many": "An address sends a service more images per second than it may.",
+    "serve.too-many": "An address sends a service more images per second than allowed.",
     "serve.too-slow": "The image of a request to a service does not arrive in time.",
     "serve.unprotected": "A service without a token would be reachable from other machines.",
     "serve.wrong-type": "A request holds a form, not an image file.",
@@ -289,7 +289,7 @@ class RayltError(Exception):
 
 
 def on_one_line(text: str) -> str:
-    """Replace each unprintable character of a text, such as a newline or an escape, by a question mark."""
+    """Replace each unprintable character of a text, such as a newline or an escape, with a question mark."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

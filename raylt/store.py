@@ -206,7 +206,7 @@ class Folder:
             stream.close()
             raise CheckpointError(
                 f"{self.path / name}: the file has other hard links, which would change too ({links} links). Replace "
-                "it by a copy.",
+                "it with a copy.",
                 code="file.not-plain",
                 path=str(self.path / name),
             )

@@ -71,7 +71,7 @@ class FEDIC(Method):
             self.train,
             self.sample(server, fleet),
             message,
-            model=each.like(message["model"]).up_to(1e6),  # as in a mean
+            model=each.like(message["model"]).up_to(1e6),  # the limit that a mean has
             loss=mean.like(0.0),
         )
         models = got["model"]

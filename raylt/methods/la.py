@@ -4,7 +4,7 @@
 Departures from the text, which has no clients:
 [1] pi is the distribution of a client's own samples, because the client sees no others. `prior=global` is the
     distribution over all samples, for which clients send their counts when they join.
-[2] A class without samples has pi = 0: the softmax leaves it out (but not with tau = 0, since 0^0 = 1). `missing=one`
+[2] A class without samples has pi = 0: the softmax leaves it out (but not with tau = 0, as 0^0 = 1). `missing=one`
     counts it as one sample, so that the margin acts without this mask.
 tau = 0 is FedAvg; tau = 1 is the balanced softmax of Ren et al., NeurIPS 2020. `posthoc` adjusts after training.
 """

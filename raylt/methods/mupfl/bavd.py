@@ -95,7 +95,7 @@ class BAVD(nn.Module):
         assert self._batch_map is not None, "no batch has passed through the layer"
         loss = loss.detach().float()
         alike = self._map.shape == self._batch_map.shape and self._map.device == loss.device
-        # in place, because the steps between two resets may be recorded as a CUDA graph
+        # The map changes in place, because the steps between two resets may be recorded as a CUDA graph.
         if self._fresh and alike:
             self._map.copy_(self._batch_map)
             self._loss.copy_(loss)

@@ -68,8 +68,13 @@ from raylt.models.split import SplitModel, StateDict, part
 from raylt.ops.matching import class_gradients, gradients_fault
 from raylt.tree import RunningSum, Tree
 
-# A client's models: u of w~_i with own v_i; w_i after local training; Eq. 14's w~_i; u_glo with own v_i, 3.5; own u_i
-# with v_glo, 3.5 with Eq. 21 taken literally; w_glo.
+# A client's models, in the order of the names:
+# - cluster: the encoder u of w~_i with the client's own classifier v_i;
+# - post_local: w_i after local training;
+# - whole: w~_i of Eq. 14;
+# - deploy: u_glo with its own v_i, 3.5;
+# - swapped: its own u_i with v_glo, 3.5 with Eq. 21 taken literally;
+# - global: w_glo.
 Model = Literal["cluster", "post_local", "whole", "deploy", "swapped", "global"]
 MODELS: tuple[Model, ...] = ("cluster", "post_local", "whole", "deploy", "swapped", "global")
 
@@ -334,7 +339,7 @@ class MuPFL(Method):
                 start: StateDict = whole | got["start"][id]
                 average.add({name: start[name] + update[name] for name in update}, got.weights[id])
             try:
-                # to all reachable clients; receiving this does not count as taking part in a round
+                # All reachable clients receive it; this does not count as taking part in a round.
                 fleet.ask(self.keep, Cohort(members, everyone=True), {"update": update})
             except TooFewReplies as error:
                 if not isinstance(error.__cause__, ClientLost):
