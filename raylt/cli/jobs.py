@@ -82,11 +82,11 @@ def stop(
         out.print(f"{run}: ends after its next checkpoint; follow it with raylt follow {quoted(run)}", soft_wrap=True)
         return
     claim()
-    from actors.cluster.jobs import ENDED, connect
+    from actors.cluster.jobs import END_STATES, connect
 
     with connect(address) as jobs:
         job = jobs.find(run)
-        if job.state in ENDED:
+        if job.state in END_STATES:
             raise ConfigError(
                 f"{job.id}: the job has already ended ({job.state}). Name a running job or run.",
                 code="run.not-running",
