@@ -142,7 +142,7 @@ def test_momentum_of_running_statistics_comes_back_where_the_device_was_full(tin
 
 
 def test_batches_of_one_sample_are_refused_as_all_would_be_dropped():
-    with pytest.raises(ValueError, match="a batch of 1 is dropped"):
+    with pytest.raises(ValueError, match="batches of 1 sample are dropped"):
         configure().local.step_count(5, epochs=1, batch=1)
 
 
