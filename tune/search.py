@@ -57,7 +57,7 @@ class SearchResult:
         config: the best configuration, as in best.yaml.
         best: the trial with the best configuration.
         trials: all trials.
-        folder: of the search.
+        folder: the search's folder.
         plan, state: the search itself, for its table.
     """
 
@@ -126,23 +126,23 @@ def search(
             the clients on the images taken from them, or worst_decile, that of the worst tenth of the clients. By
             default accuracy, or local for clients' own models. Of several metrics the first decides; the others are
             shown, and the Pareto front is that of all.
-        searcher: how values are chosen: tpe, random or grid.
-        scheduler: how trials are stopped early: asha or none.
+        searcher: rule that chooses values: tpe, random or grid.
+        scheduler: rule that stops trials early: asha or none.
         grace: rounds before trials are compared for the first time.
         budget: client-steps that each method may spend.
         count: "steps", or "passes" for a budget in which a step costs the passes over samples that its method makes,
             as a multiple of FedAvg's.
-        seed: of the search.
+        seed: seed of the draws of values.
         parallel: trials at once at most; by default as many as the cluster holds. It influences the result of a search
             with TPE, see plan.py.
-        retries: how many times a failed trial is continued from its own checkpoint.
+        retries: number of times that a failed trial is continued from its own checkpoint.
         splits: number of splits on which a trial runs, with `data.seed` and the seeds that follow it. The score of a
             finished trial is the worst of them; a trial that fails on one has failed. Trials are stopped early by the
             first split alone.
         fleet: "local" runs the trials one after another in this process, with the same result.
-        address: of a Ray cluster, see `actors.cluster.access.cluster_to_join`.
+        address: address of a Ray cluster, see `actors.cluster.access.cluster_to_join`.
         track: trackers that Ray logs trials to: "mlflow", "wandb".
-        callback: follows the search.
+        callback: callback that follows the search.
 
     Raises:
         ConfigError: nothing to search, or a trial does not fit into the cluster.
@@ -191,7 +191,7 @@ def resume(
     """Continue an interrupted search. Failed trials run again; trials that ended without an error do not.
 
     Args:
-        folder: of the search. The other arguments are those of `search`.
+        folder: the search's folder. The other arguments are the same as in `search`.
 
     Raises:
         CheckpointError: the folder does not hold a search, or its files were changed.
@@ -407,7 +407,7 @@ def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResul
         failures = [record.failed for record in state.trials if record.failed]
         first = failures[0] if failures else "none"
         raise RayltError(
-            f"{folder}: no trial finished ({len(state.trials)} begun; first failure: {first}). Correct the failure, "
+            f"{folder}: no trial finished ({len(state.trials)} started; first failure: {first}). Correct the failure, "
             f"and continue with {_resume_call(folder)}, which runs failed trials again.",
             code="search.no-result",
             path=str(folder),

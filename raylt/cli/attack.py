@@ -1,5 +1,6 @@
 """The command `raylt attack`."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,10 +10,10 @@ from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, RunFolder, out, print_json
 
+COLUMNS = ("upload", "attack", "n", "SSIM", "PSNR", "MAE", "identified", "control", "average")
 LIMITS = (
     "A low figure is not a proof: other attacks, or other outside images, may reach more. docs/privacy.md describes "
-    "each "
-    "attack."
+    "each attack."
 )
 
 
@@ -57,40 +58,7 @@ def attack(
             }
         )
         return
-    table = Table(
-        "upload",
-        "attack",
-        "n",
-        "SSIM",
-        "PSNR",
-        "MAE",
-        "identified",
-        "control",
-        "average",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
-    table.columns[1].overflow = "fold"
-    for finding in findings:
-        if finding.reached is None:
-            table.add_row(
-                finding.upload, finding.what, str(finding.count), f"right: {finding.guessed:.2f} (0.50 by chance)"
-            )
-            continue
-        share = finding.reached.identified
-        identified = "-" if share is None else f"{share:.2f}"
-        table.add_row(
-            finding.upload,
-            finding.what,
-            str(finding.count),
-            f"{finding.reached.ssim:.2f}",
-            f"{finding.reached.psnr:.1f}",
-            f"{finding.reached.mae:.3f}",
-            identified,
-            *(f"{other.ssim:.2f}" for other in (finding.control, finding.average) if other),
-        )
-    out.print(table)
+    out.print(_table(findings))
     out.print(
         "identified: share of reconstructions closer to their own image than to any other image of their class. "
         "control: SSIM of a decoder trained on shuffled pairs, or of another update. average: SSIM of the class's mean "
@@ -101,6 +69,26 @@ def attack(
     for file in pictures:
         if file:
             out.print(file, soft_wrap=True)
+
+
+def _table(findings: Iterable[Any]) -> Table:
+    """Return a table of the findings, one row per upload and attack."""
+    table = Table(*COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.columns[1].overflow = "fold"
+    for finding in findings:
+        reached = finding.reached
+        if reached is None:
+            figures = [f"right: {finding.guessed:.2f} (0.50 by chance)"]
+        else:
+            figures = [
+                f"{reached.ssim:.2f}",
+                f"{reached.psnr:.1f}",
+                f"{reached.mae:.3f}",
+                "-" if reached.identified is None else f"{reached.identified:.2f}",
+                *(f"{other.ssim:.2f}" for other in (finding.control, finding.average) if other),
+            ]
+        table.add_row(finding.upload, finding.what, str(finding.count), *figures)
+    return table
 
 
 def _plain(finding: Any, file: str | None) -> dict[str, Any]:

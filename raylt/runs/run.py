@@ -47,8 +47,8 @@ class Run:
     CheckpointError names the file and the difference.
 
     Args:
-        folder: of a run. `Run.open` refuses a folder that is no run; with this constructor only `state` may be read
-            of one.
+        folder: the run's folder. `Run.open` refuses a folder that is not a run; with this
+            constructor, only its `state` can be read.
     """
 
     def __init__(self, folder: Path | str):
@@ -161,7 +161,7 @@ class Run:
         """The data with the run's split. The data must not have moved.
 
         Raises:
-            CheckpointError: the data are not those of the run.
+            CheckpointError: the data are not the data of the run.
             ConfigError: a plugin that makes the task is missing, or has changed since.
             DataError: they are not where they were.
         """
@@ -316,7 +316,7 @@ class Run:
         kept = checkpoint.steps(self.folder / "checkpoints")
         if step not in kept:
             raise CheckpointError(
-                f"{self.folder}: no checkpoint of this step was kept ({step}). Take one of "
+                f"{self.folder}: no checkpoint of this step was kept ({step}). Choose one of "
                 f"{', '.join(map(str, kept))}; output.keep sets how many are kept.",
                 code="checkpoint.not-kept",
                 path=str(self.folder),
@@ -332,7 +332,7 @@ class Run:
             step: after which the checkpoint was written; by default the last.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or the last checkpoint of a finished run is damaged.
+            CheckpointError: the checkpoint does not exist, or the last checkpoint of a finished run is damaged.
         """
         if step is not None:
             return open_in_process(on_any_device(self.setup), task or self.task, self.folder, self._saved_after(step))
@@ -370,10 +370,10 @@ class Run:
 
         Args:
             overrides: `key=value`, of `resources` and `output` only.
-            fleet: as for `raylt.run`.
-            address: as for `raylt.run`.
-            quiet: as for `raylt.run`.
-            callbacks: as for `raylt.run`.
+            fleet: see `raylt.run`.
+            address: see `raylt.run`.
+            quiet: see `raylt.run`.
+            callbacks: see `raylt.run`.
 
         Raises:
             CheckpointError: other settings, another process runs it, or no usable checkpoint.
@@ -426,7 +426,7 @@ class Run:
 
         Raises:
             CheckpointError: nothing was committed yet, or no checkpoint of the step was kept.
-            ConfigError: no such client, it holds no samples, or it joins after training.
+            ConfigError: the client is unknown, it holds no samples, or it joins after training.
         """
         if isinstance(client, str | bool):  # True is no id, although it equals 1
             joining = [(id, self.outline.client_names[id]) for id in self.outline.new_clients]

@@ -57,10 +57,10 @@ class Fleet(ABC):
         ids: clients that hold samples and train, ascending.
         new_clients: clients that hold samples and join only after training.
         sizes: samples per client that trains, by id; `all_sizes` has the new clients too.
-        round_stats: what happened since `begin`.
+        round_stats: statistics of the round since `begin`.
         on_progress: called for each answer; None without an observer.
         on_items: called with the progress inside items of `map`; None without an observer.
-        changed: clients whose private state is newer than the last checkpoint.
+        changed: clients whose private state changed since the last checkpoint.
     """
 
     def __init__(self, config: Config, task: Task):
@@ -71,7 +71,7 @@ class Fleet(ABC):
         self.sizes = {k: n for k, n in self.all_sizes.items() if k not in late}
         self.ids = list(self.sizes)
         height, width, _ = task.shape
-        self._labels = height * width if task.kind == "segmentation" else 1  # of a sample
+        self._labels = height * width if task.kind == "segmentation" else 1  # per sample
         self.round = 0
         self.round_stats = RoundStats()
         self.changed: set[int] = set()
@@ -109,12 +109,13 @@ class Fleet(ABC):
 
         A reply counts only if it has the weight that the server expects and exactly the named parts. Each part must
         look as its template says or, without a template, as in most of the replies. Where two layouts are equally
-        frequent, no reply counts. A reply that is far longer than the others does not count either (outliers.py). No
-        reply can raise an error at the server: an unusable reply is rejected, and `round_stats` has the reason.
+        frequent, no reply counts. A reply whose norm is far larger than the others' does not count either
+        (outliers.py). No reply can raise an error at the server: an unusable reply is rejected, and `round_stats` has
+        the reason.
 
         Args:
-            fn: runs at each client, with the message; reports name the call after it.
-            cohort: the clients that are asked; with a plain list of ids the server waits for all of them.
+            fn: function that runs at each client with the message; reports name the call after it.
+            cohort: clients to ask; with a plain list of ids the server waits for all of them.
             weights: the weight of each client's reply in a mean, by id, which the reply must state; by default the
                 number of its samples.
             parts: `mean`, `total` or `each` by name of the part.
@@ -231,7 +232,7 @@ class Fleet(ABC):
         """Yield the clients' answers, and record their bytes and the waiting time in `round_stats`."""
         size = tree.nbytes(message)
         traffic = self.round_stats.traffic.setdefault(name, Traffic())
-        # which replies are usable matters while calls run only where some clients may be left out
+        # replies need to be checked during the call only if some clients may be left out
         all_needed = cohort.needed == len(cohort)
         answers = self._answers(
             fn,

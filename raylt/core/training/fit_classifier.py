@@ -48,7 +48,7 @@ def fit_classifier(
     Args:
         z: features [n, d], on the classifier's device.
         y: int64 [n], or soft labels [n, C], on the classifier's device.
-        seed: of the order of the samples, which is the same on every device.
+        seed: seed of the order of the samples, which is the same on every device.
         schedule: "epoch": the learning rate falls along a cosine from `lr` towards 0 over the epochs; "iteration": it
             follows the cosine of period 2 * `epochs` *steps* that SFD's code computes; "constant".
         loss: function of logits and labels, the mean over a batch; by default the cross-entropy. Where it is
@@ -60,10 +60,10 @@ def fit_classifier(
         The mean loss of the last epoch.
 
     Raises:
-        ValueError: there is no such schedule.
+        ValueError: the schedule is unknown.
     """
     if schedule not in get_args(Schedule):
-        raise ValueError(f"schedule: no such schedule ({schedule}). Give one of {', '.join(get_args(Schedule))}.")
+        raise ValueError(f"schedule: unknown schedule ({schedule}). Give one of {', '.join(get_args(Schedule))}.")
     optimiser = SGD(classifier.parameters(), lr, momentum, weight_decay)
     generator = torch.Generator().manual_seed(seed)
     classifier.train()

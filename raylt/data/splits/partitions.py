@@ -44,7 +44,7 @@ def check_partition_exists(name: str | None) -> None:
     """
     if name is not None and name not in PARTITIONS:
         raise ConfigError(
-            f"data.partition: no such partition ({name!r}). {did_you_mean(name, BUILT_IN)}"
+            f"data.partition: unknown partition ({name!r}). {did_you_mean(name, BUILT_IN)}"
             f"There are: {', '.join(PARTITIONS)}; {spoken('--plugin FILE', 'raylt.register')} adds your own.",
             code="config.unknown-name",
             key="data.partition",

@@ -4,7 +4,7 @@ Runs can be compared where they have the same split, budget, optimiser, evaluati
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -34,7 +34,7 @@ class Row:
     """The figures of one arm in one cell.
 
     Attributes:
-        values: by seed, of the finished and diverged runs.
+        values: values of the finished and diverged runs, by seed.
         finished: number of finished runs with a value.
         planned: number of seeds of the cell.
         sd: standard deviation over the seeds; None for a single seed.
@@ -156,28 +156,19 @@ def compare(
         measure: figure of the runs, see `MEASURES`.
         at: rounds whose figures count.
         level: confidence of the intervals.
-        own: by arm the settings outside its method, by dotted key; in these the arm may differ from the others.
-        searched: by arm the settings that it was tuned in, by dotted key; in these, too, the arm may differ.
+        own: settings outside its method in which an arm may differ from the others, by arm and dotted key.
+        searched: settings in which an arm was tuned, by arm and dotted key; it may differ in these, too.
         tuned: lines that say what the arms were tuned to.
         mix_versions: whether runs of several versions of the code may be compared.
         may_lack: whether a measure that no finished run has gives a comparison without rows, and no error.
-        classes: by cell the number of classes. A diverged run counts as guessing among them, where the measure is an
+        classes: number of classes by cell. A diverged run counts as guessing among them, where the measure is an
             accuracy. In a cell whose classes are not known, diverged runs are left out.
 
     Raises:
-        ConfigError: no such measure or arm, no finished run has the measure, or the measure is known of the last round
-            only.
+        ConfigError: the measure or the arm is unknown, no finished run has the measure, or only the last round has it.
         CheckpointError: runs of one cell and seed differ in split, budget, optimiser, evaluation or code.
     """
-    if at != "last" and measure_of(measure).every_round is None:
-        raise ConfigError(
-            f"at: {measure} is known after the last round only ({at}). Give "
-            f"{spoken('--at last', 'at=' + repr('last'))}.",
-            code="config.conflict",
-            key="at",
-            value=at,
-            measure=measure,
-        )
+    _check_at(measure, at)
     done = [record for record in records if record.state == "done"]
     own = {arm: settings for arm, settings in (own or {}).items() if settings}
     searched = searched or {}
@@ -185,13 +176,7 @@ def compare(
     check_comparable(done, differing, mix_versions)
     cells = _in_order(record.cell for record in records)
     arms = _in_order(record.arm for record in records)
-    if reference not in arms:
-        raise ConfigError(
-            f"reference: no such arm ({reference}). {did_you_mean(reference, arms)}Choose from {', '.join(arms)}.",
-            code="config.unknown-name",
-            key="reference",
-            name=reference,
-        )
+    _check_reference(reference, arms)
     values, lacking = _values(done, measure, at)
     if done and not values and not may_lack:
         raise _no_figure(done, measure, at)
@@ -214,25 +199,50 @@ def compare(
         overall=_overall(counted, arms, whole, reference, level, measure_of(measure).higher),
         whole=whole,
         diverged=[_unfinished(record) for record in records if _is_guessing(record, guessing)],
-        left_out=[
-            *(
-                _unfinished(record)
-                for record in records
-                if record.state != "done" and not _is_guessing(record, guessing)
-            ),
-            *lacking,
-            *unjudged,
-        ],
+        left_out=[*_left_out(records, guessing), *lacking, *unjudged],
         apart=[_settings_line(arm, settings) for arm, settings in own.items() if arm in arms_in_rows],
         tuned=list(tuned),
         versions=_versions(done),
         unsealed=_unsealed(done),
-        tests=[
-            f"{cell}: {line}" if cell else line
-            for cell in cells
-            if (line := judged_on([record for record in done if record.cell == cell]))
-        ],
+        tests=_test_images(done, cells),
     )
+
+
+def _check_at(measure: str, at: At) -> None:
+    """Raise ConfigError if a measure of the last round is wanted at other rounds."""
+    if at != "last" and measure_of(measure).every_round is None:
+        raise ConfigError(
+            f"at: {measure} is known after the last round only ({at}). Give "
+            f"{spoken('--at last', 'at=' + repr('last'))}.",
+            code="config.conflict",
+            key="at",
+            value=at,
+            measure=measure,
+        )
+
+
+def _check_reference(reference: str, arms: Sequence[str]) -> None:
+    """Raise ConfigError if no run is of the reference arm."""
+    if reference not in arms:
+        raise ConfigError(
+            f"reference: unknown arm ({reference}). {did_you_mean(reference, arms)}Choose from {', '.join(arms)}.",
+            code="config.unknown-name",
+            key="reference",
+            name=reference,
+        )
+
+
+def _left_out(records: Iterable[RunRecord], guessing: Values) -> Iterator[str]:
+    """Yield a line for each run that is not compared: it is not finished, and does not count as guessing."""
+    for record in records:
+        if record.state != "done" and not _is_guessing(record, guessing):
+            yield _unfinished(record)
+
+
+def _test_images(done: Sequence[RunRecord], cells: Iterable[str]) -> list[str]:
+    """Return a line for each cell that says on how many test images its runs were evaluated, where it is recorded."""
+    lines = {cell: judged_on([record for record in done if record.cell == cell]) for cell in cells}
+    return [f"{cell}: {line}" if cell else line for cell, line in lines.items() if line]
 
 
 def judged_on(done: Sequence[RunRecord]) -> str:
@@ -281,7 +291,7 @@ def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str
 
     Args:
         done: finished runs.
-        own: by arm its own settings, by dotted key.
+        own: settings of single arms, by arm and dotted key.
         mix_versions: whether the code may differ.
 
     Raises:
@@ -535,7 +545,7 @@ def _overall(
     """Return each arm's figures over the given cells, or an empty list for fewer than two cells.
 
     Args:
-        values: by arm, cell and seed.
+        values: values by arm, cell and seed.
         arms: names of the arms.
         whole: the cells.
         reference: the arm that the others are compared to.

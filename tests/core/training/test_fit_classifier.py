@@ -44,7 +44,7 @@ def test_labels_that_cross_entropy_ignores_have_no_gradient():
 
 
 def test_a_schedule_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r"no such schedule \(cosine\)\. Give one of epoch, iteration, constant"):
+    with pytest.raises(ValueError, match=r"unknown schedule \(cosine\)\. Give one of epoch, iteration, constant"):
         fit_classifier(new_classifier(), Z, Y, schedule="cosine", **HOW)
 
 
