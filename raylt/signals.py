@@ -81,6 +81,7 @@ def guard_output() -> None:
     """
     handle = os.open(os.devnull, os.O_RDWR)
     while handle <= 2:
+        os.set_inheritable(handle, True)
         handle = os.open(os.devnull, os.O_RDWR)
     os.close(handle)
     sys.stdout = _guarded(sys.stdout or os.fdopen(1, "w", closefd=False))

@@ -64,18 +64,12 @@ def tune_arm(
     if not arm_space:
         return outcome
     cost = cost_of(base, sizes(base), tuning.count) * tuning.splits
-    if cost and not budget:
-        raise ConfigError(
-            f"study.reference: a run of the reference arm takes no {UNITS[tuning.count]}, so a budget cannot be "
-            f"counted in its runs (federation.rounds = {reference.federation.rounds}). Name an arm with rounds.",
-            code="search.budget-too-small",
-            key="study.reference",
-            value=reference.federation.rounds,
-        )
+    if cost and not reference.federation.rounds:
+        raise _no_unit(tuning)
     if cost > budget:
         raise ConfigError(
             f"study.tune.runs: the budget is {budget} {UNITS[tuning.count]}, but one trial of the arm takes {cost} "
-            f"({tuning.runs:g}). Raise it to at least {tuning.runs * cost / budget:.2g}.",
+            f"({tuning.runs:g}). Raise it to at least {tuning.runs * cost / max(budget, 1):.2g}.",
             code="search.budget-too-small",
             key="study.tune.runs",
             value=tuning.runs,
@@ -124,9 +118,13 @@ def check_searches(definition: Definition) -> None:
     for key, text in definition.tune.ranges.items():
         axis_of(f"study.tune.ranges.{key}", text)
     searched = set[str]()
-    for (_, arm), base in definition.bases().items():
+    bases = definition.bases()
+    for (cell, arm), base in bases.items():
         try:
-            searched |= _space(base, definition.tune, arm).keys()
+            own = _space(base, definition.tune, arm).keys()
+            if own and base.federation.rounds and not bases[cell, definition.compared_to].federation.rounds:
+                raise _no_unit(definition.tune)
+            searched |= own
         except ConfigError as error:
             details = error.details | {"arm": arm}
             raise ConfigError(f"study.tune, arm {arm!r}: {error}", code=error.code, **details) from None
@@ -138,6 +136,17 @@ def check_searches(definition: Definition) -> None:
                 code="search.unknown-field",
                 key=key,
             )
+
+
+def _no_unit(tuning: Tuning) -> ConfigError:
+    """Return the error for a reference arm without rounds, whose runs cannot be the unit of a budget."""
+    return ConfigError(
+        f"study.reference: a run of the reference arm takes no {UNITS[tuning.count]}, so a budget cannot be counted in "
+        "its runs (federation.rounds = 0). Name an arm with rounds.",
+        code="search.budget-too-small",
+        key="study.reference",
+        value=0,
+    )
 
 
 def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int, tuning: Tuning) -> None:

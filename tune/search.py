@@ -226,7 +226,7 @@ def _spaces_by_method(config: Config, spaces: Space | Mapping[str, Space]) -> di
 def _new_folder(out: Path, name: str | None, methods: Iterable[str]) -> Path:
     """Return the folder of a new search, by default named after its methods and the time, or raise CheckpointError."""
     if name is not None:
-        check_name(name, "name")
+        check_name(name, spoken("--name", "name"))
     folder = followed(out) / (name or f"search-{'-'.join(methods)}-{datetime.now():%Y%m%d-%H%M%S}")
     if (folder / "search.json").exists():
         raise CheckpointError(

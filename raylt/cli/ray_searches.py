@@ -70,7 +70,7 @@ def search(
     if choices["scheduler"] == "pbt":
         check_exchangeable(space, method)
     if name is not None:
-        check_name(name, "name")
+        check_name(name, "--name")
     name = name or f"search-{method}-{choices['scheduler']}-{datetime.now():%Y%m%d-%H%M%S}"
     target = followed(folder / name)
     if target.exists():

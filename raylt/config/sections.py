@@ -606,12 +606,16 @@ class Config(Section):
             return tree
         return tree | {"data": data | {"normalise": False}}
 
-    def to_tree(self) -> dict[str, Any]:
-        """Return the settings as a JSON tree that can be changed and checked again.
+    def to_tree(self, mode: Literal["json", "python"] = "json") -> dict[str, Any]:
+        """Return the settings as a tree that can be changed and checked again.
 
-        `data.normalise` is left out where its value follows from the model and the input, which may be changed.
+        `data.normalise` is left out where its value is the one that follows from the model and the input, which may be
+        changed. A value that the user has set and that equals it is left out, too.
+
+        Args:
+            mode: "json" for values of JSON, "python" for values as they are.
         """
-        tree = self.model_dump(mode="json")
+        tree = self.model_dump(mode=mode)
         if tree["data"]["normalise"] is not _encoder_normalises(tree):
             del tree["data"]["normalise"]
         return tree

@@ -196,15 +196,16 @@ def local_running_statistics(case: Case) -> None:
     """The method runs with federation.batchnorm = local, and clients are evaluated with their own statistics."""
     if case.config().trainable == "classifier":
         return  # the statistics of a frozen encoder do not change
+    config = case.config(federation={"batchnorm": "local"})
+    expect(
+        case.setup(config).new_model(case.task.spec).local_buffers,
+        "the model has lost the entries that stay at the clients: build it from `base`",
+    )
     trace, judged = (
         case.run(case.config(federation={"batchnorm": "local"}, evaluation={"personal": personal}))
         for personal in (0, 1)
     )
     _same(trace, judged)
-    expect(
-        trace.experiment.server.model.local_buffers,
-        "the model has lost the entries that stay at the clients: build it from `base`",
-    )
     expect(trace.reports[-1].by_client is not None, "clients are not evaluated")
 
 

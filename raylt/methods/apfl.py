@@ -6,7 +6,7 @@ Symbols follow Algorithm 1 (from memory). Decisions, some by the authors' code, 
     its step, where the text uses the one before the step. The code mixes the two models' logits.
 [2] alpha takes one step a round, after the first batch as in the code, at the learning rate of the weights, and is
     clipped to [0, 1]. Its gradient is the text's, <v_i - w_i, grad f_i>; the code adds 0.02 alpha.
-[3] v_i starts from the first model that the client receives. A client that never took part uses the global model.
+[3] v_i starts from the first model that the client receives. A client that never took a step uses the global model.
 [4] The mixture has the BatchNorm statistics of its own forward passes.
 The global model equals FedAvg's, bit by bit.
 """

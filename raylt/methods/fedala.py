@@ -8,7 +8,8 @@ Symbols are the paper's (from memory). For details that it does not state, the a
     second round, W is learned for epochs until the losses of the last ten vary by less than 0.1, but at most 100 epochs
     (the code has no limit); in later rounds, for one epoch.
 [3] In a client's first round the received model is used.
-[4] Clients are evaluated with their model after their last training. In the code they are evaluated after mixing.
+[4] Clients are evaluated with their model after their last training, or with the global model if they never took a
+    step. In the code they are evaluated after mixing.
 """
 
 import copy

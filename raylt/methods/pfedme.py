@@ -8,7 +8,7 @@ Symbols follow Algorithm 1 (from memory). Decisions, some by the authors' code, 
 [2] theta continues from the previous batch, as in the code, and starts from the received model in each round.
 [3] Clients that are not sampled do not train; in the code all clients train in each round.
 [4] BatchNorm's statistics come from theta's forward passes, in w as well.
-[5] Clients are evaluated with the theta of their last training, or with the global model if they never took part.
+[5] Clients are evaluated with the theta of their last training, or with the global model if they never took a step.
 """
 
 from typing import ClassVar

@@ -121,9 +121,8 @@ def ratios(pulls: Tensor, rival: float) -> Tensor:
     pulls = pulls.double()
     strongest, owner = pulls.max(0)  # [C, d]
     near = torch.where(strongest == 0, pulls == 0, pulls.abs() > rival * strongest.abs()).sum(0)
-    alone = F.one_hot(owner, len(pulls)).movedim(-1, 0).bool() & (
-        near < 2
-    )  # [P, C, d]; `near` includes the strongest class
+    # `near` includes the strongest class
+    alone = F.one_hot(owner, len(pulls)).movedim(-1, 0).bool() & (near < 2)  # [P, C, d]
     own = (pulls * alone).sum((1, 2))
     all_classes = (pulls.sum(0) * alone).sum((1, 2))
     others = (all_classes - own) / max(len(pulls) - 1, 1)

@@ -35,7 +35,6 @@ MODES = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
-    nn.RNNBase,
     nn.RReLU,
 )
 CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -182,6 +181,8 @@ def _freeze_all_but(encoder: nn.Module, learning: Iterable[nn.Module]) -> None:
         if module not in inside and _may_depend_on_mode(module):
             # before the hooks of the module's own, such as that of torch.nn.utils.spectral_norm
             module.register_forward_pre_hook(stay_in_evaluation, prepend=True)
+        if module not in inside and isinstance(module, nn.RNNBase):
+            module.dropout = 0.0  # cuDNN has no gradient through a recurrent layer in evaluation mode
     entries = encoder.state_dict(keep_vars=True)
     hidden = frozenset(name for name, value in entries.items() if id(value) not in kept)
     encoder.register_state_dict_post_hook(Hidden(hidden))
@@ -191,7 +192,7 @@ def _may_depend_on_mode(module: nn.Module) -> bool:
     """Return whether a module itself, apart from its children, may compute something else in training mode.
 
     Modules of other libraries and of users may, and so may hooks: they draw dropout in functional form, or update
-    buffers.
+    buffers. Such a module must not pass its own mode on to a child that learns.
     """
     of = type(module).__module__
     if of.startswith("raylt."):
@@ -323,8 +324,12 @@ class LowRank(nn.Module):
 
         A weight of a 1x1 convolution has two kinds of strides, and torch chooses the kernel by them.
         """
-        merged = self.base + (self.up @ self.down).view_as(self.base)
-        return merged.as_strided(self.base.shape, self.base.stride())
+        base = self.base
+        merged = base + (self.up @ self.down).view_as(base)
+        is_dense = base.numel() * base.element_size() == base.untyped_storage().nbytes()
+        if base.ndim == 4 and is_dense and merged.stride() != base.stride():
+            return merged.as_strided(base.shape, base.stride())
+        return merged
 
 
 @recordable

@@ -230,7 +230,7 @@ def _check_one_method(what: "str | Path | Config | Method", named: Any) -> None:
 def _tree_of(what: "str | Path | Config | Method") -> dict[str, Any]:
     """Return the settings that the first argument of `run` stands for."""
     if isinstance(what, Config):
-        return what.to_tree()
+        return what.to_tree("python")
     if isinstance(what, Method):
         register(type(what))
         return {"method": {"name": what.name, **what.model_dump(mode="json")}}

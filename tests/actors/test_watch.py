@@ -65,7 +65,7 @@ def test_a_stuck_client_is_named_with_its_stack(fleet, tmp_path, monkeypatch):
 @pytest.mark.parametrize("known", [True, False], ids=["later", "first"])
 def test_a_stopped_client_is_named_with_the_reason_why_it_has_no_stack(fleet, tmp_path, monkeypatch, known):
     monkeypatch.setattr("actors.fleet.MIN_PATIENCE_S", 1.0)
-    monkeypatch.setattr("actors.fleet.STACK_S", 0.5)
+    monkeypatch.setattr("actors.fleet.STACKS_TIMEOUT_S", 0.5)
     if known:
         fleet.ask(faulty.sleep, IDS, {"seconds": {}}, id=each)
     slot = next(slot for slot in fleet.slots if 2 in slot.own)

@@ -36,7 +36,7 @@ def test_a_method_that_another_process_sees_otherwise_is_found_out(raylt, tmp_pa
     (tmp_path / "own.py").write_text(text)
     code, out, _ = raylt("check", "own.py")
     assert code == 1
-    assert "travels to another process" in out
+    assert "can be sent to another process" in out
     assert "the bits differ in another process" in out
 
 

@@ -81,7 +81,7 @@ PAIRS = [
     (
         "local.schedule",
         "data.new_clients",
-        {"local": {"schedule": "cosine"}, "data": {"new_clients": 1}},
+        {"local": {"schedule": "cosine"}, "data": {"new_clients": 1}, "federation": {"rounds": 3}},
         METHODS["fedper"](),
     ),
     ("data.erased", "local.unlabelled", {"data": {"erased": "unlabelled"}}, None),

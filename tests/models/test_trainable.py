@@ -383,6 +383,23 @@ def test_frozen_attention_and_functional_dropout_draw_nothing(trainable):
     assert torch.equal(limited(X), limited(X))
 
 
+def test_frozen_recurrent_layers_drop_nothing_and_stay_in_training_mode():
+    """The kernels of a GPU give no gradient through them in evaluation mode."""
+    recurrent = nn.LSTM(6, 4, num_layers=2, dropout=0.5, batch_first=True)
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.recurrent, self.last = nn.LayerNorm(6), recurrent, nn.Linear(4, 5)
+
+        def forward(self, x):
+            return self.last(self.recurrent(self.first(x[:, 0]))[0][:, -1])
+
+    limited = limit(SplitModel(Recurrent(), 5, 3), "norm").train()
+    assert torch.equal(limited(X), limited(X))
+    assert recurrent.training
+
+
 @pytest.mark.parametrize("normalised", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
 @pytest.mark.parametrize("trainable", ["last:1", "lora:2"])
 def test_buffers_of_frozen_layers_do_not_change(normalised, trainable):

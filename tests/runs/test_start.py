@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import raylt
@@ -109,6 +110,11 @@ def test_a_method_that_is_named_again_keeps_its_fields(tmp_path):
     (tmp_path / "f.yaml").write_text("method: {name: fedprox, mu: 0.7}")
     assert configure(tmp_path / "f.yaml", ["method=fedprox"]).method == {"name": "fedprox", "mu": 0.7}
     assert configure(tmp_path / "f.yaml", ["method=fedavg"]).method == {"name": "fedavg"}
+
+
+def test_a_configuration_with_values_of_numpy_is_taken():
+    config = Config(method={"name": "pfedme", "steps": np.int64(2)})
+    assert configure(config).method["steps"] == 2
 
 
 def test_the_given_configuration_is_left_as_it_is():

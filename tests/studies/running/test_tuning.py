@@ -109,6 +109,8 @@ def test_arms_without_rounds_are_searched_and_are_no_unit_of_a_budget(tmp_path):
     assert tuned["trials"] == 2
     with refused("search.budget-too-small", ConfigError, key="study.reference", value=0):
         tune_arm(tmp_path, bases["", "fedprox"], bases["", "exchange"], definition.tune, "fedprox")
+    with refused("search.budget-too-small", ConfigError, key="study.reference", arm="fedprox"):
+        check_searches(definition)
 
 
 @pytest.mark.parametrize(("changes", "key"), [({"runs": 0}, "study.tune.runs"), ({"trials": 3}, "study.tune.trials")])
