@@ -79,7 +79,7 @@ class Fleet(ABC):
         self._arrived = -1  # answers to the call under way, as the observer knows it
         self.on_items: ItemsHook | None = None
         self.protection = Protection(config, self.all_sizes)
-        self._quorum = Quorum(config)
+        self._quorum = Quorum()
         self._private: dict[int, Any] = {}  # handles of the clients' private states, from which an actor is rebuilt
 
     @property
@@ -141,7 +141,7 @@ class Fleet(ABC):
         usual, faults = vote.winner()
         errors += [self._reject(id, name, fault) for id, fault in faults.items()]
         valid = 0 if usual is None else len(usual.weights)
-        self._quorum.check(self.round, name, cohort, message, valid, errors)
+        self._quorum.check(self.config, self.round, name, cohort, message, valid, errors)
         assert usual is not None
         self._commit({id: privates[id] for id in usual.weights}, cohort)
         return self._result(name, usual)

@@ -21,12 +21,18 @@ MAY_DIVERGE = DIVERGED | {"reply.wrong-sums", "reply.outlier"}
 class Quorum:
     """The check that at least `federation.quorum` of the clients of each call sent a valid reply."""
 
-    def __init__(self, config: Config):
-        self._config = config
+    def __init__(self) -> None:
         self._diverging = -2, -2  # first and last of the latest rounds in a row with such errors
 
     def check(
-        self, round: int, name: str, cohort: Cohort, message: Message, usable: int, errors: Sequence[ClientError]
+        self,
+        config: Config,
+        round: int,
+        name: str,
+        cohort: Cohort,
+        message: Message,
+        usable: int,
+        errors: Sequence[ClientError],
     ) -> None:
         """Check that enough clients of a cohort sent a valid reply.
 
@@ -43,16 +49,16 @@ class Quorum:
         if any(error.code in DIVERGED for error in errors):
             first, last = self._diverging
             self._diverging = (first if round - last <= 1 else round, round)
-        quorum = self._config.federation.quorum
+        quorum = config.federation.quorum
         needed = max(1, math.ceil(quorum * cohort.needed - 1e-9))
         if usable >= needed:
             return
-        self._check_divergence(round, name, cohort, message, errors)
+        self._check_divergence(config, round, name, cohort, message, errors)
         first = errors[0]
         remedy = ""
         if first.code in MAY_DIVERGE:
-            remedy = f" If training diverged, lower local.lr ({self._config.local.lr:g})."
-            if self._config.federation.robust is None:
+            remedy = f" If training diverged, lower local.lr ({config.local.lr:g})."
+            if config.federation.robust is None:
                 remedy += " If one of the clients may be hostile, set federation.robust."
         raise TooFewReplies(
             f"round {round}, {name}: {usable} of {cohort.needed} clients replied usably, federation.quorum = "
@@ -68,7 +74,13 @@ class Quorum:
         ) from first
 
     def _check_divergence(
-        self, round: int, name: str, cohort: Cohort, message: Message, errors: Sequence[ClientError]
+        self,
+        config: Config,
+        round: int,
+        name: str,
+        cohort: Cohort,
+        message: Message,
+        errors: Sequence[ClientError],
     ) -> None:
         """Raise `Diverged` if more than half of the clients sent infinite, NaN or far too large values."""
         diverged = [error for error in errors if error.code in DIVERGED]
@@ -76,7 +88,7 @@ class Quorum:
             return
         began, _ = self._diverging
         before = largest_of(message)
-        rate = self._config.local.lr
+        rate = config.local.lr
         raise Diverged(
             f"local.lr: training diverged in round {began} ({rate:g}). In round {round}, {name}, {len(diverged)} "
             f"of {len(cohort)} clients sent values that are infinite, not numbers or too large. First: {diverged[0]}. "
