@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import raylt
+
 PRINTS = """
 import sys
 from raylt.signals import guard_output
@@ -68,8 +70,13 @@ with open("f", "w") as file:
     file.write("x")
 """
     command = [sys.executable, "-c", code]
+    root = str(Path(raylt.__file__).parents[1])  # the child runs in another folder
     done = subprocess.run(
-        command, cwd=tmp_path, preexec_fn=lambda: [os.close(handle) for handle in closed], check=False
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root},
+        preexec_fn=lambda: [os.close(handle) for handle in closed],
+        check=False,
     )
     assert done.returncode == 0
     assert (tmp_path / "f").read_text() == "x"

@@ -27,7 +27,7 @@ from raylt.core.fleet.aggregation import Aggregator, LayoutVote, Replies
 from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
 from raylt.core.fleet.item_progress import ItemsHook, progress_of_items, steps_reported_to
 from raylt.core.fleet.outliers import Outliers
-from raylt.core.fleet.quorum import Quorum
+from raylt.core.fleet.quorum import Call, Quorum
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.schema import Arrived, Schema
 from raylt.core.fleet.wire import Fault, Unusable
@@ -141,7 +141,7 @@ class Fleet(ABC):
         usual, faults = vote.winner()
         errors += [self._reject(id, name, fault) for id, fault in faults.items()]
         valid = 0 if usual is None else len(usual.weights)
-        self._quorum.check(self.config, self.round, name, cohort, message, valid, errors)
+        self._quorum.check(self.config, Call(self.round, name, cohort, message), valid, errors)
         assert usual is not None
         self._commit({id: privates[id] for id in usual.weights}, cohort)
         return self._result(name, usual)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,27 +19,27 @@ DIVERGED = frozenset({"reply.not-finite", "reply.out-of-range", "reply.overflow"
 MAY_DIVERGE = DIVERGED | {"reply.wrong-sums", "reply.outlier"}
 
 
+class Call(NamedTuple):
+    """A call of a client function on a cohort; `message` is the message to its clients."""
+
+    round: int
+    function: str
+    cohort: Cohort
+    message: Message
+
+
 class Quorum:
     """The check that at least `federation.quorum` of the clients of each call sent a valid reply."""
 
     def __init__(self) -> None:
         self._diverging = -2, -2  # first and last of the latest rounds in a row with such errors
 
-    def check(
-        self,
-        config: Config,
-        round: int,
-        name: str,
-        cohort: Cohort,
-        message: Message,
-        usable: int,
-        errors: Sequence[ClientError],
-    ) -> None:
+    def check(self, config: Config, call: Call, usable: int, errors: Sequence[ClientError]) -> None:
         """Check that enough clients of a cohort sent a valid reply.
 
         Args:
-            name: The client function's name.
-            message: The message to the clients, whose largest value is named if training has diverged.
+            config: The settings of the run.
+            call: The call that the clients answered.
             usable: Number of valid replies.
             errors: Errors of the other clients.
 
@@ -48,12 +49,12 @@ class Quorum:
         """
         if any(error.code in DIVERGED for error in errors):
             first, last = self._diverging
-            self._diverging = (first if round - last <= 1 else round, round)
-        quorum = config.federation.quorum
-        needed = max(1, math.ceil(quorum * cohort.needed - 1e-9))
+            self._diverging = (first if call.round - last <= 1 else call.round, call.round)
+        quorum, asked = config.federation.quorum, call.cohort.needed
+        needed = max(1, math.ceil(quorum * asked - 1e-9))
         if usable >= needed:
             return
-        self._check_divergence(config, round, name, cohort, message, errors)
+        self._check_divergence(config, call, errors)
         first = errors[0]
         remedy = ""
         if first.code in MAY_DIVERGE:
@@ -61,44 +62,36 @@ class Quorum:
             if config.federation.robust is None:
                 remedy += " If one of the clients may be hostile, set federation.robust."
         raise TooFewReplies(
-            f"round {round}, {name}: {usable} of {cohort.needed} clients replied usably, federation.quorum = "
+            f"round {call.round}, {call.function}: {usable} of {asked} clients replied usably, federation.quorum = "
             f"{quorum:g} needs {needed}. The first failure: {str(first).rstrip('.')}.{remedy}",
             code="reply.too-few",
-            round=round,
-            function=name,
+            round=call.round,
+            function=call.function,
             usable=usable,
-            asked=cohort.needed,
+            asked=asked,
             needed=needed,
             client=first.client,
             cause=first.code,
         ) from first
 
-    def _check_divergence(
-        self,
-        config: Config,
-        round: int,
-        name: str,
-        cohort: Cohort,
-        message: Message,
-        errors: Sequence[ClientError],
-    ) -> None:
+    def _check_divergence(self, config: Config, call: Call, errors: Sequence[ClientError]) -> None:
         """Raise `Diverged` if more than half of the clients sent infinite, NaN or far too large values."""
         diverged = [error for error in errors if error.code in DIVERGED]
-        if 2 * len(diverged) <= len(cohort):
+        if 2 * len(diverged) <= len(call.cohort):
             return
         began, _ = self._diverging
-        before = largest_of(message)
+        before = largest_of(call.message)
         rate = config.local.lr
         raise Diverged(
-            f"local.lr: training diverged in round {began} ({rate:g}). In round {round}, {name}, {len(diverged)} "
-            f"of {len(cohort)} clients sent values that are infinite, not numbers or too large. First: {diverged[0]}. "
-            f"The largest value that they received is {before:.3g}. Lower local.lr, or weights "
+            f"local.lr: training diverged in round {began} ({rate:g}). In round {call.round}, {call.function}, "
+            f"{len(diverged)} of {len(call.cohort)} clients sent values that are infinite, not numbers or too large. "
+            f"First: {diverged[0]}. The largest value that they received is {before:.3g}. Lower local.lr, or weights "
             "and rates of the method; if one of the clients may be hostile, set federation.robust.",
             code="training.diverged",
             key="local.lr",
             value=rate,
             round=began,
-            function=name,
+            function=call.function,
             client=diverged[0].client,
             size=diverged[0].details.get("value"),
             sent=before,
