@@ -57,7 +57,7 @@ def touch(client: Client, message: Message) -> Reply:
 
 
 def upload(client: Client, message: Message) -> Reply:
-    """Reply with a large tensor, short enough to be added up at once (outliers.py)."""
+    """Reply with a large tensor, short enough to be added up at once (robust/outliers.py)."""
     return client.reply(x=torch.full((NUMBERS,), client.id / 1000))
 
 

@@ -204,10 +204,10 @@ def test_nothing_under_raylt_imports_ray():
 REACH_RAY = (
     "raylt.cli.cluster",
     "raylt.cli.jobs",
-    "raylt.cli.ray_searches",
+    "raylt.cli.searches.ray_tune",
     "raylt.cli.serve",
-    "raylt.cli.study",
-    "raylt.cli.tune",
+    "raylt.cli.studies.study",
+    "raylt.cli.searches.tune",
     "raylt.cli.verify",
     "raylt.runs.runner",
     "raylt.serving",

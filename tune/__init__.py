@@ -6,14 +6,14 @@ For Ray Tune's schedulers and searchers, use `from tune import param_space, trai
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tune.drawing import draw_pareto
-from tune.pareto import pareto_front
+from tune.report.drawing import draw_pareto
+from tune.report.pareto import pareto_front
 from tune.search import SearchResult, resume, search
 from tune.space import space, spaces_of
 
 if TYPE_CHECKING:
-    from tune.ray_space import param_space
-    from tune.ray_trainable import model_of, trainable
+    from tune.ray_tune.space import param_space
+    from tune.ray_tune.trainable import model_of, trainable
 
 __all__ = [
     "SearchResult",
@@ -28,7 +28,11 @@ __all__ = [
     "trainable",
 ]
 # Modules that import Ray, which a search in this process does not need.
-_WITH_RAY = {"model_of": "tune.ray_trainable", "param_space": "tune.ray_space", "trainable": "tune.ray_trainable"}
+_WITH_RAY = {
+    "model_of": "tune.ray_tune.trainable",
+    "param_space": "tune.ray_tune.space",
+    "trainable": "tune.ray_tune.trainable",
+}
 
 
 def __getattr__(name: str) -> Any:

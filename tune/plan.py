@@ -20,8 +20,8 @@ from raylt.seeds import seed_for
 from raylt.studies.running.tuning import UNITS, Count
 from raylt.typed_json import as_json, hash_json
 from tune.asha import TrialProgress, outcomes, rungs
-from tune.pareto import pareto_front
 from tune.records import SEARCH_PLAN_JSON, Metric, Scheduler, Searcher, TrialRecord
+from tune.report.pareto import pareto_front
 from tune.space import Grid, Space, combinations, configure, draw, parse, readable, to_text
 
 SAMPLES = 20

@@ -32,11 +32,11 @@ from raylt.runs.callbacks.notebook_progress import NotebookProgress
 from raylt.runs.runner import check_fleet
 from raylt.store import Folder, folder_for, followed
 from raylt.studies.running.tuning import Count
-from tune import report
 from tune.checks import check_arguments, check_plan, check_tracked
 from tune.loop import SearchLoop, holders, sizes
 from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, default_metric, front_of, with_validation
 from tune.records import Metric, TrialRecord
+from tune.report import results
 from tune.space import Space
 
 FleetKind = Literal["ray", "local"]
@@ -79,7 +79,7 @@ class SearchResult:
     def _repr_html_(self) -> str:
         """Return an HTML table of the trials, and the best settings."""
         best = ", ".join(f"{key} = {value}" for key, value in self.best.values.items())
-        return f"{report.table_of(self.plan, self.state).html()}<div>best: {escape(f'{self.best.id}, {best}')}</div>"
+        return f"{results.table_of(self.plan, self.state).html()}<div>best: {escape(f'{self.best.id}, {best}')}</div>"
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def _run(folder: Path, plan: SearchPlan, execution: Execution) -> SearchResult:
                 if placement is None:
                     _run_in_this_process(loop, job, plan.retries)
                 else:
-                    from tune.ray_backend import run_trials
+                    from tune.ray_tune.backend import run_trials
 
                     run_trials(loop, job, placement, at_once, plan.retries, execution.track)
             finally:
@@ -402,7 +402,7 @@ def plugins_for(methods: Collection[str]) -> tuple[Plugin, ...]:
 def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResult:
     """Write the tables of a finished search and return its result."""
     best = state.best()
-    report.write(folder, plan, state)
+    results.write(folder, plan, state)
     if best is None:
         failures = [record.failed for record in state.trials if record.failed]
         first = failures[0] if failures else "none"

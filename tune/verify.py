@@ -10,7 +10,7 @@ from raylt.runs.verify import Finding, finding_of, unbound_in, verify_inner
 from raylt.store import Folder
 from tune.plan import SearchPlan
 from tune.records import MOST_SPLITS, PLAN, TRIALS, EndedTrialJson, figures_of, read_trials, split_folder
-from tune.report import RESULTS, SEAL, check_results
+from tune.report.results import RESULTS, SEAL, check_results
 
 TRIAL_RUNS = "trials"
 

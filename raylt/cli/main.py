@@ -10,23 +10,23 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from raylt.cli import plot
 from raylt.cli.attack import attack
 from raylt.cli.check import check
 from raylt.cli.cluster import doctor, plan
-from raylt.cli.compare import compare, rank, report
 from raylt.cli.data import data
 from raylt.cli.jobs import stop, submit
 from raylt.cli.listings import methods, recipes, settings
 from raylt.cli.models import evaluate, export, predict
 from raylt.cli.new import new
 from raylt.cli.options import err, out
-from raylt.cli.page import page
-from raylt.cli.reproduce import reproduce, verdicts
 from raylt.cli.runs import branch, debug, resume, run
+from raylt.cli.searches.tune import tune
 from raylt.cli.serve import serve
-from raylt.cli.study import follow, ls, study
-from raylt.cli.tune import tune
+from raylt.cli.studies import plot
+from raylt.cli.studies.compare import compare, rank, report
+from raylt.cli.studies.page import page
+from raylt.cli.studies.reproduce import reproduce, verdicts
+from raylt.cli.studies.study import follow, ls, study
 from raylt.cli.verify import verify
 from raylt.config.reading import reason_of
 from raylt.config.sections import SIGNS

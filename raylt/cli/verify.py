@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, err, out, print_json
-from raylt.cli.ray_searches import is_one as is_one_of_ray
+from raylt.cli.searches.ray_tune import is_one as is_one_of_ray
 from raylt.disk import exists, is_file, is_folder
 from raylt.errors import CheckpointError, ConfigError, RayltError
 

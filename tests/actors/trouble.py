@@ -155,7 +155,7 @@ def scatter_large(client: Client, message: Message) -> Reply:
     """Reply as `scatter` does, with a mebibyte of numbers; count the call in the client's private state."""
     client.state["calls"] = client.state.get("calls", 0) + 1
     generator = torch.Generator().manual_seed(client.id)
-    sizes = 10.0 ** torch.randint(-9, 4, LARGE.shape, generator=generator)  # short enough for sums (outliers.py)
+    sizes = 10.0 ** torch.randint(-9, 4, LARGE.shape, generator=generator)  # short enough for sums (robust/outliers.py)
     return client.reply(x=torch.randn(LARGE.shape, generator=generator) * sizes)
 
 

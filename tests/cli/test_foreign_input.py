@@ -16,7 +16,7 @@ from raylt.cli.options import Output
 from raylt.own_code.module_sources import own_folder
 from raylt.runs.callbacks.terminal import TerminalProgress
 from raylt.runs.export.model_card import model_card
-from tune.screen import SearchProgress
+from tune.report.screen import SearchProgress
 
 EXITS = {
     "import": "import sys\nsys.exit()\n",

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from raylt.cli.compare import open_any
 from raylt.cli.main import ClickException
-from raylt.cli.page import filled
-from raylt.cli.page import page as write_page
+from raylt.cli.studies.compare import open_any
+from raylt.cli.studies.page import filled
+from raylt.cli.studies.page import page as write_page
 from raylt.errors import ConfigError
 from raylt.studies.report.comparison_tables import comparison_table, measures_table
 from raylt.studies.study import Study

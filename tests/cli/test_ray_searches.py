@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from raylt.cli.options import Format
-from raylt.cli.ray_searches import _show
+from raylt.cli.searches.ray_tune import _show
 
 SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=4", "local.epochs=1"]
 RANGE = "local.lr=loguniform(0.01,0.3)"

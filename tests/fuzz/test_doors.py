@@ -24,7 +24,7 @@ from made import write_run
 from outcomes import outcome
 from test_fuzz import cases, shown
 
-from raylt.cli.page import page
+from raylt.cli.studies.page import page
 from raylt.data.sources.sources import _read_list
 from raylt.disk import check_name
 from raylt.errors import RayltError

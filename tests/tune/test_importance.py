@@ -7,9 +7,9 @@ import pytest
 from test_plan import BASE, plan, run, sizes
 
 from tune.asha import Outcome
-from tune.importance import _scores_of_one_step, importance
 from tune.plan import SearchState
 from tune.records import Score, TrialRecord
+from tune.report.importance import _scores_of_one_step, importance
 from tune.space import Grid
 
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tune import draw_pareto, pareto_front
-from tune.ray_search import _with_front
+from tune.ray_tune.search import _with_front
 
 TRIALS = [
     {"accuracy": 0.9, "few": 0.1},

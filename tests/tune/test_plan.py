@@ -12,7 +12,6 @@ from raylt.config import Config
 from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Uniform
 from tune.asha import Outcome
-from tune.drawing import COLOURS, PAPER, draw
 from tune.plan import (
     OVER,
     WAIT,
@@ -25,7 +24,8 @@ from tune.plan import (
     front_of,
 )
 from tune.records import Score, TrialRecord, on_split
-from tune.report import best_yaml, importance_lines, table_of, write
+from tune.report.drawing import COLOURS, PAPER, draw
+from tune.report.results import best_yaml, importance_lines, table_of, write
 from tune.space import Grid
 from tune.space import draw as drawn_values
 
@@ -413,9 +413,9 @@ def test_a_narrow_terminal_cuts_no_name_and_no_figure_of_a_trial(width):
 
 
 def test_results_have_the_front_and_the_points_that_count(tmp_path, monkeypatch):
-    monkeypatch.setattr("tune.report.best_yaml", lambda folder, plan, best: f"{best.id}\n")
-    monkeypatch.setattr("tune.report.draw", lambda *_: b"")
-    monkeypatch.setattr("tune.report._draw_front", lambda *_: b"")
+    monkeypatch.setattr("tune.report.results.best_yaml", lambda folder, plan, best: f"{best.id}\n")
+    monkeypatch.setattr("tune.report.results.draw", lambda *_: b"")
+    monkeypatch.setattr("tune.report.results._draw_front", lambda *_: b"")
     spaces = {"fedavg": {"local.lr": SPACE["local.lr"]}, "fedprox": SPACE}
     settings = plan(spaces=spaces, searcher="random", samples=3, other_metrics=("few",))
     state, records = made_trials(settings)
@@ -442,7 +442,7 @@ def test_results_have_the_front_and_the_points_that_count(tmp_path, monkeypatch)
 
 def test_the_best_configuration_says_which_figures_to_expect(tmp_path, monkeypatch):
     summary = {"accuracy": {"last": 0.65, "best": 0.9}, "model_sha256": "ab" * 32}
-    monkeypatch.setattr("tune.report.Files", lambda folder: SimpleNamespace(summary=lambda: summary))
+    monkeypatch.setattr("tune.report.results.Files", lambda folder: SimpleNamespace(summary=lambda: summary))
     config = Config(method="fedavg", data={"seed": 7, "validation": 0.2})
     record = TrialRecord("fedavg-000", "fedavg", {}, config, 9, splits=3)
     validation, test = {"few": 0.25, "many": 0.5}, {"few": 0.3, "many": 0.6}

@@ -9,8 +9,8 @@ from refusals import refused
 
 from raylt.config import load
 from raylt.errors import CheckpointError
-from tune.ray_search import RaySearchPlan, _conclude, _opened, _searcher, resume_ray_search
-from tune.ray_space import param_space
+from tune.ray_tune.search import RaySearchPlan, _conclude, _opened, _searcher, resume_ray_search
+from tune.ray_tune.space import param_space
 
 
 class Results(list):

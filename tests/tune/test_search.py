@@ -28,7 +28,7 @@ from tune.loop import SearchLoop
 from tune.placement import bundles_of, check_fit, fitting, most_on_gpu, place_trial
 from tune.plan import SearchPlan
 from tune.records import Score
-from tune.report import csv_table
+from tune.report.results import csv_table
 from tune.verify import verify_search
 
 SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=6", "local.epochs=1"]
@@ -493,11 +493,11 @@ def command(*arguments):
 def test_a_search_on_ray_with_a_killed_process_equals_one_without(undisturbed, ray_session, tmp_path, monkeypatch):
     import ray
 
-    from tune import ray_backend
+    from tune.ray_tune import backend
 
     actors, free = ray.util.list_named_actors(all_namespaces=True), ray.available_resources().get("CPU")
     killed, at_once = [], set()
-    decide, suggest = ray_backend._TrialStopper.on_trial_result, ray_backend._TrialSuggester.suggest
+    decide, suggest = backend._TrialStopper.on_trial_result, backend._TrialSuggester.suggest
 
     def watch(self, controller, trial, result):
         if trial.config["trial"] == "fedprox-000" and result["round"] == 3 and not killed:
@@ -510,8 +510,8 @@ def test_a_search_on_ray_with_a_killed_process_equals_one_without(undisturbed, r
         at_once.add(len(self._adapter.running))
         return suggestion
 
-    monkeypatch.setattr(ray_backend._TrialStopper, "on_trial_result", watch)
-    monkeypatch.setattr(ray_backend._TrialSuggester, "suggest", count)
+    monkeypatch.setattr(backend._TrialStopper, "on_trial_result", watch)
+    monkeypatch.setattr(backend._TrialSuggester, "suggest", count)
     result = small_search(tmp_path, "resources.actors=1", fleet="ray")
     assert killed
     assert max(at_once) == 2

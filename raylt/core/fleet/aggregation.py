@@ -3,7 +3,7 @@
 This module defines `Plain` and `Robust`; raylt/core/protection defines `Secure`, `SampleDP` and `ClientDP`.
 `LayoutVote` keeps one aggregator for each layout of the replies.
 
-The rules of `Robust` are in robust_means.py and robust_sums.py.
+The rules of `Robust` are in robust/means.py and robust/sums.py.
 """
 
 from abc import ABC, abstractmethod
@@ -14,8 +14,8 @@ from raylt.core.client import Reply
 from raylt.core.fleet.block_sums import BlockSums, ReplyLayout, SummedReply, block_numbers
 from raylt.core.fleet.cohort import Traffic
 from raylt.core.fleet.reductions import Reduction
-from raylt.core.fleet.robust_means import robust_mean
-from raylt.core.fleet.robust_sums import Rule, robust_sum
+from raylt.core.fleet.robust.means import robust_mean
+from raylt.core.fleet.robust.sums import Rule, robust_sum
 from raylt.core.fleet.schema import layout_fault
 from raylt.core.fleet.value_store import ValueStore
 from raylt.core.fleet.wire import Fault
@@ -52,7 +52,7 @@ class Aggregator(ABC):
         weights: weights of the accepted replies by client id; ascending in the result.
         overhead: bytes that the aggregation transfers in addition to messages and replies.
         summable: whether the aggregator needs only the sums over a block of replies, not each reply.
-        compares: whether replies that are far longer than the others are rejected (outliers.py).
+        compares: whether replies that are far longer than the others are rejected (robust/outliers.py).
         statement: description of the noise for the summary; None without noise.
         troubles: problems from which the aggregation recovered, each as a text.
     """

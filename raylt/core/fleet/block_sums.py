@@ -57,7 +57,7 @@ class SummedReply:
     Attributes:
         nbytes: size of the reply, as if it had been sent to a server in another process.
         layout: layout of the reply.
-        lengths: lengths of the compared parts of the reply by name (outliers.py).
+        lengths: lengths of the compared parts of the reply by name (robust/outliers.py).
         sums: sums of all replies of the block that have this layout; these replies share one object.
     """
 

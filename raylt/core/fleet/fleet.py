@@ -26,9 +26,9 @@ from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.fleet.aggregation import Aggregator, LayoutVote, Replies
 from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
 from raylt.core.fleet.item_progress import ItemsHook, progress_of_items, steps_reported_to
-from raylt.core.fleet.outliers import Outliers
 from raylt.core.fleet.quorum import Call, Quorum
 from raylt.core.fleet.reductions import Reduction
+from raylt.core.fleet.robust.outliers import Outliers
 from raylt.core.fleet.schema import Arrived, Schema
 from raylt.core.fleet.wire import Fault, Unusable
 from raylt.core.protection.protection import Protection
@@ -110,8 +110,8 @@ class Fleet(ABC):
         A reply counts only if it has the weight that the server expects and exactly the named parts. Each part must
         look as its template says or, without a template, as in most of the replies. Where two layouts are equally
         frequent, no reply counts. A reply whose norm is far larger than the others' does not count either
-        (outliers.py). No reply can raise an error at the server: an unusable reply is rejected, and `round_stats` has
-        the reason.
+        (robust/outliers.py). No reply can raise an error at the server: an unusable reply is rejected, and
+        `round_stats` has the reason.
 
         Args:
             fn: function that runs at each client with the message; reports name the call after it.

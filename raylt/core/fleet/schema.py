@@ -12,8 +12,8 @@ from torch import Tensor
 from raylt import tree
 from raylt.core.client import Reply
 from raylt.core.fleet.block_sums import BlockSums, ReplyLayout, SummedReply
-from raylt.core.fleet.outliers import LengthBound, exceeds, is_compared, length
 from raylt.core.fleet.reductions import Reduction
+from raylt.core.fleet.robust.outliers import LengthBound, exceeds, is_compared, length
 from raylt.core.fleet.wire import Fault, Path, Unusable, dotted, shown
 from raylt.errors import one_line
 
@@ -43,7 +43,7 @@ class Schema:
 
     Attributes:
         parts: the reductions by name of the part.
-        length_bounds: bounds of the parts whose lengths are compared (outliers.py), by name.
+        length_bounds: bounds of the parts whose lengths are compared (robust/outliers.py), by name.
     """
 
     def __init__(

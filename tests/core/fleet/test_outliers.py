@@ -8,10 +8,10 @@ from test_block_sums import IDS, LIKE, PARTS, Scripted, ask, outcome, reply_of, 
 from raylt.contract.case import Case
 from raylt.contract.lies import replaced
 from raylt.core.client import Reply
-from raylt.core.fleet import outliers
 from raylt.core.fleet.client_host import ClientHost
-from raylt.core.fleet.outliers import CLOSE, FACTOR, SHORT, SHORT_SUM, LengthBound, length
 from raylt.core.fleet.reductions import each, mean, total
+from raylt.core.fleet.robust import outliers
+from raylt.core.fleet.robust.outliers import CLOSE, FACTOR, SHORT, SHORT_SUM, LengthBound, length
 from raylt.core.fleet.schema import Schema
 from raylt.methods import METHODS
 from raylt.tree import without_values

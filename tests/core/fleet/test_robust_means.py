@@ -13,7 +13,7 @@ from torch import tensor
 from raylt.config import completed, differences, load, settled
 from raylt.contract.case import Case
 from raylt.core.fleet.local_fleet import LocalFleet
-from raylt.core.fleet.robust_means import robust_mean
+from raylt.core.fleet.robust.means import robust_mean
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg

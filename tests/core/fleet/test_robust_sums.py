@@ -8,7 +8,7 @@ from torch import tensor
 from raylt.core.client import Reply
 from raylt.core.fleet.aggregation import Robust
 from raylt.core.fleet.reductions import mean, total
-from raylt.core.fleet.robust_sums import robust_sum
+from raylt.core.fleet.robust.sums import robust_sum
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fed3r import Fed3R
 from raylt.methods.classifiers.fedncm import FedNCM

@@ -275,7 +275,7 @@ def test_the_picture_of_ground_two_is_that_of_its_record(tmp_path, monkeypatch):
 
 def test_command_writes_the_page_and_its_picture(tmp_path, capsys, monkeypatch):
     definition = Definition(name="ground", arms={arm: {} for arm in "abc"}, seeds=[0, 1])
-    monkeypatch.setattr("raylt.cli.compare.open_any", lambda paths: Study(definition, None, RUNS))
+    monkeypatch.setattr("raylt.cli.studies.compare.open_any", lambda paths: Study(definition, None, RUNS))
     app(["rank", "ground.json", "--to", str(tmp_path / "board.md")], standalone_mode=False)
     assert "better than another arm" in capsys.readouterr().out
     assert "(board.svg)" in (tmp_path / "board.md").read_text()

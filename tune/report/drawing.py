@@ -6,9 +6,9 @@ from typing import Any
 
 from raylt.errors import count_of
 from raylt.hyper import Choice, LogUniform
-from tune.pareto import pareto_front
 from tune.plan import SearchPlan, SearchState
 from tune.records import TrialRecord
+from tune.report.pareto import pareto_front
 from tune.space import Axis, Grid
 
 PAPER, INK, MUTED = "#ffffff", "#1f2430", "#8a8f9c"
@@ -21,7 +21,7 @@ def draw(plan: SearchPlan, state: SearchState, shares: Mapping[str, Mapping[str,
     Args:
         plan: Settings of the search.
         state: The trials so far.
-        shares: Importance of each setting by method; see tune/importance.py.
+        shares: Importance of each setting by method; see tune/report/importance.py.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # Unlike pyplot, needs no global state and no display.
     from matplotlib.figure import Figure

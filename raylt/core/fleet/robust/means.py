@@ -1,7 +1,7 @@
 """Robust rules for means (`federation.robust` on a `mean`), for rounds in which some clients may be malicious.
 
 Each rule treats every mean part separately. It keeps the part of all K replies, so it needs K times the memory of a
-mean. robust_sums.py has the rules for sums. There are no rules that select whole replies, such as Krum.
+mean. sums.py has the rules for sums. There are no rules that select whole replies, such as Krum.
 
 - `median`: the unweighted median of each entry (Yin et al., ICML 2018, Definition 1).
 - `trimmed_mean`: the unweighted mean of each entry without the largest and the smallest fifth, at least one value each
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raylt.core.fleet.robust_sums import Rule
+from raylt.core.fleet.robust.sums import Rule
 from raylt.tree import LeafPath, Tree, from_leaf_paths, leaf_paths
 
 CUT_PER_SIDE = 0.2  # twice the share of hostile clients that is usually assumed

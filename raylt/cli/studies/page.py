@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from raylt import store
-from raylt.cli.compare import compare, results_read_once
 from raylt.cli.options import out
+from raylt.cli.studies.compare import compare, results_read_once
 from raylt.disk import is_file
 from raylt.errors import ConfigError, count_of
 

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from raylt.cli.compare import At, Level, Measures, MixVersions, Paths, SpreadOption, open_any
 from raylt.cli.options import ClientOption, Format, FormatOption, RunFolder, divide, out, print_json
+from raylt.cli.studies.compare import At, Level, Measures, MixVersions, Paths, SpreadOption, open_any
 from raylt.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Draw a run, several runs, a study, or a split.")

@@ -19,10 +19,10 @@ from raylt.runs.folder.summary import in_percent, percent
 from raylt.store import Folder
 from raylt.studies.report.text_table import TextTable
 from raylt.typed_json import as_json
-from tune.drawing import draw, draw_pareto, shown
-from tune.importance import importance
 from tune.plan import SearchPlan, SearchState, front_of
 from tune.records import TrialRecord
+from tune.report.drawing import draw, draw_pareto, shown
+from tune.report.importance import importance
 
 SEAL = "seal.json"  # Hashes of the other files that `write` writes.
 RESULTS = (

@@ -10,7 +10,16 @@ import typer
 
 from raylt import store
 from raylt.cli.options import err, out
-from raylt.cli.study import Address, Fleet, MixVersions, Out, Parallel, StudyProgress, raise_if_failed, show_plan
+from raylt.cli.studies.study import (
+    Address,
+    Fleet,
+    MixVersions,
+    Out,
+    Parallel,
+    StudyProgress,
+    raise_if_failed,
+    show_plan,
+)
 from raylt.disk import is_file
 from raylt.errors import CheckpointError, ConfigError, count_of, quoted
 

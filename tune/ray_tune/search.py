@@ -1,7 +1,7 @@
 """Searches with Ray Tune's own schedulers (`raylt tune --scheduler pbt|hyperband|median`).
 
 These schedulers stop and copy trials depending on the speed of processes, so a search is not reproducible from its
-seed. The default, raylt's own ASHA (asha.py), is.
+seed. The default, raylt's own ASHA (tune/asha.py), is.
 
 The search's folder is Tune's folder with some more files:
 
@@ -33,13 +33,13 @@ from raylt.hyper import Choice
 from raylt.runs.folder.summary import percent
 from raylt.store import Folder, folder_for
 from raylt.typed_json import as_json, closed
-from tune.drawing import draw_pareto, shown
-from tune.pareto import pareto_front
 from tune.plan import with_validation
-from tune.ray_space import param_space
-from tune.ray_trainable import trainable
+from tune.ray_tune.space import param_space
+from tune.ray_tune.trainable import trainable
 from tune.records import Metric, Searcher
-from tune.report import csv_table
+from tune.report.drawing import draw_pareto, shown
+from tune.report.pareto import pareto_front
+from tune.report.results import csv_table
 from tune.space import Grid, Space, configure, parse
 
 RayScheduler = Literal["pbt", "hyperband", "median"]
@@ -111,7 +111,7 @@ class RaySearchResult:
         metrics: The metrics, which are columns of the rows. The first one decides.
         exchanged: Whether trials took over models of other trials, so that a row has only the last settings of its
             trial.
-        results: Tune's result; `model_of` (ray_trainable.py) opens its checkpoints.
+        results: Tune's result; `model_of` (trainable.py) opens its checkpoints.
     """
 
     folder: Path

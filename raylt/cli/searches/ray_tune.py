@@ -1,4 +1,4 @@
-"""The part of `raylt tune` that uses Ray Tune's own schedulers, see tune/ray_search.py."""
+"""The part of `raylt tune` that uses Ray Tune's own schedulers, see tune/ray_tune/search.py."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from raylt.runs.folder.summary import in_percent
 from raylt.store import followed
 
 if TYPE_CHECKING:
-    from tune.ray_search import RaySearchResult
+    from tune.ray_tune.search import RaySearchResult
 
 PLAN = "ray_search.json"
 SHOWN_TRIALS = 20  # maximum number of rows in the table
@@ -85,7 +85,7 @@ def search(
     check_judged(metrics, base)
 
     def run() -> "RaySearchResult":
-        from tune.ray_search import RaySearchPlan, ray_search
+        from tune.ray_tune.search import RaySearchPlan, ray_search
 
         plan = RaySearchPlan(
             config=config.model_dump(mode="json"),
@@ -105,7 +105,7 @@ def resume(folder: Path, address: str | None, format: Format) -> None:
     """Continue an interrupted search, and print the trials."""
 
     def run() -> "RaySearchResult":
-        from tune.ray_search import resume_ray_search
+        from tune.ray_tune.search import resume_ray_search
 
         return resume_ray_search(followed(folder))
 
@@ -186,7 +186,7 @@ def _in_session(address: str | None, run: Callable[[], "RaySearchResult"]) -> "R
 
 def _show(result: "RaySearchResult", format: Format) -> None:
     from raylt.studies.report.text_table import TextTable
-    from tune.report import run_command
+    from tune.report.results import run_command
 
     if format is Format.json:
         print_json({"folder": str(result.folder), "trials": result.rows})

@@ -6,7 +6,7 @@ deployed model.
 
 A trial's configuration is a flat or nested mapping of settings, as in {"local.lr": 0.1}. A Tune checkpoint holds a
 raylt checkpoint and the settings with which it was written. So a trial may continue from another trial's checkpoint, as
-in population-based training, if they differ only in settings that act in rounds (changes.py).
+in population-based training, if they differ only in settings that act in rounds (tune/changes.py).
 """
 
 import math

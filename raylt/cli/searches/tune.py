@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from raylt.cli import ray_searches
 from raylt.cli.options import (
     Address,
     FleetName,
@@ -21,6 +20,7 @@ from raylt.cli.options import (
     print_json,
     say_how_to_resume,
 )
+from raylt.cli.searches import ray_tune
 from raylt.config import Config, assign, check, read
 from raylt.errors import ConfigError
 from raylt.own_code.top_level_names import claim
@@ -113,8 +113,8 @@ def tune(
     execution: dict[str, Any] = {"parallel": parallel, "fleet": fleet.value, "address": address, "track": track or []}
     if resume is not None:
         _check_resumed(context, resume, [*execution, "resume", "format"])
-        if ray_searches.is_one(resume):
-            ray_searches.resume(resume, address, format)
+        if ray_tune.is_one(resume):
+            ray_tune.resume(resume, address, format)
         else:
             _resume(resume, execution, format)
         return
@@ -127,9 +127,9 @@ def tune(
         _search(config, spaces, choices | execution, metrics, format)
         return
     chosen = searcher if _is_given(context, "searcher") else None
-    ray_searches.check_options(fleet.value, budget, count, splits, track or [], scheduler, chosen)
+    ray_tune.check_options(fleet.value, budget, count, splits, track or [], scheduler, chosen)
     choices |= {"metrics": metrics, "parallel": parallel}
-    ray_searches.search(config, spaces, folder, name, address, choices, format)
+    ray_tune.search(config, spaces, folder, name, address, choices, format)
 
 
 def _check_resumed(context: typer.Context, folder: Path, allowed: Collection[str]) -> None:
@@ -153,7 +153,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 def _resume(folder: Path, execution: Mapping[str, Any], format: Format) -> None:
     from tune import resume
-    from tune.screen import SearchProgress
+    from tune.report.screen import SearchProgress
 
     with say_how_to_resume() as started:
         result = resume(folder, **execution, callback=Callbacks([SearchProgress(), started]))
@@ -164,7 +164,7 @@ def _search(
     config: Config, spaces: Mapping[str, Any], options: Mapping[str, Any], metrics: list[Any], format: Format
 ) -> None:
     from tune import search
-    from tune.screen import SearchProgress
+    from tune.report.screen import SearchProgress
 
     with say_how_to_resume() as started:
         result = search(
@@ -195,7 +195,7 @@ def _searched(
 
 
 def _print_result(result: "SearchResult", format: Format) -> None:
-    from tune.report import front_lines, importance_lines, run_command, table_of
+    from tune.report.results import front_lines, importance_lines, run_command, table_of
 
     if format is Format.json:
         trials = json.loads((result.folder / "trials.json").read_text())

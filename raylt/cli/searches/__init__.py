@@ -1,0 +1,1 @@
+"""`raylt tune`, with raylt's own ASHA and with Ray Tune's schedulers."""

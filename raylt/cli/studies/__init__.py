@@ -1,0 +1,1 @@
+"""Commands for studies, comparisons, plots and pages of results."""
