@@ -3,7 +3,8 @@
 With `trainable=classifier` the encoder gives the same features in every round, so it runs once. Features are stored in
 a cache below data.root, which all methods, seeds and arms of a study share. Each encoder has its own folder there,
 named by a hash of the weights, the preprocessing, the precision and the output for fixed images, so other weights have
-another folder. An image is looked up by the hash of its pixels, so splits that share images share features.
+another folder. An image is looked up by the hash of its pixels, so splits that share images share features. Each
+feature is stored with a checksum, which is compared whenever the feature is read.
 """
 
 import hashlib
@@ -34,6 +35,7 @@ from raylt.store import Folder, folder_for
 BATCH = 64  # batches are padded to this size, since the size affects the last bits of a feature
 CHUNK = 1024  # rows per look-up and computation; an interrupted run keeps its complete chunks
 KEY_BYTES = 16
+CHECKSUM_BYTES = 8
 FIXED_VIEWS = 64  # images whose views identify an augmentation; enough to show one that changes few images
 
 Report = Callable[[str], object]
@@ -84,11 +86,14 @@ def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tupl
 
 
 class FeatureFiles:
-    """The features in a cache folder by key. Each file of keys is read once, however many images are looked up."""
+    """The features in a cache folder by key. Each file of keys is read once, however many images are looked up.
+
+    A file of keys is uint8 [n, KEY_BYTES + CHECKSUM_BYTES]: a key and the checksum of its feature in each row.
+    """
 
     def __init__(self) -> None:
         self._seen: set[str] = set()  # names of the files of keys that were read
-        self._places: dict[bytes, tuple[Path, int]] = {}  # feature file and row by key
+        self._places: dict[bytes, tuple[Path, int, bytes]] = {}  # feature file, row and checksum by key
 
     def __len__(self) -> int:
         return len(self._places)
@@ -107,28 +112,33 @@ class FeatureFiles:
             path = folder.path / name.replace("keys.", "features.", 1)
             with _readable(path):
                 rows = len(np.load(path, mmap_mode="r", allow_pickle=False))
-                if len(keys) != rows:
-                    raise ValueError(f"{len(keys)} keys, {rows} features")
+                if keys.dtype != np.uint8 or keys.shape != (rows, KEY_BYTES + CHECKSUM_BYTES):
+                    raise ValueError(f"{rows} features, but keys of type {keys.dtype} and shape {keys.shape}")
             self._seen.add(name)
-            self._places |= {key.tobytes(): (path, row) for row, key in enumerate(keys)}
+            self._places |= {
+                key[:KEY_BYTES].tobytes(): (path, row, key[KEY_BYTES:].tobytes()) for row, key in enumerate(keys)
+            }
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
         """Return the features of the given keys that are in the cache.
 
         Raises:
-            DataError: a file that `look` read cannot be read any more.
+            DataError: a file that `look` read cannot be read any more, or a feature differs from its checksum.
         """
-        wanted: dict[Path, dict[bytes, int]] = {}
+        wanted: dict[Path, dict[bytes, tuple[int, bytes]]] = {}
         for key in keys:
             if key in self._places:
-                path, row = self._places[key]
-                wanted.setdefault(path, {})[key] = row
+                path, row, checksum = self._places[key]
+                wanted.setdefault(path, {})[key] = row, checksum
         features = {}
         for path, rows in wanted.items():
             with _readable(path):
                 # copy the rows: a memory map keeps its file open, and there may be more files than a process may open
                 stored = np.load(path, mmap_mode="r", allow_pickle=False)
-                features |= {key: np.array(stored[row]) for key, row in rows.items()}
+                for key, (row, checksum) in rows.items():
+                    features[key] = np.array(stored[row])
+                    if _checksum(features[key]) != checksum:
+                        raise ValueError(f"row {row} was changed after it was written")
         return features
 
 
@@ -268,6 +278,10 @@ def _key_of_view(key: bytes, augmentation: bytes, view: int) -> bytes:
     return hashlib.blake2b(key + augmentation + f" {view}".encode(), digest_size=KEY_BYTES).digest()
 
 
+def _checksum(feature: np.ndarray) -> bytes:
+    return hashlib.blake2b(feature.tobytes(), digest_size=CHECKSUM_BYTES).digest()
+
+
 def _augmented(image: Tensor, key: bytes, augment: Augmentation) -> Tensor:
     """Return a randomly augmented view of an image, [1, H, W, channels]; `key` seeds the augmentation."""
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
@@ -281,7 +295,8 @@ def _write(folder: Folder, keys: Sequence[bytes], features: np.ndarray) -> None:
     The file of keys is written last and makes the pair valid.
     """
     name = hashlib.sha256(b"".join(keys)).hexdigest()[:16]
-    packed = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY_BYTES)
+    rows = [key + _checksum(feature) for key, feature in zip(keys, features, strict=True)]
+    packed = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), KEY_BYTES + CHECKSUM_BYTES)
     for kind, array in (("features", features), ("keys", packed)):
         buffer = io.BytesIO()
         np.save(buffer, array)

@@ -202,7 +202,7 @@ def test_views_without_effect_are_said(tmp_path, settings, said_so):
         def on_message(self, text, minor=False):
             said.append(text)
 
-    config = make_tiny_run(tmp_path, "fedavg", *settings, name="first").config
+    config = make_tiny_run(tmp_path, "fedavg", *settings, f"data.root={tmp_path}", name="first").config
     raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[Messages()])
     assert any(text.startswith("views = 2 has no effect, ") for text in said) == said_so
 
@@ -272,6 +272,22 @@ def test_a_damaged_cache_is_named(tiny_task, tmp_path):
             encode(setup_for(tmp_path), tiny_task)
         assert f"raylt data data.root={tmp_path} --clear-cache {cache.name}" in str(caught.value)
         file.write_bytes(content)
+
+
+def test_a_changed_feature_is_named_instead_of_used(tiny_task, tmp_path):
+    _, plain = encode(setup_for(tmp_path), tiny_task)
+    (cache,) = caches(tmp_path)
+    file = next((tmp_path / "cache" / cache.name).glob("features.*"))
+    features = np.load(file)
+    changed = features.copy()
+    changed[1, 0] += 1
+    np.save(file, changed)
+    with refused("data.cache-unreadable", DataError, key="data.root", path=str(file)) as caught:
+        encode(setup_for(tmp_path), tiny_task)
+    assert "row 1 was changed after it was written" in str(caught.value)
+    np.save(file, features)
+    _, again = encode(setup_for(tmp_path), tiny_task)
+    assert np.array_equal(features_of(plain.test), features_of(again.test))
 
 
 def test_keys_of_features_are_read_once_and_those_of_other_processes_are_found(tmp_path, monkeypatch):
