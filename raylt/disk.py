@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from raylt.errors import CheckpointError, ConfigError, DiskFull
+from raylt.errors import CheckpointError, ConfigError, DiskFull, shorten
 
 LONGEST_NAME = 240  # Maximum length of a name in bytes; file systems allow 255, and raylt appends suffixes.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: the file would exceed `ulimit -f`.
@@ -82,10 +82,9 @@ def check_name(name: str, key: str) -> None:
         ConfigError: The name is empty, a path, too long for a file system, or has a character that cannot be printed.
     """
     if not name or name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
-        shown = name if len(name) <= 80 else f"{name[:77]}..."
         raise ConfigError(
-            f"{key}: must be the name of one folder, printable and of at most {LONGEST_NAME} bytes ({shown!a}). Give "
-            "another name.",
+            f"{key}: must be the name of one folder, printable and of at most {LONGEST_NAME} bytes "
+            f"({shorten(name)!a}). Give another name.",
             code="config.out-of-range",
             key=key,
             value=name,

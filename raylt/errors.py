@@ -605,6 +605,11 @@ def _message(error: BaseException) -> str:
     return textwrap.shorten(" ".join(text.split()), 400, placeholder=" ...")
 
 
+def shorten(text: str, length: int = 80, mark: str = "...") -> str:
+    """Return a text of at most `length` characters, in which `mark` replaces the end of a longer text."""
+    return text if len(text) <= length else text[: length - len(mark)] + mark
+
+
 def describe_error(error: BaseException) -> str:
     """Describe any error in one line: raylt's own errors by their message, others by `one_line`."""
     return str(error) if isinstance(error, RayltError) else one_line(error)

@@ -25,10 +25,9 @@ from typing import Any, Literal, get_args
 from raylt.config import Config
 from raylt.disk import check_name, continuable, exists
 from raylt.errors import CheckpointError, RayltError, count_of, describe_error, quoted, spoken
-from raylt.notebook import in_notebook
 from raylt.registry import Plugin, plugins
 from raylt.runs.callbacks.base import Callback
-from raylt.runs.callbacks.notebook_progress import NotebookProgress
+from raylt.runs.callbacks.notebook_progress import observer
 from raylt.runs.runner import check_fleet
 from raylt.store import Folder, folder_for, followed
 from raylt.studies.running.tuning import Count
@@ -113,7 +112,7 @@ def search(
     fleet: FleetKind = "ray",
     address: str | None = None,
     track: Sequence[str] = (),
-    callback: Callback | None = None,
+    callbacks: Sequence[Callback] | None = None,
 ) -> SearchResult:
     """Search for the configuration whose final model is best on validation samples.
 
@@ -142,7 +141,7 @@ def search(
         fleet: "local" runs the trials one after another in this process, with the same result.
         address: address of a Ray cluster, see `actors.cluster.access.cluster_to_join`.
         track: trackers that Ray logs trials to: "mlflow", "wandb".
-        callback: callback that follows the search.
+        callbacks: observers of the search; by default a progress bar in a notebook, and none elsewhere.
 
     Raises:
         ConfigError: nothing to search, or a trial does not fit into the cluster.
@@ -176,7 +175,7 @@ def search(
     check_fleet(fleet, address, get_args(FleetKind))
     folder = _new_folder(Path(out), name, by_method)
     check_plan(plan)
-    return _run(folder, plan, Execution(parallel, fleet, address, track, callback or _default_callback()))
+    return _run(folder, plan, Execution(parallel, fleet, address, track, observer(callbacks)))
 
 
 def resume(
@@ -186,7 +185,7 @@ def resume(
     fleet: FleetKind = "ray",
     address: str | None = None,
     track: Sequence[str] = (),
-    callback: Callback | None = None,
+    callbacks: Sequence[Callback] | None = None,
 ) -> SearchResult:
     """Continue an interrupted search. Failed trials run again; trials that ended without an error do not.
 
@@ -209,7 +208,7 @@ def resume(
     with Folder.open(folder) as search_folder:
         plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
     with _in_folder(plan.start):
-        return _run(folder, plan, Execution(parallel, fleet, address, track, callback or _default_callback()))
+        return _run(folder, plan, Execution(parallel, fleet, address, track, observer(callbacks)))
 
 
 def _spaces_by_method(config: Config, spaces: Space | Mapping[str, Space]) -> dict[str, Space]:
@@ -251,11 +250,6 @@ def _in_folder(start: str | None) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
-
-
-def _default_callback() -> Callback:
-    """Return the default callback of a search: a progress bar in a notebook, otherwise no output."""
-    return NotebookProgress() if in_notebook() else Callback()
 
 
 def _resume_call(folder: Path) -> str:

@@ -22,9 +22,9 @@ from raylt.data.task import JudgedImages, Task, judged_images_of
 from raylt.disk import exists, is_file
 from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken
 from raylt.metrics import GROUPS
-from raylt.notebook import html_table, in_notebook, later
+from raylt.notebook import html_table, later
 from raylt.runs.callbacks.base import Callback
-from raylt.runs.callbacks.notebook_progress import NotebookProgress
+from raylt.runs.callbacks.notebook_progress import observer
 from raylt.runs.folder import provenance
 from raylt.runs.runner import check_fleet
 from raylt.runs.start import lacks_files, preview_run
@@ -419,7 +419,7 @@ class Study:
 
     def run(
         self,
-        callback: Callback | None = None,
+        callbacks: Sequence[Callback] | None = None,
         parallel: int | None = None,
         fleet: Literal["local", "ray"] = "local",
         address: str | None = None,
@@ -429,7 +429,7 @@ class Study:
         """Run the study: tune arms if configured, carry out unfinished runs, and write results.json.
 
         Args:
-            callback: Receives messages and progress. By default a progress bar in a notebook, and nothing elsewhere.
+            callbacks: Observers of the study. By default a progress bar in a notebook, and none elsewhere.
             parallel: Number of simultaneous runs; by default one per GPU, or per core without GPUs.
             fleet: "local" for one process per run, or "ray" for client actors.
             address: Address of a running Ray cluster.
@@ -446,7 +446,7 @@ class Study:
         """
         check_fleet(fleet, address)
         assert self.folder is not None
-        callback = callback or (NotebookProgress() if in_notebook() else Callback())
+        callback = observer(callbacks)
         self._check_runs(mix_versions)
         if self.definition.tune is not None:
             self.tuned = search_arms(

@@ -56,7 +56,7 @@ class Recorder(raylt.Callback):
 def made(tmp_path_factory):
     """Run a study of two runs in this process, one after the other; return it and its recorder."""
     study, recorder = Study.create(define(TINY), tmp_path_factory.mktemp("out")), Recorder()
-    assert study.run(recorder, parallel=1) == []
+    assert study.run([recorder], parallel=1) == []
     return study, recorder
 
 
@@ -88,7 +88,7 @@ def test_a_finished_study_runs_nothing_again(made):
     study, _ = made
     before = {path: path.stat().st_mtime_ns for path in study.folder.rglob("summary.json")}
     recorder = Recorder()
-    assert Study.create(define(TINY), study.folder.parent).run(recorder) == []
+    assert Study.create(define(TINY), study.folder.parent).run([recorder]) == []
     assert {path: path.stat().st_mtime_ns for path in study.folder.rglob("summary.json")} == before
     assert recorder.lines == []
 
@@ -160,7 +160,7 @@ def test_runs_of_another_version_of_the_code_stop_a_study_unless_allowed(tmp_pat
 def test_a_run_that_cannot_be_done_fails_by_name_and_the_others_go_on(tmp_path):
     arms = {"bad": {"local.lr": 1e6, "method": "fedavg"}, "fedavg": "fedavg"}  # it diverges
     study, recorder = Study.create(define(TINY | {"arms": arms}), tmp_path), Recorder()
-    assert study.run(recorder, parallel=1) == ["bad/seed-0"]
+    assert study.run([recorder], parallel=1) == ["bad/seed-0"]
     states = {record.arm: (record.state, record.problem) for record in study.records}
     assert states["fedavg"][0] == "done"
     assert states["bad"][0] == "failed"
@@ -183,7 +183,7 @@ def test_a_reason_for_which_several_runs_fail_is_said_once(tmp_path):
     absent = {"method": "fedprox", "data.source": "npz:absent.npz"}
     arms = {"fedavg": "fedavg", "one": absent, "two": absent}
     study, recorder = Study.create(define({**TINY, "arms": arms}), tmp_path), Recorder()
-    assert study.run(recorder, parallel=1) == ["one/seed-0", "two/seed-0"]
+    assert study.run([recorder], parallel=1) == ["one/seed-0", "two/seed-0"]
     assert len([line for line in recorder.lines if "absent.npz" in line]) == 1
 
 
@@ -192,7 +192,7 @@ def test_files_of_the_current_folder_are_no_packages_to_a_worker(tmp_path, monke
     (tmp_path / "queue.py").write_text("raise SystemExit('a file of the user')\n")
     monkeypatch.chdir(tmp_path)
     study = Study.create(define({**TINY, "arms": {"fedavg": "fedavg"}}), tmp_path / "out")
-    assert study.run(Recorder(), parallel=1) == []
+    assert study.run([Recorder()], parallel=1) == []
 
 
 def test_makespan_by_hand():
@@ -248,7 +248,7 @@ def test_a_worker_that_dies_is_replaced_and_its_run_taken_up(tmp_path, monkeypat
     )
     monkeypatch.syspath_prepend(tmp_path)  # workers have the import path of this process
     study, recorder = Study.create(define(TINY | {"arms": {"fedavg": "fedavg"}}), tmp_path / "out"), Recorder()
-    assert study.run(recorder, parallel=1) == []
+    assert study.run([recorder], parallel=1) == []
     assert any(text.startswith("fedavg/seed-0: ") and "signal 9" in text for text in recorder.lines)
 
 
@@ -301,14 +301,14 @@ def test_the_error_of_the_runs_is_kept_where_the_results_cannot_be_written(tmp_p
     monkeypatch.setattr(scheduler, "run_all", stop)
     (study.folder / "results.json").mkdir()
     with pytest.raises(KeyboardInterrupt):
-        study.run(recorder)
+        study.run([recorder])
     assert "results.json" in recorder.lines[-1]
 
 
 def test_an_address_is_refused_where_the_runs_are_not_on_ray(tmp_path):
     study = Study.create(define(TINY), tmp_path)
     with refused("config.conflict", key="address", value="auto"):
-        study.run(Recorder(), address="auto")
+        study.run([Recorder()], address="auto")
 
 
 @pytest.mark.sampled(2)
@@ -326,7 +326,7 @@ def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatc
         employ(pool, number, log)
 
     monkeypatch.setattr(scheduler._Pool, "_assign", begun_by_another_first)
-    assert study.run(recorder, parallel=1) == []
+    assert study.run([recorder], parallel=1) == []
     with held[0]:
         assert any(text.startswith(f"{plan.folder}: another process") for text in recorder.lines)
         assert [record.state for record in study.records] == ["running", *others]

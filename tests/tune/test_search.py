@@ -272,7 +272,7 @@ class _Reports(Callback):
 def test_a_search_by_several_metrics_shows_all_and_its_first_metric_decides(undisturbed, tmp_path):
     several = ["accuracy", "many", "worst_decile"]
     reports = _Reports()
-    result = small_search(tmp_path, metric=several, callback=reports)
+    result = small_search(tmp_path, metric=several, callbacks=[reports])
     assert results(result) == results(undisturbed)
     assert {tuple(trial.other_scores) for trial in reports.trials if trial.score is not None} == {tuple(several[1:])}
     with (result.folder / "trials.csv").open() as stream:

@@ -24,7 +24,6 @@ from raylt.cli.searches import ray_tune
 from raylt.config import Config, assign, check, read
 from raylt.errors import ConfigError
 from raylt.own_code.top_level_names import claim
-from raylt.runs.callbacks.base import Callbacks
 
 if TYPE_CHECKING:
     from tune import SearchResult
@@ -156,7 +155,7 @@ def _resume(folder: Path, execution: Mapping[str, Any], format: Format) -> None:
     from tune.report.screen import SearchProgress
 
     with say_how_to_resume() as started:
-        result = resume(folder, **execution, callback=Callbacks([SearchProgress(), started]))
+        result = resume(folder, **execution, callbacks=[SearchProgress(), started])
     _print_result(result, format)
 
 
@@ -167,9 +166,7 @@ def _search(
     from tune.report.screen import SearchProgress
 
     with say_how_to_resume() as started:
-        result = search(
-            config, spaces, metric=metrics or None, **options, callback=Callbacks([SearchProgress(), started])
-        )
+        result = search(config, spaces, metric=metrics or None, **options, callbacks=[SearchProgress(), started])
     _print_result(result, format)
 
 

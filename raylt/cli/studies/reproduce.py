@@ -84,7 +84,7 @@ def reproduce(
         return
     study = Study.create(definition, folder)
     with StudyProgress() as progress:
-        failed = study.run(progress, parallel, fleet, address, mix_versions)
+        failed = study.run([progress], parallel, fleet, address, mix_versions)
     show(judge_all(study.records, selected, mix_versions), format)
     err.print(f"{study.folder}; draw it with raylt report {quoted(study.folder)}", soft_wrap=True)
     raise_if_failed(study, failed)
@@ -111,7 +111,7 @@ def _run_figure(
         return
     study = Study.create(definition, folder)
     with StudyProgress() as progress:
-        failed = study.run(progress, parallel, fleet, address, mix_versions)
+        failed = study.run([progress], parallel, fleet, address, mix_versions)
     comparison = study.compare(mix_versions=mix_versions)
     table = comparison_table(comparison)
     reaching = {}

@@ -167,7 +167,7 @@ def carry_out(
     from raylt.studies.report.comparison_tables import comparison_table
 
     with StudyProgress() as progress:
-        failed = prepared.run(progress, parallel, fleet, address, mix_versions, record_file)
+        failed = prepared.run([progress], parallel, fleet, address, mix_versions, record_file)
     comparison = prepared.compare(mix_versions=mix_versions)
     if format == "json":
         content = {"folder": str(prepared.folder), "failed": failed, **comparison.to_json()}

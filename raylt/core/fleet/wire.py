@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raylt.core.client import Reply
 from raylt.core.device import is_full
-from raylt.errors import CODES, RayltError, one_line
+from raylt.errors import CODES, RayltError, one_line, shorten
 from raylt.tree import Tree, map_tensors, to, to_arrays, view
 
 MAX_DEPTH = 16  # nested dicts; a model's entries are one dict, with dotted names
@@ -161,7 +161,7 @@ def shown(value: Any, length: int = 60) -> str:
     if type(value) not in (str, int, float, bool, type(None)):
         return _type_name(value)
     text = str(value) if type(value) is not str else "".join(c if c.isprintable() else "?" for c in value[: length + 1])
-    return text if len(text) <= length else text[: length - 4] + " ..."
+    return shorten(text, length, " ...")
 
 
 def dotted(path: Path) -> str:

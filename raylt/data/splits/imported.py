@@ -29,7 +29,7 @@ from raylt.data.images.cache import load
 from raylt.data.sources.arrays import Source
 from raylt.data.splits.draw import test_part
 from raylt.data.splits.split import LIMIT, IndexLists, Split, hash_labels
-from raylt.errors import CheckpointError, DataError
+from raylt.errors import CheckpointError, DataError, shorten
 from raylt.typed_json import DoubledKey, unique_keys
 
 FORMS = (
@@ -259,7 +259,7 @@ def _check_once(path: Path, names: Sequence[str], lists: Sequence[np.ndarray]) -
 def shortened(value: Any) -> str:
     """Return a value from the file as one printable line of at most 80 characters."""
     text = value if isinstance(value, str) and value.isprintable() else ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shorten(text)
 
 
 def _mapping(path: Path, tree: Any) -> Mapping[str, Any]:

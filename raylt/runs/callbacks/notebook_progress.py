@@ -11,7 +11,7 @@ from raylt.core.fleet.item_progress import ItemsProgress
 from raylt.core.report import RoundReport
 from raylt.notebook import Output, in_notebook
 from raylt.registry import resolve
-from raylt.runs.callbacks.base import Callback, StudyStatus, TrialReport
+from raylt.runs.callbacks.base import Callback, Callbacks, StudyStatus, TrialReport, checked
 from raylt.runs.callbacks.terminal import (
     STAGES,
     BestFigure,
@@ -29,6 +29,19 @@ SHOWN_NOTES = 20  # number of messages to show, the most recent ones
 def progress_display() -> Callback:
     """Return the progress display for a notebook, or for a terminal outside notebooks."""
     return NotebookProgress() if in_notebook() else TerminalProgress()
+
+
+def observer(callbacks: Sequence[Callback] | None) -> Callback:
+    """Return one callback that calls the user's callbacks of a study or search.
+
+    Without a list (None) it is the progress display in a notebook, and shows nothing elsewhere.
+
+    Raises:
+        ConfigError: The value is not a list, or an element is not a callback.
+    """
+    if callbacks is None:
+        return NotebookProgress() if in_notebook() else Callback()
+    return Callbacks(checked(callbacks))
 
 
 class NotebookProgress(Callback):

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from raylt.data.images.decoding import FORMATS, Undecodable
-from raylt.errors import RayltError, describe_error, did_you_mean
+from raylt.errors import RayltError, describe_error, did_you_mean, shorten
 from raylt.runs.export.load import load_image
 from raylt.runs.serving.model import OpenedModel
 
@@ -137,13 +137,13 @@ class Service:
         if verb is None:
             raise Refused(
                 404,
-                f"path: unknown path ({_shown(request.path)}). Use one of {', '.join(routes)}.",
+                f"path: unknown path ({shorten(request.path)}). Use one of {', '.join(routes)}.",
                 "serve.no-such-path",
             )
         if request.method not in (verb, "HEAD" if verb == "GET" else verb):
             raise Refused(
                 405,
-                f"{request.path}: does not accept this method ({_shown(request.method)}). Send {verb}.",
+                f"{request.path}: does not accept this method ({shorten(request.method)}). Send {verb}.",
                 "serve.wrong-verb",
             )
         if request.path == "/":
@@ -202,7 +202,7 @@ class Service:
             choice = f"Give one of {_listed(clients)}" if clients else "Leave it out, since all clients share one model"
             raise Refused(
                 404,
-                f"client: unknown client ({_shown(name)}). {did_you_mean(_shown(name), clients)}{choice}.",
+                f"client: unknown client ({shorten(name)}). {did_you_mean(shorten(name), clients)}{choice}.",
                 "client.unknown",
             )
         return name
@@ -280,11 +280,6 @@ def _refusal(status: int, code: str, message: str) -> Answer:
 def _as_json(status: int, tree: Any) -> Answer:
     headers = HEADERS | ({"WWW-Authenticate": "Bearer"} if status == 401 else {})
     return Answer(status, json.dumps(tree).encode(), headers=headers)
-
-
-def _shown(text: str) -> str:
-    """Return a text of a request, shortened for an error message."""
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _listed(names: list[str], most: int = 20) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from raylt.errors import shorten
+
 WIDTH = 320
 HEIGHT = 210
 LEFT = 38
@@ -334,7 +336,7 @@ def svg(parts: Sequence[str], label: str, height: int = HEIGHT) -> str:
 
 def shortened(name: str) -> str:
     """Return a name shortened to at most `MAX_NAME_LENGTH` characters."""
-    return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 1]}…"
+    return shorten(name, MAX_NAME_LENGTH, "…")
 
 
 def thinned(count: int, most: int) -> list[int]:

@@ -273,7 +273,7 @@ def recorded_again(tmp_path, record, tree, accuracy=0.1):
         if made.state == "missing":
             accuracies = [accuracy] * plan.config.federation.rounds
             write_run(study.folder / plan.folder, plan, accuracies, split=plan.seed)
-    study.run(recorder, record_file=record)
+    study.run([recorder], record_file=record)
     return Study.open(record), recorder.lines
 
 

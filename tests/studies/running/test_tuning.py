@@ -285,7 +285,7 @@ def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_of
         study = Study.preview(definition, tmp_path / place)
         for plan in study.planned:
             write_run(study.folder / plan.folder, plan, [0.1, 0.5], split=plan.seed)
-        study.run(Recorder(lines), record_file=tmp_path / "tuned.json")
+        study.run([Recorder(lines)], record_file=tmp_path / "tuned.json")
         return lines
 
     assert done(TUNED, "first") == []
@@ -318,14 +318,14 @@ def test_a_range_that_is_none_is_the_users_mistake_in_one_line(tmp_path):
 def test_a_study_tunes_its_arms_then_runs_its_seeds_and_does_neither_again(tmp_path):
     lines = []
     study = Study.create(define(TUNED), tmp_path)
-    assert study.run(Recorder(lines)) == []
+    assert study.run([Recorder(lines)]) == []
     mu = study.tuned[""]["prox"]["values"]["method.mu"]
     assert {r.config["method"]["mu"] for r in study.records if r.arm == "prox"} == {mu}
     assert study.tuned[""]["fedavg"]["trials"] == study.tuned[""]["prox 1"]["trials"] == 0
     assert all(record.state == "done" and record.config["data"]["validation"] == 0 for record in study.records)
     again = Study.create(define(TUNED), tmp_path)
     lines.clear()
-    assert again.run(Recorder(lines)) == []
+    assert again.run([Recorder(lines)]) == []
     assert lines == []
     results = Study.open(study.folder / "results.json")
     assert results.tuned == study.tuned
