@@ -28,7 +28,7 @@ def check_tracked(track: Sequence[str], fleet: str) -> None:
     """Raise ConfigError if the trackers cannot log trials.
 
     Raises:
-        ConfigError: a tracker is unknown or not installed, or the trials do not run on Ray.
+        ConfigError: A tracker is unknown or not installed, or the trials do not run on Ray.
     """
     check_trackers(track)
     if track and fleet == "local":
@@ -45,7 +45,7 @@ def check_arguments(plan: SearchPlan, parallel: int | None) -> None:
     """Raise ConfigError if arguments of `search` have a wrong type or value.
 
     Raises:
-        ConfigError: an argument has a wrong type or value.
+        ConfigError: An argument has a wrong type or value.
     """
     try:
         SEARCH_PLAN_JSON.validate_python(plan.to_json())
@@ -84,7 +84,7 @@ def check_plan(plan: SearchPlan) -> None:
     """Raise ConfigError if a search with this plan cannot start.
 
     Raises:
-        ConfigError: a method cannot do the task or refuses the settings, a metric has no class to judge, or the budget
+        ConfigError: A method cannot do the task or refuses the settings, a metric has no class to judge, or the budget
             or the number of rounds is too small.
     """
     if plan.base.federation.patience is not None:
@@ -128,7 +128,7 @@ def check_judged(metrics: Iterable[str], base: Config) -> None:
     """Raise ConfigError if a metric is the accuracy on a class group without validation samples.
 
     Args:
-        base: settings of all trials, with `data.validation`.
+        base: Settings of all trials, with `data.validation`.
     """
     for metric in metrics:
         if metric in GROUPS and metric not in _judged_groups(task_of(base)):
@@ -200,7 +200,7 @@ def check_trials(base: Config, method: str, space: Space, seed: int) -> None:
     Values of `data` are checked only as drawn, because each one takes another split.
 
     Raises:
-        RayltError: the method, the model or the data refuses all these configurations; this is the first error.
+        RayltError: The method, the model or the data refuses all these configurations; this is the first error.
     """
     options: list[dict[str, Any]] = [{}]
     for key, axis in space.items():

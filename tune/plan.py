@@ -41,8 +41,8 @@ class SearchPlan:
         samples: Number of trials of each method, or of draws if a setting is a grid; None for no limit but the budget.
         budget: Cost that each method may spend, in the unit `count`.
         count: Unit of the budget; see `cost_of`.
-        searcher: How values are chosen.
-        scheduler: How trials are stopped early.
+        searcher: Rule that chooses values.
+        scheduler: Rule that stops trials early.
         grace: The first rung, in rounds.
         metric: The metric by which ASHA stops trials, TPE proposes values, and the best trial is chosen.
         other_metrics: Further metrics that are shown and used for the Pareto front.

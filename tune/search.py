@@ -53,11 +53,11 @@ class SearchResult:
     """The result of a hyper-parameter search.
 
     Args:
-        config: the best configuration, as in best.yaml.
-        best: the trial with the best configuration.
-        trials: all trials.
-        folder: the search's folder.
-        plan, state: the search itself, for its table.
+        config: The best configuration, as in best.yaml.
+        best: The trial with the best configuration.
+        trials: All trials.
+        folder: The search's folder.
+        plan, state: The search itself, for its table.
     """
 
     config: Config
@@ -117,36 +117,36 @@ def search(
     """Search for the configuration whose final model is best on validation samples.
 
     Args:
-        config: the settings that all trials share.
-        spaces: the space of the method that `config` names, from `space`; or spaces by method, from `spaces_of`.
-        samples: trials per method; by default 20, or as many as the budget allows.
-        out, name: the search's folder is `out/name`.
-        metric: on the validation set: accuracy, many, medium, few, owned, matched, miou, local, which is the mean over
+        config: The settings that all trials share.
+        spaces: The space of the method that `config` names, from `space`; or spaces by method, from `spaces_of`.
+        samples: Trials per method; by default 20, or as many as the budget allows.
+        out, name: The search's folder is `out/name`.
+        metric: On the validation set: accuracy, many, medium, few, owned, matched, miou, local, which is the mean over
             the clients on the images taken from them, or worst_decile, that of the worst tenth of the clients. By
             default accuracy, or local for clients' own models. Of several metrics the first decides; the others are
             shown, and the Pareto front is that of all.
-        searcher: rule that chooses values: tpe, random or grid.
-        scheduler: rule that stops trials early: asha or none.
-        grace: rounds before trials are compared for the first time.
-        budget: client-steps that each method may spend.
+        searcher: Rule that chooses values: tpe, random or grid.
+        scheduler: Rule that stops trials early: asha or none.
+        grace: Rounds before trials are compared for the first time.
+        budget: Client-steps that each method may spend.
         count: "steps", or "passes" for a budget in which a step costs the passes over samples that its method makes,
             as a multiple of FedAvg's.
-        seed: seed of the draws of values.
-        parallel: trials at once at most; by default as many as the cluster holds. It influences the result of a search
+        seed: Seed of the draws of values.
+        parallel: Trials at once at most; by default as many as the cluster holds. It influences the result of a search
             with TPE, see plan.py.
-        retries: number of times that a failed trial is continued from its own checkpoint.
-        splits: number of splits on which a trial runs, with `data.seed` and the seeds that follow it. The score of a
+        retries: Number of times that a failed trial is continued from its own checkpoint.
+        splits: Number of splits on which a trial runs, with `data.seed` and the seeds that follow it. The score of a
             finished trial is the worst of them; a trial that fails on one has failed. Trials are stopped early by the
             first split alone.
         fleet: "local" runs the trials one after another in this process, with the same result.
-        address: address of a Ray cluster, see `actors.cluster.access.cluster_to_join`.
-        track: trackers that Ray logs trials to: "mlflow", "wandb".
-        callbacks: observers of the search; by default a progress bar in a notebook, and none elsewhere.
+        address: Address of a Ray cluster, see `actors.cluster.access.cluster_to_join`.
+        track: Trackers that Ray logs trials to: "mlflow", "wandb".
+        callbacks: Observers of the search; by default a progress bar in a notebook, and none elsewhere.
 
     Raises:
-        ConfigError: nothing to search, or a trial does not fit into the cluster.
-        CheckpointError: the folder exists.
-        RayltError: no trial reached its end.
+        ConfigError: Nothing to search, or a trial does not fit into the cluster.
+        CheckpointError: The folder exists.
+        RayltError: No trial reached its end.
     """
     check_tracked(track, fleet)
     config = with_validation(config)
@@ -190,11 +190,11 @@ def resume(
     """Continue an interrupted search. Failed trials run again; trials that ended without an error do not.
 
     Args:
-        folder: the search's folder. The other arguments are the same as in `search`.
+        folder: The search's folder. The other arguments are the same as in `search`.
 
     Raises:
-        CheckpointError: the folder does not hold a search, or its files were changed.
-        RayltError: no trial reached its end.
+        CheckpointError: The folder does not hold a search, or its files were changed.
+        RayltError: No trial reached its end.
     """
     check_tracked(track, fleet)
     folder = followed(Path(folder))

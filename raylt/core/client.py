@@ -90,16 +90,16 @@ class Client:
     A reply and a state are values: changing a tensor of them after they were handed over is an error.
 
     Attributes:
-        samples: the client's images and labels, on its device.
-        counts: samples, or pixels, per class, int64 [C], on its device.
-        model: the client's model. Shared entries come from the call's message (`receive`); the entries that a method
+        samples: The client's images and labels, on its device.
+        counts: Samples, or pixels, per class, int64 [C], on its device.
+        model: The client's model. Shared entries come from the call's message (`receive`); the entries that a method
             does not share come from this client's last call.
-        state: anything else the client must remember; a tree of tensors, part of every checkpoint. Between calls the
+        state: Anything else the client must remember; a tree of tensors, part of every checkpoint. Between calls the
             tensors are moved to the CPU, and they are still there in the next call.
-        cache: values that can be computed again from the client's data (a teacher's features); never in a checkpoint.
-        round: number of the round, from 1; 0 before the first.
-        test: the balanced test set of the experiment; for the framework's evaluations, never for training.
-        schedule: the learning rate over the rounds; None for the built-in schedule that `local.schedule` names.
+        cache: Values that can be computed again from the client's data (a teacher's features); never in a checkpoint.
+        round: Number of the round, from 1; 0 before the first.
+        test: The balanced test set of the experiment; for the framework's evaluations, never for training.
+        schedule: The learning rate over the rounds; None for the built-in schedule that `local.schedule` names.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Client:
         """Check, at the end of a call, that no tensor was changed after it was put into the reply or the state.
 
         Raises:
-            LateWrite: a tensor was changed after it was handed over.
+            LateWrite: A tensor was changed after it was handed over.
         """
         path = self._stamps.changed()
         if path is not None:
@@ -203,8 +203,8 @@ class Client:
         The order depends only on (seed, function, round, client).
 
         Args:
-            epochs: number of passes over the samples, possibly a fraction; None for the setting in `local`.
-            size: maximum number of samples in a batch.
+            epochs: Number of passes over the samples, possibly a fraction; None for the setting in `local`.
+            size: Maximum number of samples in a batch.
         """
         return (self.batch(rows) for rows in self.rows(epochs, size))
 
@@ -239,10 +239,10 @@ def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Genera
     for it. Images with one feature and one label each, z [B, d] and y [B], are returned as they are.
 
     Args:
-        z: feature maps [B, d, h, w].
-        y: label maps int64 [B, H, W]; unlabelled pixels are negative.
-        per_class: maximum number of pixels per class and image.
-        generator: random generator on the device of `z`.
+        z: Feature maps [B, d, h, w].
+        y: Label maps int64 [B, H, W]; unlabelled pixels are negative.
+        per_class: Maximum number of pixels per class and image.
+        generator: Random generator on the device of `z`.
 
     Returns:
         z [n, d] and y int64 [n], image by image, each class by class.

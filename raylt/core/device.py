@@ -55,10 +55,10 @@ def open_device(config: Config, leased: bool | None = None) -> torch.device:
     """Set torch's arithmetic options from the configuration, and return the device of this process.
 
     Args:
-        leased: whether Ray leased a GPU to this process; None without Ray, where any GPU may be used.
+        leased: Whether Ray leased a GPU to this process; None without Ray, where any GPU may be used.
 
     Raises:
-        ConfigError: a GPU was leased or is required, and cannot be used.
+        ConfigError: A GPU was leased or is required, and cannot be used.
     """
     device = torch.device("cuda" if _on_gpu(config, leased) else "cpu")
     _set_arithmetic(config, device)
@@ -234,8 +234,8 @@ class InHalves:
     holds for a model in evaluation mode.
 
     Args:
-        fn: function from images [B, ...] to a tensor [B, ...].
-        note: called with one line of text for each halving.
+        fn: Function from images [B, ...] to a tensor [B, ...].
+        note: Called with one line of text for each halving.
     """
 
     def __init__(self, fn: Callable[[Tensor], Tensor], note: Callable[[str], None]):

@@ -50,9 +50,9 @@ def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tupl
     The views depend on the pixels alone. A batch takes a random view of each sample.
 
     Args:
-        setup: the run's setup.
-        task: the task to encode; a task without pixels, or with features already, is returned unchanged.
-        report: called with a sentence about the encoded images.
+        setup: The run's setup.
+        task: The task to encode; a task without pixels, or with features already, is returned unchanged.
+        report: Called with a sentence about the encoded images.
     """
     shape = task.test.x.shape
     if not trains_on_features(setup.config.trainable, task.kind) or len(shape) != 4 or 0 in shape:
@@ -102,7 +102,7 @@ class FeatureFiles:
         """Read the keys of the file pairs that this or another process added to the folder since the last call.
 
         Raises:
-            DataError: a file of a pair cannot be read.
+            DataError: A file of a pair cannot be read.
         """
         for name in folder.names():
             if not name.startswith("keys.") or name in self._seen:
@@ -123,7 +123,7 @@ class FeatureFiles:
         """Return the features of the given keys that are in the cache.
 
         Raises:
-            DataError: a file that `look` read cannot be read any more, or a feature differs from its checksum.
+            DataError: A file that `look` read cannot be read any more, or a feature differs from its checksum.
         """
         wanted: dict[Path, dict[bytes, tuple[int, bytes]]] = {}
         for key in keys:
@@ -163,8 +163,8 @@ class FeatureCache:
     """A cache, on disk and in memory, of the features that one encoder computes at one precision.
 
     Attributes:
-        computed: number of images that the encoder ran on.
-        from_cache: number of images whose features were in the cache.
+        computed: Number of images that the encoder ran on.
+        from_cache: Number of images whose features were in the cache.
     """
 
     setup: Setup

@@ -29,9 +29,9 @@ class PlannedRun:
     """The properties of a planned run that the exclusion table can test.
 
     Attributes:
-        spec: what a method may know of the task.
-        model: a new model of the run.
-        augment: augmentation of training images, or None.
+        spec: Properties of the task that a method may know.
+        model: A new model of the run.
+        augment: Augmentation of training images, or None.
     """
 
     config: Config
@@ -110,12 +110,12 @@ class Exclusion:
     """A row of the table: two settings, or a setting and a property, that a run must not combine.
 
     Attributes:
-        setting: key of the setting.
-        excludes: the other setting, or a property of the method, the model or the data.
-        applies: returns whether a planned run combines both.
-        why: what would go wrong, as a sentence.
-        remedy: what the user can do, as an imperative sentence.
-        code: code of the error.
+        setting: Key of the setting.
+        excludes: The other setting, or a property of the method, the model or the data.
+        applies: Returns whether a planned run combines both.
+        why: Problem that would occur, as a sentence.
+        remedy: Remedy for the user, as an imperative sentence.
+        code: Code of the error.
     """
 
     setting: str
@@ -501,7 +501,7 @@ def check_exclusions(run: PlannedRun) -> None:
     """Raise the error of the first exclusion that applies to a planned run.
 
     Raises:
-        ConfigError: two settings of the run exclude each other.
+        ConfigError: Two settings of the run exclude each other.
     """
     for row in EXCLUSIONS:
         if row.applies(run):

@@ -42,11 +42,11 @@ class Experiment:
     """A method, a task and a fleet, advanced step by step.
 
     Args:
-        setup: the run's setup.
-        task: the data.
-        fleet: the clients.
-        device: device of the server's model.
-        folder: the run folder, which receives checkpoints and the final model.
+        setup: The run's setup.
+        task: The data.
+        fleet: The clients.
+        device: Device of the server's model.
+        folder: The run folder, which receives checkpoints and the final model.
     """
 
     def __init__(self, setup: Setup, task: Task, fleet: Fleet, device: torch.device, folder: Path):
@@ -86,7 +86,7 @@ class Experiment:
         """Take a step, then write a checkpoint when one is due.
 
         Args:
-            seal: binds the checkpoint to its run; None without a run folder.
+            seal: Binds the checkpoint to its run; None without a run folder.
         """
         report = self.step()
         self._write_matrices()
@@ -102,8 +102,8 @@ class Experiment:
         """Take one round, or the phase after the last round; then evaluate the models if an evaluation is due.
 
         Raises:
-            TooFewReplies: see `Fleet.ask`; `Diverged` also if the loss of the previous step shows divergence.
-            RayltError: the server's device has no room for the server's own work.
+            TooFewReplies: See `Fleet.ask`; `Diverged` also if the loss of the previous step shows divergence.
+            RayltError: The server's device has no room for the server's own work.
         """
         try:
             with no_exit():
@@ -305,8 +305,8 @@ class Experiment:
         """Restore the experiment from a checkpoint, in order to continue from it.
 
         Args:
-            saved: the checkpoint.
-            clients: whether to read the clients' private states, which the global model does not need.
+            saved: The checkpoint.
+            clients: Whether to read the clients' private states, which the global model does not need.
         """
         server_part = saved.read("server")
         check_frozen(server_part, self.server.model, self.config)

@@ -41,18 +41,18 @@ class Method(BaseModel):
     """Base class of all methods: one federated algorithm. The defaults are FedAvg (McMahan et al., AISTATS 2017).
 
     Attributes:
-        name: the name in configurations.
-        paper: authors, venue and year.
-        link: address of the paper or its code.
+        name: The name in configurations.
+        paper: Authors, venue and year.
+        link: Address of the paper or its code.
         personal: True if each client is evaluated with its own model.
-        problems: kinds of problems that the algorithm is defined for; other problems are rejected.
-        later: for each stage, the fields that take effect only from that stage on; see `stages`. Fields of the stage
+        problems: Kinds of problems that the algorithm is defined for; other problems are rejected.
+        later: For each stage, the fields that take effect only from that stage on; see `stages`. Fields of the stage
             "judging" only affect evaluations of clients' own models: the last one and those of evaluation.personal.
-        trains_as: name of the method whose rounds this one shares, if the two differ only in the last phase.
-        group: the part of the algorithm that the method changes: training of the global model (global), what clients
+        trains_as: Name of the method whose rounds this one shares, if the two differ only in the last phase.
+        group: The part of the algorithm that the method changes: training of the global model (global), what clients
             keep (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or
             personal.
-        privileged: what the method needs that a federation does not have, as a text; None for most methods.
+        privileged: Resource that the method needs and a federation does not have, as a text; None for most methods.
         sums_samples: True if clients upload, after the last round, sums to which each sample adds no more than a
             declared length (`Reduction.bounded`), so that noise can hide the sample.
         learns_prompts: True if the method learns only the words before class names. The model must then be an
@@ -60,7 +60,7 @@ class Method(BaseModel):
         stackable: True if small clients can train as one stack (`local.stacked`). Such a method does not override
             `train`. Its objective draws no random numbers, keeps nothing between steps, and applies `client.model`, its
             encoder and its classifier to the batch alone. It may use the model's parameters.
-        other_models: names of further models of a client, evaluated after the last step in addition to `client_model`,
+        other_models: Names of further models of a client, evaluated after the last step in addition to `client_model`,
             for papers that do not say which model's accuracy they report.
     """
 
@@ -101,7 +101,7 @@ class Method(BaseModel):
         A run can be branched at these steps.
 
         Args:
-            rounds: the number of rounds, R.
+            rounds: The number of rounds, R.
         """
         return {"finish": rounds, "judging": rounds + self.finishes}
 
@@ -157,12 +157,12 @@ class Method(BaseModel):
         """Fetch missing files and reject unusable settings, before any other process starts.
 
         Args:
-            task: the data.
-            config: the run's configuration.
-            model: a new model of the run.
+            task: The data.
+            config: The run's configuration.
+            model: A new model of the run.
 
         Raises:
-            ConfigError: a field does not fit the other fields, the task or the model, or a resource is not available.
+            ConfigError: A field does not fit the other fields, the task or the model, or a resource is not available.
         """
 
     # the model
@@ -275,7 +275,7 @@ class Method(BaseModel):
         """Return the client's model of this name in `other_models`, after the client received the shared entries.
 
         Raises:
-            NotImplementedError: the method lists the name and does not override this function.
+            NotImplementedError: The method lists the name and does not override this function.
         """
         raise NotImplementedError(f"{type(self).__name__} lists {name!r} in other_models. Implement other_model.")
 
@@ -288,12 +288,12 @@ def check_last_rate(method: Method, config: Config, remedy: str = "") -> None:
     """Check that the learning rate is not almost 0 in a last phase of local training.
 
     Args:
-        method: the method.
-        config: the run's configuration.
-        remedy: a setting that skips the phase, such as "method.tune_epochs=0".
+        method: The method.
+        config: The run's configuration.
+        remedy: A setting that skips the phase, such as "method.tune_epochs=0".
 
     Raises:
-        ConfigError: the learning rate follows a cosine, which is almost 0 in the last round.
+        ConfigError: The learning rate follows a cosine, which is almost 0 in the last round.
     """
     if method.finishes and config.local.schedule == "cosine":
         raise ConfigError(
@@ -310,10 +310,10 @@ def train_model(method: Method, client: Client, message: Message, epochs: float 
     """Train a client's model on the method's objective; return the reply parts that report on the training.
 
     Args:
-        method: the method.
-        client: the client, whose model is trained.
-        message: the message of the round.
-        epochs: number of epochs; by default `local.epochs` or `local.steps`.
+        method: The method.
+        client: The client, whose model is trained.
+        message: The message of the round.
+        epochs: Number of epochs; by default `local.epochs` or `local.steps`.
 
     Returns:
         `loss`, the mean loss per sample, and for an objective with several terms their `shares` of the gradient.
@@ -335,13 +335,13 @@ def train_clients(
     """Ask clients to train, average their models into the next global model, and log their loss.
 
     Args:
-        method: the method.
-        server: the server, whose model takes the step.
-        fleet: the clients.
-        cohort: the clients to ask; by default the method's `sample`.
-        message: the message to the clients; by default the method's `message`.
-        weights: the weight of each client's reply in the means, by id; by default its number of samples.
-        parts: further parts of the replies.
+        method: The method.
+        server: The server, whose model takes the step.
+        fleet: The clients.
+        cohort: The clients to ask; by default the method's `sample`.
+        message: The message to the clients; by default the method's `message`.
+        weights: The weight of each client's reply in the means, by id; by default its number of samples.
+        parts: Further parts of the replies.
     """
     message = method.message(server) if message is None else message
     got = fleet.ask(

@@ -43,12 +43,12 @@ class Figure:
     """The meaning of a field of `RoundReport`, and where it is displayed.
 
     Attributes:
-        title: heading in tables and description in the JSON schema.
-        curve: tag of the TensorBoard curve; for a field with several values, the family of their curves.
-        curves: tags of single values of such a field, by key.
-        pooled: function that computes the figure from the confusion matrix int64 [C, C] of the deployed model, or from
+        title: Heading in tables and description in the JSON schema.
+        curve: Tag of the TensorBoard curve; for a field with several values, the family of their curves.
+        curves: Tags of single values of such a field, by key.
+        pooled: Function that computes the figure from the confusion matrix int64 [C, C] of the deployed model, or from
             the sum of the matrices of the clients' own models.
-        shared: the same for the confusion matrix of the global model, over the true classes.
+        shared: The same for the confusion matrix of the global model, over the true classes.
         unit: "seconds" or "bytes"; empty for fractions and numbers.
     """
 
@@ -205,7 +205,7 @@ def shown_figure(line: Mapping[str, Any]) -> tuple[str, float | None]:
     """Return the name and value of the main figure, for displays that have room for one figure.
 
     Args:
-        line: a line of metrics.jsonl; the value is None if nothing was evaluated.
+        line: A line of metrics.jsonl; the value is None if nothing was evaluated.
     """
     name = line.get("shown") or "accuracy"
     return name, line["accuracy"] if name == "accuracy" else line["clients"][name]["mean"]

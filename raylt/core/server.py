@@ -31,8 +31,8 @@ class ServerOptimiser(Protocol):
         """Return the change of each trained entry of the global model.
 
         Args:
-            state: memory of the rule, float64 by name; empty before the first step, and changed in place.
-            delta: the clients' mean minus the global model, float64.
+            state: Memory of the rule, float64 by name; empty before the first step, and changed in place.
+            delta: The clients' mean minus the global model, float64.
         """
         ...
 
@@ -108,7 +108,7 @@ class Timings(dict[str, float]):
     """Seconds that each stage of a step took, by name.
 
     Args:
-        on_progress: called for each stage that begins.
+        on_progress: Called for each stage that begins.
     """
 
     def __init__(self, *seconds: Mapping[str, float], on_progress: ProgressHook | None = None):
@@ -144,17 +144,17 @@ class Server:
     """The server side of an experiment, as a method sees it.
 
     Attributes:
-        model: the global model.
-        spec: what a method may know of the task.
-        state: anything else the server must remember between rounds; a tree of CPU tensors, numbers and strings,
+        model: The global model.
+        spec: Properties of the task that a method may know.
+        state: Anything else the server must remember between rounds; a tree of CPU tensors, numbers and strings,
             part of every checkpoint. It includes the optimiser's memory, as "server_optimiser".
-        schedule: the clients' learning rate over the rounds; None for the schedule that `local.schedule` names.
-        optimiser: the rule of `step`; None: the clients' mean is the new model.
-        round: number of the round, from 1; 0 before the first.
-        rounds: the number of rounds, R.
-        figures: the method's report of this round, in addition to the framework's own figures.
-        timings: seconds of the server's own work in this round; `with server.timings.time("synthesis"): ...`.
-        auxiliary: the server's own images, on its device; None unless `data.auxiliary` is set. A usual federation has
+        schedule: The clients' learning rate over the rounds; None for the schedule that `local.schedule` names.
+        optimiser: The rule of `step`; None: the clients' mean is the new model.
+        round: Number of the round, from 1; 0 before the first.
+        rounds: The number of rounds, R.
+        figures: The method's report of this round, in addition to the framework's own figures.
+        timings: Seconds of the server's own work in this round; `with server.timings.time("synthesis"): ...`.
+        auxiliary: The server's own images, on its device; None unless `data.auxiliary` is set. A usual federation has
             none, so a method that needs them declares it.
     """
 
@@ -194,7 +194,7 @@ class Server:
         """Move the global model towards the clients' mean with the method's server optimiser.
 
         Args:
-            mean: entries of the model; entries that are not trained are loaded as they are.
+            mean: Entries of the model; entries that are not trained are loaded as they are.
         """
         if self.optimiser is None:
             self.receive(mean)

@@ -24,10 +24,10 @@ class Setup:
     """A configuration whose names (method, model and so on) are resolved to values.
 
     Attributes:
-        model: function from the number of classes and the shape of an image (height, width, channels) to a new model,
+        model: Function from the number of classes and the shape of an image (height, width, channels) to a new model,
             with random weights from torch's global generator.
-        augment: augmentation of training images, or None.
-        schedule: learning rate over the rounds; None for the built-in schedule that the configuration names.
+        augment: Augmentation of training images, or None.
+        schedule: Learning rate over the rounds; None for the built-in schedule that the configuration names.
     """
 
     config: Config
@@ -81,11 +81,11 @@ class Setup:
         """Raise ConfigError if settings exclude each other, before anything starts.
 
         Args:
-            spec: what a method may know of the task.
-            model: a new model, from `new_model`.
+            spec: Properties of the task that a method may know.
+            model: A new model, from `new_model`.
 
         Raises:
-            ConfigError: method, model, data and settings do not fit together.
+            ConfigError: Method, model, data and settings do not fit together.
         """
         check_exclusions(PlannedRun(self.config, self.method, spec, model, self.augment))
 

@@ -32,8 +32,8 @@ def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Compute `(x / 255 - mean) / std` per channel.
 
     Args:
-        x: images [B, H, W, channels] in 0..255, uint8 or float32.
-        mean, std: mean and standard deviation of pixel values in 0..1, float32 [channels].
+        x: Images [B, H, W, channels] in 0..255, uint8 or float32.
+        mean, std: Mean and standard deviation of pixel values in 0..1, float32 [channels].
 
     Returns:
         float32 [B, channels, H, W] that lies in memory as [B, H, W, channels], which is torch.channels_last.
@@ -45,9 +45,9 @@ def normalise_rows(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Normalise images by `x * scale + shift`, with precomputed constants for each image row.
 
     Args:
-        x: images [B, H, W, channels] in 0..255, uint8 or float32.
-        scale: factors for a row, from `row_constants`, float32 [W * channels].
-        shift: summands for a row, in the same form.
+        x: Images [B, H, W, channels] in 0..255, uint8 or float32.
+        scale: Factors for a row, from `row_constants`, float32 [W * channels].
+        shift: Summands for a row, in the same form.
     """
     values = x.to(torch.float32, memory_format=torch.contiguous_format)
     # multiply whole image rows by repeated constants, because an inner dimension of 3 is not vectorised
@@ -63,9 +63,9 @@ def row_constants(
     They are cached, because computing them takes a tenth of the time of a small step.
 
     Args:
-        mean, std: mean and standard deviation of pixel values in 0..1, one value per channel.
-        width: width of the images, W.
-        device: device of the images.
+        mean, std: Mean and standard deviation of pixel values in 0..1, one value per channel.
+        width: Width of the images, W.
+        device: Device of the images.
     """
     return _row_constants(torch.tensor(mean, device=device), torch.tensor(std, device=device), width)
 
@@ -84,7 +84,7 @@ def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
     Args:
         x: uint8 [B, H, W, channels].
         y: int64 [B], or uint8 [B, H, W].
-        generator: random generator on the device of `x`.
+        generator: Random generator on the device of `x`.
 
     Returns:
         uint8 [B, H, W, channels], and the labels in the form they came in.
@@ -103,10 +103,10 @@ def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor, fill: int = 0) -> Ten
     """Pad images with `fill`, crop them to their original size, and mirror some of them.
 
     Args:
-        x: images or maps [B, H, W, channels].
-        offsets: top left corners of the crops in the padded images, int64 [B, 2].
-        flips: the images to mirror, bool [B].
-        fill: value of the padding.
+        x: Images or maps [B, H, W, channels].
+        offsets: Top left corners of the crops in the padded images, int64 [B, 2].
+        flips: The images to mirror, bool [B].
+        fill: Value of the padding.
     """
     batch, height, width, channels = x.shape
     padded = F.pad(x, (0, 0, PADDING, PADDING, PADDING, PADDING), value=fill)
@@ -127,8 +127,8 @@ def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator, least: f
     Args:
         x: uint8 [B, H, W, channels].
         y: int64 [B], or uint8 [B, H, W].
-        generator: random generator on the device of `x`.
-        least: smallest fraction of the area that a crop has.
+        generator: Random generator on the device of `x`.
+        least: Smallest fraction of the area that a crop has.
 
     Returns:
         float32 [B, H, W, channels] in 0..255, and the labels in the form they came in.
@@ -149,7 +149,7 @@ def scale_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[T
     Args:
         x: uint8 [B, H, W, channels].
         y: int64 [B], or uint8 [B, H, W].
-        generator: random generator on the device of `x`.
+        generator: Random generator on the device of `x`.
 
     Returns:
         float32 [B, H, W, channels] in 0..255, and the labels in the form they came in.
@@ -163,9 +163,9 @@ def draw_view(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
     """Choose one of each sample's precomputed augmented views at random.
 
     Args:
-        x: features float32 [B, 1 + k, d], of the image and of its k views.
+        x: Features float32 [B, 1 + k, d], of the image and of its k views.
         y: int64 [B].
-        generator: random generator on the device of `x`.
+        generator: Random generator on the device of `x`.
 
     Returns:
         float32 [B, d], and the labels.
@@ -181,10 +181,10 @@ def draw_boxes(
     """Draw random crop boxes (top, left, height, width), int64 [B, 4], and the images to mirror, bool [B].
 
     Args:
-        batch: number of images, B.
-        size: height and width of the images.
-        generator: random generator on the device of the images.
-        least: smallest fraction of the area that a crop has.
+        batch: Number of images, B.
+        size: Height and width of the images.
+        generator: Random generator on the device of the images.
+        least: Smallest fraction of the area that a crop has.
     """
     area, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
     full = _sides(size, generator.device)
@@ -197,9 +197,9 @@ def draw_scaled_boxes(batch: int, size: tuple[int, int], generator: torch.Genera
     """Draw crop boxes that scale images by a random factor in 0.5..2, and the images to mirror.
 
     Args:
-        batch: number of images, B.
-        size: height and width of the images.
-        generator: random generator on the device of the images.
+        batch: Number of images, B.
+        size: Height and width of the images.
+        generator: Random generator on the device of the images.
 
     Returns:
         Boxes as (top, left, height, width), int64 [B, 4], larger than the image for factors below 1; and the images to
@@ -216,9 +216,9 @@ def apply_boxes(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
     """Resize crops of images bilinearly to the image size, and mirror some of them.
 
     Args:
-        x: images [B, H, W, channels].
-        boxes: crops as (top, left, height, width), int64 [B, 4].
-        flips: the images to mirror, bool [B].
+        x: Images [B, H, W, channels].
+        boxes: Crops as (top, left, height, width), int64 [B, 4].
+        flips: The images to mirror, bool [B].
     """
     parts = F.grid_sample(
         x.float().permute(0, 3, 1, 2),
@@ -234,9 +234,9 @@ def apply_boxes_to_maps(maps: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
     """Crop and resize label maps by nearest neighbour. Pixels outside the maps become VOID.
 
     Args:
-        maps: label maps [B, H, W, 1].
-        boxes: crops as (top, left, height, width), int64 [B, 4].
-        flips: the maps to mirror, bool [B].
+        maps: Label maps [B, H, W, 1].
+        boxes: Crops as (top, left, height, width), int64 [B, 4].
+        flips: The maps to mirror, bool [B].
     """
     # grid_sample fills with 0, so shift VOID to 0 and back
     shifted = F.grid_sample(
@@ -264,9 +264,9 @@ def cutout(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Te
     The square is cut off at the image's edge. On CIFAR its side is 16 pixels, as in the paper.
 
     Args:
-        x: images [B, H, W, channels].
-        y: labels, int64 [B]; returned unchanged.
-        generator: random generator on the device of `x`.
+        x: Images [B, H, W, channels].
+        y: Labels, int64 [B]; returned unchanged.
+        generator: Random generator on the device of `x`.
     """
     batch = len(x)
     sides = x.shape[1:3]
@@ -284,7 +284,7 @@ class EachImage:
     """Wrapper that applies a torchvision transform to every image of a batch separately, as a data loader does.
 
     Attributes:
-        make: returns the transform, a function of an image uint8 [channels, H, W].
+        make: Returns the transform, a function of an image uint8 [channels, H, W].
     """
 
     make: Callable[[], Callable[[Tensor], Tensor]]
@@ -293,9 +293,9 @@ class EachImage:
         """Transform each image of a batch.
 
         Args:
-            x: images [B, H, W, channels] in 0..255; floats are rounded.
-            y: labels; returned unchanged.
-            generator: random generator on the device of `x`; one of its numbers seeds torchvision's own draws.
+            x: Images [B, H, W, channels] in 0..255; floats are rounded.
+            y: Labels; returned unchanged.
+            generator: Random generator on the device of `x`; one of its numbers seeds torchvision's own draws.
 
         Returns:
             uint8 [B, H, W, channels], and the labels.

@@ -21,9 +21,9 @@ def color_jitter(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tens
     """Change the brightness, contrast, saturation and hue of each image randomly, in a random order.
 
     Args:
-        x: images [B, H, W, channels] in 0..255 with one or three channels; floats are rounded.
-        y: labels; returned unchanged.
-        generator: random generator on the device of `x`.
+        x: Images [B, H, W, channels] in 0..255 with one or three channels; floats are rounded.
+        y: Labels; returned unchanged.
+        generator: Random generator on the device of `x`.
 
     Returns:
         uint8 [B, H, W, channels], and the labels.
@@ -44,9 +44,9 @@ def apply_jitter(x: Tensor, order: Tensor, factors: Tensor) -> Tensor:
     """Apply the colour operations to images [B, H, W, channels] in 0..255; return uint8 of the same shape.
 
     Args:
-        x: the images.
-        order: numbers of the operations in the order in which they are applied to each image, int64 [B, 4].
-        factors: factors of the operations by number, float32 [B, 4].
+        x: The images.
+        order: Numbers of the operations in the order in which they are applied to each image, int64 [B, 4].
+        factors: Factors of the operations by number, float32 [B, 4].
     """
     images = x.float().round().clamp(0, 255).permute(0, 3, 1, 2).contiguous()  # whole numbers throughout
     for place in range(len(OPERATIONS)):

@@ -35,7 +35,7 @@ def without_doubles(source: Source) -> Source:
     Without a test part, every image is kept once, before a part of each client's images becomes its test images.
 
     Raises:
-        DataError: no test image is left.
+        DataError: No test image is left.
     """
     if len(source.x_test):
         kept = np.flatnonzero(~repeated(source.x_train, source.x_test))
@@ -69,13 +69,13 @@ def doubles_note(training: Stored, tests: Stored, name: str, refuse: bool) -> li
     """Return a notice with the number of test images that are also training images; empty if there are none.
 
     Args:
-        training: images on which clients train.
-        tests: images on which models are evaluated.
-        name: name of the source.
-        refuse: whether such images are an error.
+        training: Images on which clients train.
+        tests: Images on which models are evaluated.
+        name: Name of the source.
+        refuse: Whether such images are an error.
 
     Raises:
-        DataError: there are such images, and `refuse` is set.
+        DataError: There are such images, and `refuse` is set.
     """
     count = int(repeated(training, tests).sum())
     if not count:

@@ -9,11 +9,11 @@ class Heterogeneity(NamedTuple):
     """Measures of heterogeneity, computed from sample counts per client and class.
 
     Attributes:
-        imbalance: ratio of the largest class to the smallest non-empty class.
-        sizes: ratio of the largest client to the smallest non-empty client.
-        distance: total variation distance between a client's class mix and the overall mix, sum_c |p_c - q_c| / 2,
+        imbalance: Ratio of the largest class to the smallest non-empty class.
+        sizes: Ratio of the largest client to the smallest non-empty client.
+        distance: Total variation distance between a client's class mix and the overall mix, sum_c |p_c - q_c| / 2,
             averaged over the clients that hold samples; 0 if all mixes are equal, 1 if clients share no class.
-        classes: mean number of classes of the clients that hold samples.
+        classes: Mean number of classes of the clients that hold samples.
     """
 
     imbalance: float

@@ -29,9 +29,9 @@ def rand_augment(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tens
     """Apply two random operations to each image.
 
     Args:
-        x: images [B, H, W, channels] in 0..255 with one or three channels; floats are rounded.
-        y: labels; returned unchanged.
-        generator: random generator on the device of `x`; one of its numbers seeds the draws.
+        x: Images [B, H, W, channels] in 0..255 with one or three channels; floats are rounded.
+        y: Labels; returned unchanged.
+        generator: Random generator on the device of `x`; one of its numbers seeds the draws.
 
     Returns:
         uint8 [B, H, W, channels], and the labels.
@@ -60,8 +60,8 @@ def apply_operations(x: Tensor, codes: Tensor) -> Tensor:
     """Apply operations to images [B, H, W, channels] in 0..255; return uint8 of the same shape.
 
     Args:
-        x: the images.
-        codes: codes of the operations of each image, as drawn by `draw_operations`.
+        x: The images.
+        codes: Codes of the operations of each image, as drawn by `draw_operations`.
     """
     images = x if x.dtype == torch.uint8 else x.round().clamp(0, 255).to(torch.uint8)
     images = images.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)

@@ -19,9 +19,9 @@ class Batch(NamedTuple):
     """A batch of normalised samples.
 
     Attributes:
-        x: images float32 [B, channels, H, W], or features [B, d].
-        y: labels int64 [B], soft labels float32 [B, C], or maps int64 [B, H, W] with IGNORED.
-        rows: positions in the shard, int64 [B].
+        x: Images float32 [B, channels, H, W], or features [B, d].
+        y: Labels int64 [B], soft labels float32 [B, C], or maps int64 [B, H, W] with IGNORED.
+        rows: Positions in the shard, int64 [B].
     """
 
     x: Tensor
@@ -33,11 +33,11 @@ class Samples:
     """The images and labels of one client or test set, on one device.
 
     Attributes:
-        x: images uint8 [n, H, W, channels]; with a frozen encoder features float32 [n, 1 + k, d], see
+        x: Images uint8 [n, H, W, channels]; with a frozen encoder features float32 [n, 1 + k, d], see
             raylt/core/encoding.py.
-        y: labels int64 [n], or maps uint8 [n, H, W] with VOID, as the shard's holder sees them.
-        ids: ids of the shard.
-        view: the shard's renaming of the classes, int64 [C], or None.
+        y: Labels int64 [n], or maps uint8 [n, H, W] with VOID, as the shard's holder sees them.
+        ids: Ids of the shard.
+        view: The shard's renaming of the classes, int64 [C], or None.
     """
 
     def __init__(self, shard: Shard, spec: TaskSpec, device: torch.device):
@@ -74,9 +74,9 @@ class Samples:
         """Return some samples as a batch.
 
         Args:
-            rows: numbers of the samples, int64 [B], on the device.
-            augment: augmentation of the images; by default none.
-            generator: random generator for the augmentation, on the device.
+            rows: Numbers of the samples, int64 [B], on the device.
+            augment: Augmentation of the images; by default none.
+            generator: Random generator for the augmentation, on the device.
         """
         x = self.x.index_select(0, rows)
         y = self.y.index_select(0, rows)

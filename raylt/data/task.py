@@ -36,10 +36,10 @@ class Shard:
     """Images and labels of one client or of the test set.
 
     Args:
-        x: images uint8 [n, H, W, channels].
-        y: labels int64 [n], or label maps uint8 [n, H, W] (raylt/data/label_maps.py).
-        ids: rows of the source's training set, int64 [n]; None for a test set.
-        view: the class that the holder sees in place of each class, int64 [C], or VOID; None if the holder sees the
+        x: Images uint8 [n, H, W, channels].
+        y: Labels int64 [n], or label maps uint8 [n, H, W] (raylt/data/label_maps.py).
+        ids: Rows of the source's training set, int64 [n]; None for a test set.
+        view: The class that the holder sees in place of each class, int64 [C], or VOID; None if the holder sees the
             classes themselves.
     """
 
@@ -68,9 +68,9 @@ class Holdings(PerClient[Shard]):
     """The images and labels of all clients, each made on access as a view of one array.
 
     Args:
-        whole: the samples of all clients, one client after the other, without a view.
-        ends: for each client, the row at which its samples end, int64 [K].
-        views: the view of each client; None if all clients see the classes themselves.
+        whole: The samples of all clients, one client after the other, without a view.
+        ends: For each client, the row at which its samples end, int64 [K].
+        views: The view of each client; None if all clients see the classes themselves.
     """
 
     def __init__(self, whole: Shard, ends: np.ndarray, views: Sequence[np.ndarray | None] | None = None):
@@ -93,12 +93,12 @@ class TaskSpec:
     """The part of a task that every party may know, without facts about clients' samples.
 
     Args:
-        name: name of the source.
+        name: Name of the source.
         class_names: C names.
-        shape: height, width and channels of an image.
-        mean, std: mean and standard deviation per channel, for pixels in [0, 1].
-        kind: whether a label is a class or a map of classes.
-        thresholds: numbers of training samples, or pixels: classes with fewer than the first are few-shot, classes with
+        shape: Height, width and channels of an image.
+        mean, std: Mean and standard deviation per channel, for pixels in [0, 1].
+        kind: Whether a label is a class or a map of classes.
+        thresholds: Numbers of training samples, or pixels: classes with fewer than the first are few-shot, classes with
             more than the second many-shot.
     """
 
@@ -121,20 +121,20 @@ class Task(TaskSpec):
     """The data of an experiment: training samples of each client, test set and class statistics.
 
     Args:
-        client_counts: training samples, or pixels, per client and class as the client sees it, int64 [K, C].
+        client_counts: Training samples, or pixels, per client and class as the client sees it, int64 [K, C].
         groups: "many", "medium" or "few" for each class, by its global training count including validation samples;
             "-" for a background class that replaces erased classes.
-        shards: training samples of each client; a client may have none.
-        test: the balanced test set, or the clients' own test samples, one client after the other.
-        split: the training samples of the source in the shards and the validation set.
-        validation_clients: the client from which each validation sample was taken, int64 [n]; None without a set.
-        validation: a set that is as long-tailed as the shards; None unless `data.validation` is set.
+        shards: Training samples of each client; a client may have none.
+        test: The balanced test set, or the clients' own test samples, one client after the other.
+        split: The training samples of the source in the shards and the validation set.
+        validation_clients: The client from which each validation sample was taken, int64 [n]; None without a set.
+        validation: A set that is as long-tailed as the shards; None unless `data.validation` is set.
         client_names: K names; by default the clients' numbers.
-        own_tests: for each client, the rows of `test` that are its own test samples, int64 [n]; None if the data do not
+        own_tests: For each client, the rows of `test` that are its own test samples, int64 [n]; None if the data do not
             record them, or the clients are not the recorded ones.
-        notes: remarks on the data for the user, in whole sentences.
-        auxiliary: balanced samples of the server itself; None unless `data.auxiliary` is set.
-        new_clients: ids of the clients that join only after training, ascending.
+        notes: Remarks on the data for the user, in whole sentences.
+        auxiliary: Balanced samples of the server itself; None unless `data.auxiliary` is set.
+        new_clients: Ids of the clients that join only after training, ascending.
     """
 
     client_counts: np.ndarray
@@ -197,13 +197,13 @@ def build_task(config: DataConfig, split: Split | None = None, start: Path | Non
     """Open the configured data set, make it long-tailed and partition it over clients.
 
     Args:
-        config: the settings in `data`.
-        split: a split to use instead of the one that the configuration describes.
-        start: the base folder of relative paths; by default the working directory.
+        config: The settings in `data`.
+        split: A split to use instead of the one that the configuration describes.
+        start: The base folder of relative paths; by default the working directory.
 
     Raises:
-        ConfigError: the source or the partition is unknown.
-        DataError: the data are missing or malformed, or cannot be split as configured.
+        ConfigError: The source or the partition is unknown.
+        DataError: The data are missing or malformed, or cannot be split as configured.
     """
     check_partition_exists(config.partition)  # fail before a large source is read
     source = _open(config, start)
@@ -261,7 +261,7 @@ def _check_lengths(owner: str, names: Sequence[str]) -> None:
 
     Args:
         owner: "class" or "client".
-        names: the names.
+        names: The names.
     """
     longest = max(names, key=len, default="")
     if len(longest) > MAX_NAME:

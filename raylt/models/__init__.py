@@ -51,9 +51,9 @@ def build_model(name: str, classes: int, shape: tuple[int, int, int], weights: s
     """Build the model that `name` names: a key of `MODELS`, `torchvision:NAME`, `timm:NAME` or `clip:NAME`.
 
     Args:
-        name: the model's name in a configuration.
-        classes: the number of classes, C.
-        shape: height, width and channels of an image.
+        name: The model's name in a configuration.
+        classes: The number of classes, C.
+        shape: Height, width and channels of an image.
         weights: "imagenet", a file, or None for random weights.
     """
     return build(classes, shape, name=name, factory=MODELS.get(name), weights=weights, side=None)
@@ -71,15 +71,15 @@ def build(
     """Build a model with random weights, or with the pretrained encoder weights that `weights` names.
 
     Args:
-        classes: the number of classes, C.
-        shape: height, width and channels of an image.
-        name: the model's name in a configuration.
-        factory: function that builds the model; None for a model of a library, which is built by its name.
+        classes: The number of classes, C.
+        shape: Height, width and channels of an image.
+        name: The model's name in a configuration.
+        factory: Function that builds the model; None for a model of a library, which is built by its name.
         weights: "imagenet" or a file, see `LRASPPEncoder.load_imagenet` and `library_model`.
-        side: the side to which a model of torchvision or timm resizes images; None: no resizing.
+        side: The side to which a model of torchvision or timm resizes images; None: no resizing.
 
     Raises:
-        ConfigError: the images are too small for this model, the factory does not return a `SplitModel`, or the weights
+        ConfigError: The images are too small for this model, the factory does not return a `SplitModel`, or the weights
             are not available.
     """
     if factory is None and name.startswith(PREFIX):

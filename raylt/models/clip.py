@@ -69,11 +69,11 @@ def open_teacher(name: str, otherwise: str = "") -> Teacher:
     Paths in its name become absolute, so that processes with another working directory can open it too.
 
     Args:
-        name: the teacher's name.
-        otherwise: other allowed values, at the end of an error's sentence.
+        name: The teacher's name.
+        otherwise: Other allowed values, at the end of an error's sentence.
 
     Raises:
-        ConfigError: the name has not one of the forms in this module's docstring.
+        ConfigError: The name has not one of the forms in this module's docstring.
     """
     kind, _, address = name.partition(":")
     if kind == "npz" and address:
@@ -94,8 +94,8 @@ def open_clip_named(name: str, setting: str = "method.teacher") -> "OpenClip | N
     """Return the open_clip model with this name, without reading any file; None if it is not the name of a model.
 
     Args:
-        name: the model's name.
-        setting: the setting with the name, for error messages.
+        name: The model's name.
+        setting: The setting with the name, for error messages.
     """
     kind, _, address = name.partition(":")
     if kind == "local-dir" and address:
@@ -111,10 +111,10 @@ class OpenClip(Teacher):
     """An image-text teacher from open_clip.
 
     Args:
-        model: architecture, or local-dir:FOLDER.
-        tag: tag of the weights; None for a folder.
-        file: file of the weights; None to fetch them.
-        setting: the setting that names the model, for error messages.
+        model: Architecture, or local-dir:FOLDER.
+        tag: Tag of the weights; None for a folder.
+        file: File of the weights; None to fetch them.
+        setting: The setting that names the model, for error messages.
     """
 
     def __init__(self, model: str, tag: str | None, file: Path | None, setting: str = "method.teacher"):
@@ -175,7 +175,7 @@ class OpenClip(Teacher):
         """Return preprocessed images for the image tower, float32 [B, 3, S, S], on their device.
 
         Args:
-            images: the images, uint8 [B, H, W, channels].
+            images: The images, uint8 [B, H, W, channels].
         """
         preprocess = _tower(self.name, images.device).preprocess
         return torch.stack([preprocess(image) for image in images.cpu().numpy()]).to(images.device)
@@ -295,7 +295,7 @@ class OpenClip(Teacher):
         """Return the description of the image tower, from which `new_tower` builds it.
 
         Args:
-            network: the result of `load`.
+            network: The result of `load`.
         """
         config = self._config()
         source = {} if self.tag is None else self._source()
@@ -349,7 +349,7 @@ def new_tower(description: TowerDescription) -> nn.Module:
     """Build an image tower of open_clip with random weights.
 
     Raises:
-        ValueError: the description is not valid.
+        ValueError: The description is not valid.
     """
     import timm
     from open_clip import CLIP
@@ -377,10 +377,10 @@ class _Tower(NamedTuple):
     """An image tower that all clients of a process share.
 
     Attributes:
-        encode: function from images [B, 3, S, S] to features before the projection, [B, w].
-        projection: matrix of the projection, float32 [w, d]; None if `encode` applies it.
-        preprocess: function from one image, uint8 [H, W, channels], to float32 [3, S, S].
-        visual: the module behind `encode`, without its projection.
+        encode: Function from images [B, 3, S, S] to features before the projection, [B, w].
+        projection: Matrix of the projection, float32 [w, d]; None if `encode` applies it.
+        preprocess: Function from one image, uint8 [H, W, channels], to float32 [3, S, S].
+        visual: The module behind `encode`, without its projection.
     """
 
     encode: Callable[[Tensor], Tensor]

@@ -28,7 +28,7 @@ def checked_description(content: bytes) -> dict[str, Any]:
     """Return the description of a model, `model_cfg`, in the content of an `open_clip_config.json`.
 
     Raises:
-        ValueError: the content is not JSON, has a key twice, or no model can have this description.
+        ValueError: The content is not JSON, has a key twice, or no model can have this description.
     """
     try:
         tree = json.loads(content, object_pairs_hook=unique_keys)
@@ -54,9 +54,9 @@ def check_numbers(path: str, value: Any, depth: int = MAX_DEPTH) -> None:
     """Raise ValueError if a number is not finite or too large, or if the values are nested too deeply.
 
     Args:
-        path: dotted path of the value, for error messages.
-        value: a value of a description.
-        depth: maximum number of nested dicts and lists.
+        path: Dotted path of the value, for error messages.
+        value: A value of a description.
+        depth: Maximum number of nested dicts and lists.
     """
     if isinstance(value, dict | list):
         if not depth:
@@ -75,8 +75,8 @@ def check_number_of_parameters(described: dict[str, Any], size: int) -> None:
     The model is built like in `open_clip.create_model`, but without memory for its parameters.
 
     Args:
-        described: the result of `checked_description`.
-        size: size of the file in bytes.
+        described: The result of `checked_description`.
+        size: Size of the file in bytes.
     """
     from open_clip import CLIP, CoCa, CustomTextCLIP
 
@@ -96,8 +96,8 @@ def check_image_tower(tower: Any, dim: int) -> None:
     """Check the preprocessing of a loaded image tower, and the features of one black image.
 
     Args:
-        tower: the image tower of an open_clip model.
-        dim: length of a feature, d, according to the description.
+        tower: The image tower of an open_clip model.
+        dim: Length of a feature, d, according to the description.
 
     Raises:
         ValueError: raylt does not support the preprocessing, or the features are not d finite numbers.
@@ -143,9 +143,9 @@ def check_features(what: str, features: Tensor, shape: tuple[int, int]) -> None:
     """Raise ValueError if features have another shape, or are not finite.
 
     Args:
-        what: the origin of the features, for error messages.
-        features: the features.
-        shape: the expected shape, [n, d].
+        what: The origin of the features, for error messages.
+        features: The features.
+        shape: The expected shape, [n, d].
     """
     if features.shape != shape:
         raise ValueError(f"the features of {what} are {list(features.shape)}, expected {list(shape)}")

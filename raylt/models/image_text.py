@@ -35,8 +35,8 @@ class ImageTower(nn.Module):
     normalises the pixels as in the model's training. Grey images are repeated in three channels.
 
     Args:
-        body: the image tower of an open_clip model.
-        description: description of the tower.
+        body: The image tower of an open_clip model.
+        description: Description of the tower.
     """
 
     mean: Tensor
@@ -77,13 +77,13 @@ def image_text_model(
     """Build a model whose encoder is the image tower of an image-text model.
 
     Args:
-        name: one of the forms in this module's docstring.
-        classes: the number of classes, C.
-        shape: height, width and channels of an image.
-        weights, side: the settings `weights` and `input`, which must be None: the name and the tower determine both.
+        name: One of the forms in this module's docstring.
+        classes: The number of classes, C.
+        shape: Height, width and channels of an image.
+        weights, side: The settings `weights` and `input`, which must be None: the name and the tower determine both.
 
     Raises:
-        ConfigError: the model is unknown, its weights are not available, or it does not accept these images.
+        ConfigError: The model is unknown, its weights are not available, or it does not accept these images.
     """
     for key, value in (("weights", weights), ("input", side)):
         if value is not None:
@@ -123,12 +123,12 @@ def described_model(classes: int, shape: tuple[int, int, int], *, description: T
     """Build a model with random weights whose encoder is the described image tower.
 
     Args:
-        classes: the number of classes, C.
-        shape: height, width and channels of an image; the tower accepts images of any size.
-        description: description of the tower.
+        classes: The number of classes, C.
+        shape: Height, width and channels of an image; the tower accepts images of any size.
+        description: Description of the tower.
 
     Raises:
-        ValueError: the description is not valid.
+        ValueError: The description is not valid.
     """
     encoder = ImageTower(new_tower(description), description)
     return SplitModel(encoder.train(), description["dim"], classes)
@@ -147,12 +147,12 @@ def start_from_texts(model: SplitModel, name: str, class_names: Sequence[str]) -
     """Set a new model's classifier to the texts "a photo of a {class}". It then classifies as the image-text model.
 
     Args:
-        model: the model, which is changed in place.
-        name: name of the model, as in `image_text_model`.
-        class_names: the class names.
+        model: The model, which is changed in place.
+        name: Name of the model, as in `image_text_model`.
+        class_names: The class names.
 
     Raises:
-        ConfigError: the model has no text tower, or the class names are not readable.
+        ConfigError: The model has no text tower, or the class names are not readable.
     """
     if not name.startswith(PREFIX):
         raise ConfigError(
@@ -172,12 +172,12 @@ def open_prompts(name: str, class_names: Sequence[str], context: int) -> Prompts
     """Return the text tower of an image-text model for prompts of learned vectors and a class name.
 
     Args:
-        name: name of the model, as in `open_tower`.
-        class_names: the class names.
-        context: number of vectors, M.
+        name: Name of the model, as in `open_tower`.
+        class_names: The class names.
+        context: Number of vectors, M.
 
     Raises:
-        ConfigError: the tower does not read texts from left to right or accepts fewer vectors, or the class names are
+        ConfigError: The tower does not read texts from left to right or accepts fewer vectors, or the class names are
             not readable.
     """
     tower = open_tower(name)
@@ -190,7 +190,7 @@ def open_tower(name: str) -> OpenClip:
     """Return the open_clip model that `clip:NAME` names, without reading any file.
 
     Raises:
-        ConfigError: it is not the name of a model.
+        ConfigError: It is not the name of a model.
     """
     tower = open_clip_named(name.removeprefix(PREFIX), "model")
     if tower is None:

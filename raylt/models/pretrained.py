@@ -21,7 +21,7 @@ def fetch(weights: Any) -> dict[str, Tensor]:
     """Return a torchvision weight set as a state dict, from torchvision's cache or after a download.
 
     Raises:
-        ConfigError: the file cannot be fetched, or its content does not match the hash in its name.
+        ConfigError: The file cannot be fetched, or its content does not match the hash in its name.
     """
     try:
         return dict(weights.get_state_dict(progress=False, check_hash=True))
@@ -55,11 +55,11 @@ def read(path: Path, model: str) -> dict[str, Tensor]:
     """Read a state dict from a torch or safetensors file.
 
     Args:
-        path: path of the file.
-        model: name of the model in error messages.
+        path: Path of the file.
+        model: Name of the model in error messages.
 
     Raises:
-        ConfigError: the file does not exist, or has no weights.
+        ConfigError: The file does not exist, or has no weights.
     """
     if not exists(path):
         raise ConfigError(
@@ -135,14 +135,14 @@ def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[s
     Files of old versions of torch have no batch counts (`num_batches_tracked`); the model's counts then do not change.
 
     Args:
-        body: the model, which is changed in place.
-        state: the state dict.
-        classifiers: paths of the layers in `body` that are not changed.
-        weights: name of the weights in error messages.
-        model: name of the model in error messages.
+        body: The model, which is changed in place.
+        state: The state dict.
+        classifiers: Paths of the layers in `body` that are not changed.
+        weights: Name of the weights in error messages.
+        model: Name of the model in error messages.
 
     Raises:
-        ConfigError: names or shapes do not match the model.
+        ConfigError: Names or shapes do not match the model.
     """
     prefixes = tuple(f"{path}." for path in classifiers)
     own = body.state_dict()

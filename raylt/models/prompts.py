@@ -25,8 +25,8 @@ class Prompts(Frozen):
     """The text tower of an image-text model for prompts of M context vectors and a class name. It is never trained.
 
     Args:
-        body: module that computes the texts from the context.
-        words: vectors of the tokens of "a photo of a", [n, w]; w is the width of a token's vector.
+        body: Module that computes the texts from the context.
+        words: Vectors of the tokens of "a photo of a", [n, w]; w is the width of a token's vector.
     """
 
     def __init__(self, body: nn.Module, words: Tensor):
@@ -40,7 +40,7 @@ class Prompts(Frozen):
         The inner product of a feature and a text is the logit.
 
         Args:
-            context: context vectors [M, w] for all classes, or [C, M, w] with separate ones for each class.
+            context: Context vectors [M, w] for all classes, or [C, M, w] with separate ones for each class.
         """
 
 
@@ -50,11 +50,11 @@ class OpenClipPrompts(Prompts):
     The tower reads no tokens after the end of a text, so these are left out.
 
     Args:
-        network: the part of the model that has the text tower's layers, on the CPU; it is not changed.
-        tokens: tokens of the class names, int64 [C, L], each from the start token to the end token with padding.
-        words: tokens of "a photo of a", int64 [L], with a start and an end token.
-        context: number of context vectors, M.
-        length: length of a text.
+        network: The part of the model that has the text tower's layers, on the CPU; it is not changed.
+        tokens: Tokens of the class names, int64 [C, L], each from the start token to the end token with padding.
+        words: Tokens of "a photo of a", int64 [L], with a start and an end token.
+        context: Number of context vectors, M.
+        length: Length of a text.
     """
 
     def __init__(self, network: Any, tokens: Tensor, words: Tensor, context: int, length: float):
@@ -72,9 +72,9 @@ class _Tower(nn.Module):
     """Layers of open_clip's text tower after the embedding of tokens.
 
     Args:
-        network: the part of the model that has the text tower's layers.
-        embedded: token vectors of the class names, [C, n, w].
-        ends: position of the end token in a prompt, int64 [C].
+        network: The part of the model that has the text tower's layers.
+        embedded: Token vectors of the class names, [C, n, w].
+        ends: Position of the end token in a prompt, int64 [C].
     """
 
     def __init__(self, network: Any, embedded: Tensor, ends: Tensor):
@@ -114,14 +114,14 @@ def open_clip_prompts(
     """Return the text tower of an open_clip model for prompts.
 
     Args:
-        model: the whole model, on the CPU.
-        tokenize: the model's tokenizer.
-        labels: labels of the classes.
-        context: number of context vectors, M.
-        name: name of the model, for error messages.
+        model: The whole model, on the CPU.
+        tokenize: The model's tokenizer.
+        labels: Labels of the classes.
+        context: Number of context vectors, M.
+        name: Name of the model, for error messages.
 
     Raises:
-        ConfigError: the tower does not read texts from left to right, or M vectors and the labels exceed its length.
+        ConfigError: The tower does not read texts from left to right, or M vectors and the labels exceed its length.
     """
     network = getattr(model, "text", model)
     ordinary = getattr(network, "attn_mask", None) is not None and getattr(network, "cls_emb", None) is None

@@ -58,10 +58,10 @@ class LRASPPEncoder(nn.Module):
         """Load the backbone's weights from a state dict of torchvision's `mobilenet_v3_small`.
 
         Args:
-            weights: a file, or "imagenet" to fetch torchvision's weights.
+            weights: A file, or "imagenet" to fetch torchvision's weights.
 
         Raises:
-            ConfigError: the file is missing or has other weights, or torchvision's weights cannot be fetched.
+            ConfigError: The file is missing or has other weights, or torchvision's weights cannot be fetched.
         """
         from torchvision.models import MobileNet_V3_Small_Weights
 

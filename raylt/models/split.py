@@ -23,9 +23,9 @@ class SplitModel(nn.Module):
     """A model that computes `classifier(encoder(x))`. A method may add further heads as attributes.
 
     Args:
-        encoder: module from images [B, channels, H, W] to features z [B, d].
-        dim: the width of a feature, d.
-        classes: number of classes, C. The classifier starts as `nn.Linear(d, C)` and may be replaced.
+        encoder: Module from images [B, channels, H, W] to features z [B, d].
+        dim: The width of a feature, d.
+        classes: Number of classes, C. The classifier starts as `nn.Linear(d, C)` and may be replaced.
     """
 
     head: ClassVar[type[nn.Linear]] = nn.Linear
@@ -48,7 +48,7 @@ class SplitModel(nn.Module):
         """Return the parameters and buffers that may leave a client, by name. They share the model's memory.
 
         Args:
-            prefix: prefix of the names, such as "encoder." for the encoder alone.
+            prefix: Prefix of the names, such as "encoder." for the encoder alone.
         """
         entries = part(self.state_dict(), prefix)
         return {name: value for name, value in entries.items() if name not in self.local_buffers}
@@ -103,10 +103,10 @@ def with_classifier(
     """Return a model with the same encoder, another linear classifier and no further heads.
 
     Args:
-        model: the model.
-        weight: weights [C, d], used without a copy.
-        bias: bias [C], used without a copy; None for a classifier without bias.
-        longest: the length to which features are clipped before the classifier; None: no clipping.
+        model: The model.
+        weight: Weights [C, d], used without a copy.
+        bias: Bias [C], used without a copy; None for a classifier without bias.
+        longest: The length to which features are clipped before the classifier; None: no clipping.
     """
     classifier = linear(weight, bias, model.head if longest is None else CutLinear)
     if longest is not None:
@@ -122,9 +122,9 @@ def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linea
     """Return a linear layer that uses the given tensors as parameters, without a copy.
 
     Args:
-        weight: weights [C, d].
-        bias: bias [C], or None.
-        kind: class of the layer.
+        weight: Weights [C, d].
+        bias: Bias [C], or None.
+        kind: Class of the layer.
     """
     layer = kind(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight)
@@ -200,8 +200,8 @@ def load_entries(model: nn.Module, params: StateDict) -> None:
     """Copy values into the model's entries of the same names. Other entries stay unchanged.
 
     Raises:
-        KeyError: the model has no entry of a name.
-        ValueError: an entry has another shape.
+        KeyError: The model has no entry of a name.
+        ValueError: An entry has another shape.
     """
     if not params:  # most clients keep no entries, and state_dict is slow with many clients
         return
@@ -223,8 +223,8 @@ def pass_zeros(model: SplitModel, shape: tuple[int, int, int]) -> None:
     """Pass an image of zeros through a model, so that hooks see its layers. The model does not change.
 
     Args:
-        model: the model.
-        shape: height, width and channels of the image.
+        model: The model.
+        shape: Height, width and channels of the image.
     """
     height, width, channels = shape
     was_training = model.training

@@ -98,7 +98,7 @@ class _Flatten(nn.Module):
     """Flattening of several clients' maps [B, K * C, h, w] to features [K, B, C * h * w].
 
     Args:
-        span: object with the number of clients.
+        span: Object with the number of clients.
     """
 
     def __init__(self, span: "_Span"):
@@ -133,12 +133,12 @@ class StackedModel:
     """The networks of several clients in training, one in each slot.
 
     Args:
-        model: a network without an `unstackable_layer`; all slots start as copies of it.
-        slots: the number of clients.
+        model: A network without an `unstackable_layer`; all slots start as copies of it.
+        slots: The number of clients.
 
     Attributes:
-        entries: the state-dict entries of all slots by name, [slots, ...].
-        trained: names of the trained parameters.
+        entries: The state-dict entries of all slots by name, [slots, ...].
+        trained: Names of the trained parameters.
     """
 
     def __init__(self, model: SplitModel, slots: int):
@@ -156,8 +156,8 @@ class StackedModel:
         """Return one client's entries, which share the stack's memory.
 
         Args:
-            slot: number of the client's slot.
-            names: names of the entries; by default all.
+            slot: Number of the client's slot.
+            names: Names of the entries; by default all.
         """
         return {name: self.entries[name][slot] for name in (self.entries if names is None else names)}
 
@@ -184,9 +184,9 @@ class StackedModel:
         """Compute the networks of the n slots from `start` to before `stop`.
 
         Args:
-            start: number of the first slot.
-            stop: number after the last slot.
-            x: images [B, n * C, H, W], channels-last, or features of a frozen encoder [n, B, d].
+            start: Number of the first slot.
+            stop: Number after the last slot.
+            x: Images [B, n * C, H, W], channels-last, or features of a frozen encoder [n, B, d].
 
         Returns:
             Features [n, B, d] and logits [n, B, classes].
@@ -242,8 +242,8 @@ def computes_as_alone(model: SplitModel, shape: tuple[int, int, int]) -> bool:
     after a linear layer, or a linear layer before the flattening.
 
     Args:
-        model: a model without an `unstackable_layer`.
-        shape: height, width and channels of an image.
+        model: A model without an `unstackable_layer`.
+        shape: Height, width and channels of an image.
     """
     generator = torch.Generator().manual_seed(0)
     alone = copy.deepcopy(without_frozen_encoder(model)).float().train()

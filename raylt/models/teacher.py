@@ -40,7 +40,7 @@ class Teacher(ABC):
     """Base class of teachers: a frozen image-text model.
 
     Args:
-        name: the teacher's name in a configuration.
+        name: The teacher's name in a configuration.
     """
 
     def __init__(self, name: str):
@@ -66,14 +66,14 @@ class Teacher(ABC):
         """Download missing files, and raise an error for every problem that would otherwise stop a run later.
 
         Args:
-            task: the data.
-            wordings: wordings of the texts that the run needs.
-            student: length of the student's features, if the run compares them with the teacher's and trains the
+            task: The data.
+            wordings: Wordings of the texts that the run needs.
+            student: Length of the student's features, if the run compares them with the teacher's and trains the
                 teacher; otherwise None.
-            trained: the part of the teacher's image tower that the run then trains.
+            trained: The part of the teacher's image tower that the run then trains.
 
         Raises:
-            ConfigError: a file is missing or does not fit; the message names its expected path and the alternatives.
+            ConfigError: A file is missing or does not fit; the message names its expected path and the alternatives.
         """
         self._check(task, wordings, None if student is None else trained)
         if student not in (None, self.dim):
@@ -92,9 +92,9 @@ class Teacher(ABC):
         """Run the checks that are specific to this kind of teacher, as part of `check`.
 
         Args:
-            task: the data.
-            wordings: wordings of the texts that the run needs.
-            trained: the part of the image tower that the run trains, or None.
+            task: The data.
+            wordings: Wordings of the texts that the run needs.
+            trained: The part of the image tower that the run trains, or None.
         """
 
     @abstractmethod
@@ -199,7 +199,7 @@ class FeatureFile(Teacher):
         """Raise an error if an array has a wrong shape or type, before it is read into memory.
 
         Raises:
-            ValueError: an array has another shape than a teacher's, or declares an implausibly large size.
+            ValueError: An array has another shape than a teacher's, or declares an implausibly large size.
         """
         for key, (shape, dtype) in headers.items():
             kinds, dimensions = _LAYOUT[key]
@@ -217,12 +217,12 @@ def describe(names: Sequence[str], wording: Wording, setting: str = "method.teac
     Underscores become spaces, and ImageNet's 1000 ids become the usual names.
 
     Args:
-        names: the class names.
+        names: The class names.
         wording: "phrase" or "label".
-        setting: the setting that requires the texts, for error messages.
+        setting: The setting that requires the texts, for error messages.
 
     Raises:
-        ConfigError: the names are WordNet ids, but not all 1000 of ImageNet.
+        ConfigError: The names are WordNet ids, but not all 1000 of ImageNet.
     """
     if any(WNID.fullmatch(name) for name in names):
         if len(names) != 1000:
@@ -250,10 +250,10 @@ def teacher_error(name: str, problem: str, remedy: str, *, code: str, setting: s
     """Return the error for an image-text model that cannot be used.
 
     Args:
-        name: the model's name.
-        problem: the problem, without a full stop.
-        remedy: the remedy, as a sentence.
-        code: code of the error.
-        setting: the setting that names the model.
+        name: The model's name.
+        problem: The problem, without a full stop.
+        remedy: The remedy, as a sentence.
+        code: Code of the error.
+        setting: The setting that names the model.
     """
     return ConfigError(f"{setting}: {problem} ({name}). {remedy}", code=code, key=setting, value=name)

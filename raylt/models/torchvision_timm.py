@@ -56,9 +56,9 @@ class PreparedFeatures(Features):
     """Encoder that resizes and normalises pixels in [0, 1] as in the model's training, for images of any size.
 
     Args:
-        body: the model without its last layer.
-        side: height and width of the model's input in pixels.
-        mean, std: mean and standard deviation of the pixels, one value per channel.
+        body: The model without its last layer.
+        side: Height and width of the model's input in pixels.
+        mean, std: Mean and standard deviation of the pixels, one value per channel.
     """
 
     mean: Tensor
@@ -85,15 +85,15 @@ def library_model(
     Args:
         name: `torchvision:NAME` or `timm:NAME`; arguments of timm's `create_model` may follow, for example
             `timm:vit_tiny_patch16_224,img_size=32,patch_size=4`.
-        classes: the number of classes, C.
-        shape: height, width and channels of an image.
+        classes: The number of classes, C.
+        shape: Height, width and channels of an image.
         weights: "imagenet" for the library's own weights, or a file with a state dict of that model. Its classifier,
             which is for other classes, is not used.
-        side: the side to which the model resizes images before it normalises them as in its training; None: the model
+        side: The side to which the model resizes images before it normalises them as in its training; None: the model
             does neither.
 
     Raises:
-        ConfigError: the library or model is unknown, the model does not accept these images, or the weights are not
+        ConfigError: The library or model is unknown, the model does not accept these images, or the weights are not
             available.
     """
     library, _, architecture = name.partition(":")
@@ -160,10 +160,10 @@ def _prepared(
     For grey images, the statistics of the colours are averaged.
 
     Args:
-        encoder: the encoder.
-        side: side of the resized images in pixels.
-        channels: number of channels of the images.
-        statistics: mean and deviation of each colour; None: timm's statistics of the model, or else ImageNet's.
+        encoder: The encoder.
+        side: Side of the resized images in pixels.
+        channels: Number of channels of the images.
+        statistics: Mean and deviation of each colour; None: timm's statistics of the model, or else ImageNet's.
     """
     training = _training_of(encoder.body)
     mean = list(statistics or training.get("mean", IMAGENET_MEAN))
@@ -233,9 +233,9 @@ def _for_channels(state: dict[str, Tensor], layers: Iterable[str], channels: int
     Weights for three channels are converted; others stay, so that a file for these channels is loaded as it is.
 
     Args:
-        state: the state dict.
-        layers: names of the first convolutions.
-        channels: number of input channels.
+        state: The state dict.
+        layers: Names of the first convolutions.
+        channels: Number of input channels.
     """
     for layer in layers:
         weight = state.get(f"{layer}.weight")
@@ -294,7 +294,7 @@ def _options(name: str, pairs: list[str]) -> dict[str, Any]:
     """Parse the arguments of timm's `create_model` from a model's name.
 
     Raises:
-        ConfigError: an argument is not KEY=VALUE, or other settings determine it.
+        ConfigError: An argument is not KEY=VALUE, or other settings determine it.
     """
     options = {}
     for pair in pairs:

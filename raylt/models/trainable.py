@@ -45,11 +45,11 @@ def limit(model: SplitModel, trainable: str) -> SplitModel:
     """Freeze the parts of a new model that `trainable` excludes from training.
 
     Args:
-        model: the model, which is changed in place.
-        trainable: the setting `Config.trainable`.
+        model: The model, which is changed in place.
+        trainable: The setting `Config.trainable`.
 
     Raises:
-        ConfigError: the encoder does not have the part that `trainable` names.
+        ConfigError: The encoder does not have the part that `trainable` names.
     """
     kind, _, number = trainable.partition(":")
     if kind == "all":
@@ -212,7 +212,7 @@ class Hidden:
     """Hook that removes frozen entries from a module's state dict.
 
     Attributes:
-        names: names of the frozen entries, relative to the module with the hook.
+        names: Names of the frozen entries, relative to the module with the hook.
     """
 
     def __init__(self, names: frozenset[str]):
@@ -271,9 +271,9 @@ def layer_remedy(encoder: nn.Module, layers: Sequence[str], give: str = "Give on
     """Return the remedy, as a sentence, for a setting that names a layer which the encoder does not have.
 
     Args:
-        encoder: the encoder.
-        layers: names of the available layers.
-        give: first words of the sentence before the names.
+        encoder: The encoder.
+        layers: Names of the available layers.
+        give: First words of the sentence before the names.
     """
     if isinstance(encoder, FrozenEncoder) and hasattr(encoder.body, "stage1"):  # as in all built-in models
         return "A frozen encoder runs as a whole: set trainable to norm, last:N or lora:R."
@@ -411,8 +411,8 @@ def trains_on_features(trainable: str, kind: str) -> bool:
     """Return whether clients train on features: the encoder is frozen and gives one feature vector per image.
 
     Args:
-        trainable: the setting `Config.trainable`.
-        kind: kind of the task, "classification" or "segmentation".
+        trainable: The setting `Config.trainable`.
+        kind: Kind of the task, "classification" or "segmentation".
     """
     return trainable == "classifier" and kind == "classification"
 

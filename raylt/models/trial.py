@@ -17,12 +17,12 @@ def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None
     The trial changes the model's gradients and running statistics.
 
     Args:
-        name: name of the model, for messages.
-        model: the model.
-        shape: height, width and channels of an image.
+        name: Name of the model, for messages.
+        model: The model.
+        shape: Height, width and channels of an image.
 
     Raises:
-        ConfigError: a weight is not float32, entries share memory, a pass fails, or features or logits have another
+        ConfigError: A weight is not float32, entries share memory, a pass fails, or features or logits have another
             shape than the model declares.
     """
     _check_types(name, model)

@@ -17,10 +17,10 @@ def class_bootstrap(z: Tensor, y: Tensor, size: int, generator: torch.Generator)
     Each class that occurs has the entries `n` and `z` [size, d].
 
     Args:
-        z: features, float32 [n, d].
-        y: labels, int64 [n].
-        size: number of draws per class.
-        generator: random generator on the CPU.
+        z: Features, float32 [n, d].
+        y: Labels, int64 [n].
+        size: Number of draws per class.
+        generator: Random generator on the CPU.
     """
     drawn: dict[int, Tree] = {}
     for c in y.unique().tolist():
@@ -36,8 +36,8 @@ def bootstrap_of_clients(drawn: Sequence[Tree], generator: torch.Generator) -> d
     The result has the classes that any client has, ascending.
 
     Args:
-        drawn: the result of `class_bootstrap` at each client, in a fixed order.
-        generator: random generator on the CPU.
+        drawn: The result of `class_bootstrap` at each client, in a fixed order.
+        generator: Random generator on the CPU.
     """
     features: dict[int, Tensor] = {}
     for c in sorted({c for of_client in drawn for c in of_client}):

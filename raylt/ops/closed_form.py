@@ -15,7 +15,7 @@ def nearest_mean_classifier(means: Tensor, present: Tensor) -> StateDict:
     The classifier never predicts a class without a mean.
 
     Args:
-        means: means of the classes, [C, d].
+        means: Means of the classes, [C, d].
         present: True for classes that have a mean, bool [C].
     """
     return {"weight": F.normalize(means, dim=1), "bias": torch.where(present, 0.0, NEVER)}
@@ -27,10 +27,10 @@ def ridge_classifier(a: Tensor, b: Tensor, ridge: float, normalise: bool = True)
     A class without samples is never predicted.
 
     Args:
-        a: sum of [z; 1] [z; 1]^T, float64 [d + 1, d + 1].
-        b: sum of [z; 1] e_y^T, float64 [d + 1, C].
+        a: Sum of [z; 1] [z; 1]^T, float64 [d + 1, d + 1].
+        b: Sum of [z; 1] e_y^T, float64 [d + 1, C].
         ridge: lambda.
-        normalise: scale each class's weights to length 1 and divide its bias by the same number.
+        normalise: Scale each class's weights to length 1 and divide its bias by the same number.
     """
     solution = ridge_regression(a, b, ridge)
     if normalise:
@@ -44,10 +44,10 @@ def ridge_sums_fault(n: int, parts: Tree, longest: float | None = None, negative
     """Return why Fed3R's sums `a` and `b` in a client's reply are impossible, or None.
 
     Args:
-        n: number of the client's samples.
-        parts: all parts of its reply.
-        longest: maximum length of a feature, without the appended 1; None: 1e4.
-        negative: whether a feature may be negative; False behind a ReLU.
+        n: Number of the client's samples.
+        parts: All parts of its reply.
+        longest: Maximum length of a feature, without the appended 1; None: 1e4.
+        negative: Whether a feature may be negative; False behind a ReLU.
     """
     longest = LONGEST_FEATURE if longest is None else longest
     b = parts["b"]
@@ -75,8 +75,8 @@ def ridge_regression(a: Tensor, b: Tensor, ridge: float) -> Tensor:
     """Solve (A + lambda I) W = B for W [d, C], float64, on the server's CPU.
 
     Args:
-        a: the matrix A, float64 [d, d].
-        b: the matrix B, float64 [d, C].
+        a: The matrix A, float64 [d, d].
+        b: The matrix B, float64 [d, C].
         ridge: lambda.
     """
     return torch.linalg.solve(a + ridge * torch.eye(len(a), dtype=a.dtype), b)

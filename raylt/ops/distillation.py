@@ -10,9 +10,9 @@ def distillation(logits: Tensor, log_teacher: Tensor, temperature: float) -> Ten
     It is computed in float32, also under autocast.
 
     Args:
-        logits: the student's logits, [B, C]; p is their softmax at the temperature.
-        log_teacher: the teacher's log-probabilities log q, [B, C].
-        temperature: the temperature T.
+        logits: The student's logits, [B, C]; p is their softmax at the temperature.
+        log_teacher: The teacher's log-probabilities log q, [B, C].
+        temperature: The temperature T.
     """
     log_p = F.log_softmax(logits.float() / temperature, dim=1)
     return temperature**2 * F.kl_div(log_p, log_teacher, reduction="batchmean", log_target=True)
@@ -22,9 +22,9 @@ def divergence(teacher: Tensor, logits: Tensor, temperature: float = 1.0) -> Ten
     """Return KL(q || p), averaged over a batch, a scalar. It is computed in float32, also under autocast.
 
     Args:
-        teacher: the teacher's logits, [B, C]; q is their softmax at the temperature.
-        logits: the student's logits, [B, C]; p is their softmax at the temperature.
-        temperature: divisor of the logits of both.
+        teacher: The teacher's logits, [B, C]; q is their softmax at the temperature.
+        logits: The student's logits, [B, C]; p is their softmax at the temperature.
+        temperature: Divisor of the logits of both.
     """
     log_q = (teacher.float() / temperature).log_softmax(1)
     log_p = (logits.float() / temperature).log_softmax(1)

@@ -15,12 +15,12 @@ def simplex_etf(classes: int, dim: int, generator: torch.Generator) -> Tensor:
     sqrt(C / (C - 1)) P (I - 1 1^T / C) with the columns of P orthonormal, Eq. 3 of FedETF, transposed.
 
     Args:
-        classes: the number of classes, C.
-        dim: length of each vector, d; at least C.
-        generator: random generator on the CPU.
+        classes: The number of classes, C.
+        dim: Length of each vector, d; at least C.
+        generator: Random generator on the CPU.
 
     Raises:
-        ConfigError: there are fewer than two classes.
+        ConfigError: There are fewer than two classes.
     """
     if classes < 2:
         raise ConfigError(
@@ -50,13 +50,13 @@ def sparse_etf(
     its nearest row grows.
 
     Args:
-        classes: number of classes, C.
-        dim: length of each row, d; at least C.
-        zeros: fraction of the entries that are 0, chosen at random.
-        steps: number of Adam steps.
-        generator: random generator on the CPU.
-        length: target length of the rows.
-        lr: learning rate of Adam.
+        classes: Number of classes, C.
+        dim: Length of each row, d; at least C.
+        zeros: Fraction of the entries that are 0, chosen at random.
+        steps: Number of Adam steps.
+        generator: Random generator on the CPU.
+        length: Target length of the rows.
+        lr: Learning rate of Adam.
     """
     e = simplex_etf(classes, dim, generator)
     zeroed = torch.randperm(e.numel(), generator=generator)[: int(zeros * e.numel())]

@@ -11,7 +11,7 @@ def check_sgd(method: str, config: Config) -> None:
     """Raise ConfigError if the optimiser is not SGD, for methods that rely on SGD's sum of gradients.
 
     Raises:
-        ConfigError: the optimiser is not SGD.
+        ConfigError: The optimiser is not SGD.
     """
     if config.local.optimiser != "sgd":
         raise ConfigError(
@@ -28,7 +28,7 @@ def check_averaged_statistics(method: str, config: Config) -> None:
     """Raise ConfigError if running statistics stay at clients, for methods whose server evaluates models.
 
     Raises:
-        ConfigError: running statistics stay at clients.
+        ConfigError: Running statistics stay at clients.
     """
     if config.federation.batchnorm == "local":
         raise ConfigError(

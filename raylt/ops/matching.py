@@ -23,9 +23,9 @@ def class_gradients(z: Tensor, y: Tensor, classifier: nn.Module) -> dict[int, Te
     """Return the mean gradient of the cross-entropy for each class that occurs, Eq. 16.
 
     Args:
-        z: features [n, d].
-        y: labels, int64 [n].
-        classifier: an `nn.Linear` with a bias.
+        z: Features [n, d].
+        y: Labels, int64 [n].
+        classifier: An `nn.Linear` with a bias.
 
     Returns:
         float32 [C, d + 1] by class; the last column is the bias's gradient.
@@ -43,9 +43,9 @@ def gradients_fault(n: int, parts: Tree, labels: int = 1) -> str | None:
     The bias's gradient is the mean of p - e_c, and no feature is longer than 1e4.
 
     Args:
-        n: number of the client's samples.
-        parts: all parts of its reply.
-        labels: maximum number of labels per sample; for label maps, the number of pixels.
+        n: Number of the client's samples.
+        parts: All parts of its reply.
+        labels: Maximum number of labels per sample; for label maps, the number of pixels.
     """
     if not 1 <= len(parts["gradients"]) <= n * labels:
         return f"has {len(parts['gradients'])} classes, and the client has {n} samples"
@@ -64,7 +64,7 @@ def mean_gradients(replies: list[Tree]) -> tuple[Tensor, Tensor]:
     """Return the classes that occur in the replies, and the unweighted mean gradient of each class, Eq. 17.
 
     Args:
-        replies: results of `class_gradients`.
+        replies: Results of `class_gradients`.
 
     Returns:
         Classes, int64 [K] ascending, and means over the replies that have the class, [K, C, d + 1].
@@ -89,16 +89,16 @@ def match_features(
     """Optimise features so that their mean gradient matches each class's target, Eq. 19 and 20.
 
     Args:
-        h: initial features, [K, m, d]: m features of each of K classes.
+        h: Initial features, [K, m, d]: m features of each of K classes.
         classes: int64 [K].
         targets: [K, C, d + 1], as `mean_gradients` returns them.
-        classifier: an `nn.Linear` with a bias; it is not changed.
-        steps: number of descent steps.
-        lr: step size.
+        classifier: An `nn.Linear` with a bias; it is not changed.
+        steps: Number of descent steps.
+        lr: Step size.
         distance: "flat": 1 - cosine of a class's whole gradient. "rows": the sum of that over its rows, with the bias's
             column as one more row, as in CReFF.
-        penalty: function from the features [K, m, d] to a scalar that is minimised with the distance.
-        progress: called after each step with the number of completed steps and the total.
+        penalty: Function from the features [K, m, d] to a scalar that is minimised with the distance.
+        progress: Called after each step with the number of completed steps and the total.
 
     Returns:
         The features, and the cosine of each class's gradient and target after the last step, [K].

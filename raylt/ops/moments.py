@@ -33,8 +33,8 @@ def class_sums(z: Tensor, y: Tensor) -> dict[int, Tree]:
     difference of large second moments.
 
     Args:
-        z: features [n, d].
-        y: labels, int64 [n].
+        z: Features [n, d].
+        y: Labels, int64 [n].
     """
     sums: dict[int, Tree] = {}
     for c in y.unique().tolist():
@@ -49,9 +49,9 @@ def weighted_class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, 
     Sums of these over clients give the means over all their samples: `pooled_means`.
 
     Args:
-        z: features [n, d].
-        y: labels, int64 [n].
-        unit: scale each mean to length 1 first.
+        z: Features [n, d].
+        y: Labels, int64 [n].
+        unit: Scale each mean to length 1 first.
     """
     sums: dict[int, Tree] = {}
     for c in y.unique().tolist():
@@ -107,11 +107,11 @@ def sums_fault(
     Counts are checked where they are declared (`Reduction.counting`).
 
     Args:
-        n: number of the client's samples.
-        parts: all parts of its reply.
-        longest: maximum length of a feature, `privacy.clip` if features are clipped; None: 1e4.
-        part: name of the part with the sums.
-        negative: whether a feature may be negative; False behind a ReLU.
+        n: Number of the client's samples.
+        parts: All parts of its reply.
+        longest: Maximum length of a feature, `privacy.clip` if features are clipped; None: 1e4.
+        part: Name of the part with the sums.
+        negative: Whether a feature may be negative; False behind a ReLU.
     """
     longest = LONGEST_FEATURE if longest is None else longest
     for c, of_class in parts[part].items():
@@ -133,11 +133,11 @@ def scatter_fault(n: int, parts: Tree, classes: int, weight: str, longest: float
     """Return why the packed scatter in a client's reply is impossible, or None.
 
     Args:
-        n: number of the client's samples.
-        parts: all parts of its reply.
-        classes: number of classes, C.
+        n: Number of the client's samples.
+        parts: All parts of its reply.
+        classes: Number of classes, C.
         weight: "n" or "n-1", see `class_residuals`.
-        longest: maximum length of a feature; None: 1e4.
+        longest: Maximum length of a feature; None: 1e4.
     """
     least = n if weight == "n" else n - min(n, classes)
     most = n if weight == "n" else n - 1
@@ -161,8 +161,8 @@ def is_covariance(matrix: Tensor, precision: torch.dtype = torch.float64) -> boo
     """Return whether a symmetric matrix, float64 [d, d], has no negative eigenvalue beyond rounding errors.
 
     Args:
-        matrix: the matrix to check.
-        precision: type in which the matrix was sent.
+        matrix: The matrix to check.
+        precision: Type in which the matrix was sent.
     """
     slack = 4 * len(matrix) * torch.finfo(precision).eps * matrix.diagonal().abs().max() + 1e-30
     return not torch.linalg.cholesky_ex(matrix + slack * torch.eye(len(matrix), dtype=matrix.dtype)).info
@@ -232,8 +232,8 @@ def class_residuals(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, in
     Each row is a feature minus its class's mean, times a factor of its class. Rows are float64.
 
     Args:
-        z: features [n, d].
-        y: labels, int64 [n].
+        z: Features [n, d].
+        y: Labels, int64 [n].
         weight: "n" or "n-1", the weight of a class with n samples. One sample has no covariance and counts as zero.
     """
     rows = torch.empty_like(z, dtype=torch.float64)
@@ -263,9 +263,9 @@ def perturb_along(rows: Tensor, n: int, generator: torch.Generator) -> Tensor:
     have entries.
 
     Args:
-        rows: the rows R.
-        n: number of vectors.
-        generator: random generator on the CPU, so that every device gets the same numbers.
+        rows: The rows R.
+        n: Number of vectors.
+        generator: Random generator on the CPU, so that every device gets the same numbers.
     """
     if len(rows) > rows.shape[1]:
         return perturb(rows.T @ rows, n, generator)
@@ -279,9 +279,9 @@ def perturb(covariance: Tensor, n: int, generator: torch.Generator) -> Tensor:
     M [d, d] may be singular, in which case a Cholesky decomposition would fail.
 
     Args:
-        covariance: the matrix M.
-        n: number of vectors.
-        generator: random generator on the CPU, so that every device gets the same numbers.
+        covariance: The matrix M.
+        n: Number of vectors.
+        generator: Random generator on the CPU, so that every device gets the same numbers.
     """
     values, vectors = torch.linalg.eigh(covariance.double())
     xi = torch.randn(n, len(values), generator=generator, dtype=torch.float64).to(values.device)

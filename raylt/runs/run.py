@@ -47,7 +47,7 @@ class Run:
     CheckpointError names the file and the difference.
 
     Args:
-        folder: the run's folder. `Run.open` refuses a folder that is not a run; with this
+        folder: The run's folder. `Run.open` refuses a folder that is not a run; with this
             constructor, only its `state` can be read.
     """
 
@@ -60,7 +60,7 @@ class Run:
         """Open the run in a folder.
 
         Raises:
-            CheckpointError: it is not a run folder.
+            CheckpointError: It is not a run folder.
         """
         run = cls(folder)
         if run.state == "missing":
@@ -96,11 +96,11 @@ class Run:
             kind: "curves" (accuracy and groups over rounds), "data" (the split), "clients" (the accuracy of each),
                 "classes" (recall, precision and F1 of each), "confusion"; "features" (of sfd), "clusters" (of mupfl) or
                 "predictions" (of segmentation).
-            path: file that the picture is written to as well, .png, .pdf or .svg.
+            path: File that the picture is written to as well, .png, .pdf or .svg.
 
         Raises:
-            CheckpointError: the run is not finished, or was changed.
-            ConfigError: nothing was judged that could be drawn, or the file cannot be written.
+            CheckpointError: The run is not finished, or was changed.
+            ConfigError: Nothing was judged that could be drawn, or the file cannot be written.
         """
         return later("raylt.plots.objects", "draw_run")(self, kind, path)
 
@@ -141,7 +141,7 @@ class Run:
         A plugin that only makes the task, such as a data source, may be missing.
 
         Raises:
-            ConfigError: another plugin is missing, or has changed since.
+            ConfigError: Another plugin is missing, or has changed since.
         """
         self._check_plugins(self.config, IN_SETUP)
         return resolve_setup(located(self.config, self._start))
@@ -161,9 +161,9 @@ class Run:
         """The data with the run's split. The data must not have moved.
 
         Raises:
-            CheckpointError: the data are not the data of the run.
-            ConfigError: a plugin that makes the task is missing, or has changed since.
-            DataError: they are not where they were.
+            CheckpointError: The data are not the data of the run.
+            ConfigError: A plugin that makes the task is missing, or has changed since.
+            DataError: They are not where they were.
         """
         self._check_plugins(self.config, IN_TASK)
         try:
@@ -202,7 +202,7 @@ class Run:
         """Return the content of summary.json.
 
         Raises:
-            CheckpointError: the run is not finished.
+            CheckpointError: The run is not finished.
         """
         if not self._files.ended:
             raise CheckpointError(
@@ -265,7 +265,7 @@ class Run:
         """Return the confusion matrices of the evaluation after a step, by default the last.
 
         Raises:
-            CheckpointError: nothing was judged after this step, or the matrices were changed.
+            CheckpointError: Nothing was judged after this step, or the matrices were changed.
         """
         return self._files.matrices(step)
 
@@ -273,7 +273,7 @@ class Run:
         """Return this run if it is finished; otherwise raise CheckpointError.
 
         Raises:
-            CheckpointError: it is not finished, or its files were changed since.
+            CheckpointError: It is not finished, or its files were changed since.
         """
         _ = self.summary
         return self
@@ -286,7 +286,7 @@ class Run:
         """Return the checkpoint that was saved after a step.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: It is damaged.
         """
         return self._files.checkpoint_after(step)
 
@@ -296,7 +296,7 @@ class Run:
         The first counts where several have it.
 
         Raises:
-            ConfigError: the run has no validation images, or none was judged.
+            ConfigError: The run has no validation images, or none was judged.
         """
         kept = checkpoint.steps(self.folder / "checkpoints")
         best = best_validated(self.reports, kept)
@@ -328,11 +328,11 @@ class Run:
         """Restore the experiment from a checkpoint, in this process.
 
         Args:
-            task: replaces the run's own task, as with other test images.
-            step: after which the checkpoint was written; by default the last.
+            task: Replaces the run's own task, as with other test images.
+            step: After which the checkpoint was written; by default the last.
 
         Raises:
-            CheckpointError: the checkpoint does not exist, or the last checkpoint of a finished run is damaged.
+            CheckpointError: The checkpoint does not exist, or the last checkpoint of a finished run is damaged.
         """
         if step is not None:
             return open_in_process(on_any_device(self.setup), task or self.task, self.folder, self._saved_after(step))
@@ -370,13 +370,13 @@ class Run:
 
         Args:
             overrides: `key=value`, of `resources` and `output` only.
-            fleet: see `raylt.run`.
-            address: see `raylt.run`.
-            quiet: see `raylt.run`.
-            callbacks: see `raylt.run`.
+            fleet: See `raylt.run`.
+            address: See `raylt.run`.
+            quiet: See `raylt.run`.
+            callbacks: See `raylt.run`.
 
         Raises:
-            CheckpointError: other settings, another process runs it, or no usable checkpoint.
+            CheckpointError: Other settings, another process runs it, or no usable checkpoint.
         """
         callbacks = checked(callbacks)
         before, config = self.config, load(self.folder / "config.yaml", overrides)
@@ -408,11 +408,11 @@ class Run:
         For a run in progress, this is the model in the last checkpoint.
 
         Args:
-            step: whose model it is, as `best_step()` gives it; by default the last.
+            step: Step of the model, as `best_step()` gives it; by default the last.
 
         Raises:
-            CheckpointError: nothing was committed yet, or no checkpoint of the step was kept.
-            ConfigError: with federation.batchnorm=local there are only clients' models.
+            CheckpointError: Nothing was committed yet, or no checkpoint of the step was kept.
+            ConfigError: With federation.batchnorm=local there are only clients' models.
         """
         tensors = self._files.model() if step is None and self._files.ended else None
         return trained_model.global_model(self.experiment(self.outline, step), tensors)
@@ -421,12 +421,12 @@ class Run:
         """Return a client's own model, ready to predict, or the global model if clients have none of their own.
 
         Args:
-            client: id or name.
-            step: see `model`.
+            client: Id or name.
+            step: See `model`.
 
         Raises:
-            CheckpointError: nothing was committed yet, or no checkpoint of the step was kept.
-            ConfigError: the client is unknown, it holds no samples, or it joins after training.
+            CheckpointError: Nothing was committed yet, or no checkpoint of the step was kept.
+            ConfigError: The client is unknown, it holds no samples, or it joins after training.
         """
         if isinstance(client, str | bool):  # True is no id, although it equals 1
             joining = [(id, self.outline.client_names[id]) for id in self.outline.new_clients]
@@ -439,7 +439,7 @@ class Run:
         """Yield the id and model of several clients, by default of all clients with samples.
 
         Args:
-            step: see `model`.
+            step: See `model`.
         """
         saved = self.checkpoint() if step is None else self._saved_after(step)
         return trained_model.client_models(self.experiment(self.outline, step), self.setup, saved, ids)
@@ -448,7 +448,7 @@ class Run:
         """Resolve the names in a configuration to values; paths are relative to the same folder as in the run.
 
         Raises:
-            ConfigError: a plugin is missing, or has changed since the run was made.
+            ConfigError: A plugin is missing, or has changed since the run was made.
         """
         self._check_plugins(config)
         return resolve(located(config, self._start))

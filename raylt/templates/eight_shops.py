@@ -39,7 +39,7 @@ def make(folder: Path, most: int = 120, seed: int = 0) -> int:
     """Write the images as folder/<shop>/<kind>/<number>.jpg, and some odd files.
 
     Args:
-        most: images of the most frequent kind in a shop of usual size.
+        most: Images of the most frequent kind in a shop of usual size.
 
     Returns:
         The number of images that can be decoded.

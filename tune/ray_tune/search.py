@@ -55,7 +55,7 @@ class RaySearchPlan:
         space: Ranges as texts, by setting.
         samples: Number of trials.
         metric: The metric by which trials are compared.
-        searcher: How values are chosen.
+        searcher: Rule that chooses values.
         scheduler: Ray's scheduler.
         grace: Rounds before trials are first compared and, for pbt, between two exchanges.
         seed: Seed of the searcher.

@@ -25,13 +25,13 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
     """Return the point at which two runs with these configurations and methods diverge.
 
     Args:
-        config: configuration of the first run.
-        method: method of the first run.
-        other_config: configuration of the second run.
-        other: method of the second run.
+        config: Configuration of the first run.
+        method: Method of the first run.
+        other_config: Configuration of the second run.
+        other: Method of the second run.
 
     Raises:
-        ConfigError: the runs differ from the first round on or not at all, the changed stage begins with the first
+        ConfigError: The runs differ from the first round on or not at all, the changed stage begins with the first
             round, or `evaluation.personal` or `federation.patience` could make earlier rounds differ.
     """
     before, after = settled(config) | {"method": None}, settled(other_config) | {"method": None}

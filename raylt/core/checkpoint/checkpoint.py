@@ -52,7 +52,7 @@ class ClientStates:
     """Private states of several clients, by id.
 
     Attributes:
-        size: total size in bytes.
+        size: Total size in bytes.
     """
 
     by_client: dict[int, Tree]
@@ -64,9 +64,9 @@ class Seal:
     """The hashes that bind a checkpoint to its run.
 
     Attributes:
-        run: the run's SHA-256.
-        line: the SHA-256 of the line of metrics.jsonl before the checkpoint's step; before the first step, `run`.
-        provenance: the SHA-256 of the line of provenance.jsonl of the process that took the step.
+        run: The run's SHA-256.
+        line: The SHA-256 of the line of metrics.jsonl before the checkpoint's step; before the first step, `run`.
+        provenance: The SHA-256 of the line of provenance.jsonl of the process that took the step.
     """
 
     run: str
@@ -106,8 +106,8 @@ class Checkpoint:
         """Return the tree of a checkpoint part, with its tensors on the CPU.
 
         Raises:
-            KeyError: the checkpoint has no part of this name.
-            CheckpointError: the part's file cannot be read.
+            KeyError: The checkpoint has no part of this name.
+            CheckpointError: The part's file cannot be read.
         """
         entry = self.parts[part]
         try:
@@ -129,16 +129,16 @@ def write(
     """Write a checkpoint, then remove all but the newest `keep` checkpoints.
 
     Args:
-        parent: the folder of all checkpoints.
-        step: number of the step after which the checkpoint is saved.
-        parts: names and trees; None for a part that is unchanged since `previous`.
-        facts: other JSON values for the manifest.
-        previous: the last checkpoint of the run.
-        keep: number of checkpoints to keep.
-        lasting: steps whose checkpoints are never removed.
+        parent: The folder of all checkpoints.
+        step: Number of the step after which the checkpoint is saved.
+        parts: Names and trees; None for a part that is unchanged since `previous`.
+        facts: Other JSON values for the manifest.
+        previous: The last checkpoint of the run.
+        keep: Number of checkpoints to keep.
+        lasting: Steps whose checkpoints are never removed.
 
     Raises:
-        DiskFull: the disk has no room; the committed checkpoints are unchanged.
+        DiskFull: The disk has no room; the committed checkpoints are unchanged.
     """
     final = f"{step:06d}"
     entries: dict[str, CheckpointPart] = {}
@@ -173,7 +173,7 @@ def latest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
         The checkpoint, and one line for each newer one that is damaged; (None, []) when none was ever committed.
 
     Raises:
-        CheckpointError: all checkpoints are damaged.
+        CheckpointError: All checkpoints are damaged.
     """
     faults = []
     for step in reversed(steps(parent)):
@@ -202,7 +202,7 @@ def at(parent: Path, step: int) -> Checkpoint:
     """Open the checkpoint that was saved after a given step.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: It is damaged.
     """
     path = parent / f"{step:06d}"
     try:
@@ -296,7 +296,7 @@ def _save(folder: Folder, name: str, tensors: dict[str, Tensor]) -> None:
     """Write tensors to a safetensors file in a newly made folder.
 
     Raises:
-        DiskFull: the disk has no room.
+        DiskFull: The disk has no room.
     """
     path = folder.path / name
     try:
@@ -372,7 +372,7 @@ class _EarlierCheckpoints:
         """Link or copy the file of an unchanged part from an earlier checkpoint into the new one's folder.
 
         Raises:
-            CheckpointError: the file has changed since it was written.
+            CheckpointError: The file has changed since it was written.
         """
         assert self._previous is not None
         entry = self._previous.parts[name]

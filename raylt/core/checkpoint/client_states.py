@@ -37,9 +37,9 @@ def parts(step: int, saved: Mapping[str, CheckpointPart], fleet: Fleet) -> Itera
     None in place of the states stands for an unchanged pack.
 
     Args:
-        step: number of the step after which the checkpoint is saved.
-        saved: the parts of the previous checkpoint of the same clients.
-        fleet: the clients whose states are saved.
+        step: Number of the step after which the checkpoint is saved.
+        saved: The parts of the previous checkpoint of the same clients.
+        fleet: The clients whose states are saved.
     """
     unchanged: dict[str, list[int]] = {}
     for id, name in part_of_client(saved).items():
@@ -72,7 +72,7 @@ class SavedStates:
     """The private states in a checkpoint, read one by one on request.
 
     Attributes:
-        part_of: name of the part that holds a client's state, by client id.
+        part_of: Name of the part that holds a client's state, by client id.
     """
 
     def __init__(self, saved: Checkpoint):
@@ -88,7 +88,7 @@ class SavedStates:
         """Return a client's state from the named part of the checkpoint.
 
         Raises:
-            CheckpointError: the part cannot be read.
+            CheckpointError: The part cannot be read.
         """
         entry = self._saved.parts[name]
         try:

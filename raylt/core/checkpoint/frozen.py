@@ -28,12 +28,12 @@ def check_frozen(server_part: Tree, model: nn.Module, config: Config) -> None:
     """Check that a model has the frozen part with which a checkpoint was written.
 
     Args:
-        server_part: the part "server" of the checkpoint.
-        model: the model of the run that continues.
-        config: configuration of this run.
+        server_part: The part "server" of the checkpoint.
+        model: The model of the run that continues.
+        config: Configuration of this run.
 
     Raises:
-        CheckpointError: the weights or the image preprocessing in the model's files have changed.
+        CheckpointError: The weights or the image preprocessing in the model's files have changed.
     """
     if server_part.get("frozen") == hash_frozen(model):
         return

@@ -25,8 +25,8 @@ class Judge:
     """The client function that evaluates a client's model on the test set.
 
     Attributes:
-        method: the method whose models are evaluated.
-        other: one of its `other_models`; None for the model that clients use.
+        method: The method whose models are evaluated.
+        other: One of its `other_models`; None for the model that clients use.
     """
 
     method: Method
@@ -53,7 +53,7 @@ class NewClient:
     """The client function that prepares a client that joins after training.
 
     Attributes:
-        method: the method whose `settle` prepares the client.
+        method: The method whose `settle` prepares the client.
     """
 
     method: Method
@@ -85,10 +85,10 @@ def judged_model(method: Method, client: Client, entries: StateDict, other: str 
     A client that was never asked takes its statistics now.
 
     Args:
-        method: the method whose models are evaluated.
-        client: the client that evaluates.
-        entries: the result of `judged_entries`.
-        other: the name of one of the method's `other_models`, which is returned instead.
+        method: The method whose models are evaluated.
+        client: The client that evaluates.
+        entries: The result of `judged_entries`.
+        other: The name of one of the method's `other_models`, which is returned instead.
     """
     if method.personal:
         client.receive(entries)
@@ -125,9 +125,9 @@ def counts_on_own(shard: Shard, classes: int, own: Mapping[int, Tensor]) -> Redu
     """Return the reduction that checks confusion counts on a test set and on the client's own images, [m, 3].
 
     Args:
-        shard: the test set.
-        classes: number of classes, C.
-        own: samples per class, int64 [C], for each client that has test images.
+        shard: The test set.
+        classes: Number of classes, C.
+        own: Samples per class, int64 [C], for each client that has test images.
     """
     on_all = totals(shard, classes)
     return _cells_like(on_all, 3).where_of(partial(_own_fault, on_all=on_all, own=own))
@@ -143,9 +143,9 @@ def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor
     """Count the samples or labelled pixels of each class over a test set or some of its rows.
 
     Args:
-        shard: the test set.
-        classes: number of classes, C.
-        rows: the rows to count; by default all.
+        shard: The test set.
+        classes: Number of classes, C.
+        rows: The rows to count; by default all.
 
     Returns:
         Counts, int64 [C].

@@ -45,7 +45,7 @@ def cells_of(*matrices: Tensor) -> Tensor:
     """Return the cells that are nonzero in at least one of several confusion matrices, with their counts.
 
     Args:
-        matrices: counts, int64 [C, C], of some labels and of parts of them.
+        matrices: Counts, int64 [C, C], of some labels and of parts of them.
 
     Returns:
         The number of each cell, row * C + column, ascending, then its count in each matrix: [m, 1 + matrices], of the
@@ -63,8 +63,8 @@ class CountsByClient(Mapping[int, Tensor]):
     A matrix has at most as many nonzero cells as the test set has labels. Each access builds the dense matrix.
 
     Args:
-        classes: number of classes, C.
-        cells: nonzero cells by client id, as `cells_of` returns them for one matrix.
+        classes: Number of classes, C.
+        cells: Nonzero cells by client id, as `cells_of` returns them for one matrix.
     """
 
     def __init__(self, classes: int, cells: Mapping[int, Tensor]):
@@ -95,9 +95,9 @@ class CountsByClient(Mapping[int, Tensor]):
         """Return confusion counts by client; values for the same client and cell are added up.
 
         Args:
-            keys: client id times C^2 plus the number of a cell, int64 [n], in any order and perhaps several times.
-            classes: number of classes, C.
-            counts: the count of each key, int64 [n].
+            keys: Client id times C^2 plus the number of a cell, int64 [n], in any order and perhaps several times.
+            classes: Number of classes, C.
+            counts: The count of each key, int64 [n].
         """
         keys, places = keys.unique(return_inverse=True)
         counts = torch.zeros_like(keys).index_add_(0, places, counts)
@@ -116,14 +116,14 @@ class Counts:
     """Confusion counts over a test set, and over each client's own images in it.
 
     Args:
-        classes: number of classes, C.
-        device: device that holds the counts until `cpu`.
-        owners: the client of each test image or NO_CLIENT, int64 [N]; None if no image has an owner.
+        classes: Number of classes, C.
+        device: Device that holds the counts until `cpu`.
+        owners: The client of each test image or NO_CLIENT, int64 [N]; None if no image has an owner.
 
     Attributes:
-        all: counts over the whole test set, int64 [C, C].
-        own: counts over each client's own test images, available after `cpu`.
-        not_numbers: number of NaN predictions, int64; each counts as a wrong class.
+        all: Counts over the whole test set, int64 [C, C].
+        own: Counts over each client's own test images, available after `cpu`.
+        not_numbers: Number of NaN predictions, int64; each counts as a wrong class.
     """
 
     def __init__(self, classes: int, device: torch.device, owners: Tensor | None = None):
@@ -184,10 +184,10 @@ class EvaluationSet:
         """Count the pairs (true class, predicted class) of a client's model on the test set.
 
         Args:
-            model: the client's model.
-            predict: the method's function from a model and images to logits.
-            size: number of images in a batch, the same in every call.
-            owners: the owner of each test image, see `Counts`.
+            model: The client's model.
+            predict: The method's function from a model and images to logits.
+            size: Number of images in a batch, the same in every call.
+            owners: The owner of each test image, see `Counts`.
         """
         model.eval()
         if self._spec.kind == "segmentation":  # the features of every pixel would not fit into memory
@@ -253,12 +253,12 @@ def counts_of(
     The counts are on the CPU.
 
     Args:
-        predict: function from images [B, channels, H, W] to logits [B, C] or [B, C, H, W], in evaluation mode.
-        samples: the samples to predict.
-        classes: number of classes, C.
-        size: number of images in a batch.
-        owners: the owner of each image, see `Counts`.
-        on_logits: called with the logits of each batch.
+        predict: Function from images [B, channels, H, W] to logits [B, C] or [B, C, H, W], in evaluation mode.
+        samples: The samples to predict.
+        classes: Number of classes, C.
+        size: Number of images in a batch.
+        owners: The owner of each image, see `Counts`.
+        on_logits: Called with the logits of each batch.
     """
     counts = Counts(classes, samples.y.device, owners)
     for batch in samples.in_order(size):
@@ -279,9 +279,9 @@ class Matrices:
     """The confusion matrices of one evaluation, each int64 [C, C].
 
     Attributes:
-        shared: matrix of the global model on the test set; None if it was not evaluated.
-        clients: matrices of the clients' own models on the test set, by client id.
-        own: matrices of the clients' own models, or of the global model, on each client's own test images.
+        shared: Matrix of the global model on the test set; None if it was not evaluated.
+        clients: Matrices of the clients' own models on the test set, by client id.
+        own: Matrices of the clients' own models, or of the global model, on each client's own test images.
     """
 
     shared: Tensor | None = None
@@ -325,12 +325,12 @@ def read(folder: Path, step: int, sha256: str) -> Matrices:
     """Read the confusion counts of the evaluation after a step.
 
     Args:
-        folder: the run folder.
-        step: number of the step.
-        sha256: the hash of the counts in the step's report.
+        folder: The run folder.
+        step: Number of the step.
+        sha256: The hash of the counts in the step's report.
 
     Raises:
-        CheckpointError: the file cannot be read, or has other counts.
+        CheckpointError: The file cannot be read, or has other counts.
     """
     path = folder / FOLDER / _name(step)
     if step in missing(folder, [step]):
@@ -369,12 +369,12 @@ def copy(source: Path, target: Path, hashes: Mapping[int, str]) -> None:
     """Copy the confusion counts of some steps from one run folder to another.
 
     Args:
-        source: the run folder to copy from.
-        target: the run folder to copy to.
-        hashes: hash of the counts, by step.
+        source: The run folder to copy from.
+        target: The run folder to copy to.
+        hashes: Hash of the counts, by step.
 
     Raises:
-        CheckpointError: a file cannot be read, or has other counts.
+        CheckpointError: A file cannot be read, or has other counts.
     """
     for step in hashes.keys() - missing(source, hashes):
         read(source, step, hashes[step])
@@ -390,9 +390,9 @@ def prune(folder: Path, step: int, spared: Collection[int]) -> None:
     """Remove the confusion counts of all steps except the last `KEPT` evaluations up to `step`.
 
     Args:
-        folder: the run folder.
-        step: number of the last step.
-        spared: steps whose counts are kept in any case.
+        folder: The run folder.
+        step: Number of the last step.
+        spared: Steps whose counts are kept in any case.
     """
     with Folder.open(folder) as run:
         if FOLDER not in run.names():
@@ -425,7 +425,7 @@ def _by_client(entries: dict[str, Tensor], name: str) -> CountsByClient:
     """Return clients' confusion counts from the arrays of a file.
 
     Raises:
-        ValueError, RuntimeError, IndexError: the arrays do not fit each other.
+        ValueError, RuntimeError, IndexError: The arrays do not fit each other.
     """
     dense, ids, sizes, cells, classes = (entries.get(f"{name}{suffix}") for suffix in _SUFFIXES)
     if dense is not None and ids is not None:

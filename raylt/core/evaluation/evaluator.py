@@ -56,9 +56,9 @@ class Evaluator:
         """Evaluate the models that are due after a step.
 
         Args:
-            step: number of the step.
-            last: whether no round follows.
-            done: whether no step follows.
+            step: Number of the step.
+            last: Whether no round follows.
+            done: Whether no step follows.
 
         Returns:
             Fields of `RoundReport` without those that are None, and the underlying counts; the counts are None if no
@@ -150,8 +150,8 @@ class Evaluator:
         """Ask clients to evaluate their own models, and return the counts.
 
         Args:
-            cohort: the clients to ask.
-            other: the name of one of the method's `other_models`, instead of the model that clients use.
+            cohort: The clients to ask.
+            other: The name of one of the method's `other_models`, instead of the model that clients use.
         """
         message: Message = {"model": judged_entries(self.server, self.method)}
         if self._owners is not None:
@@ -171,7 +171,7 @@ class Evaluator:
         """Evaluate the clients that join after training, without changing the server or these clients.
 
         Args:
-            deployed: counts of the model that all clients share; None if clients have models of their own.
+            deployed: Counts of the model that all clients share; None if clients have models of their own.
 
         Returns:
             The number of new clients, the mean of each accuracy over them, and the mean of the worst tenth by accuracy
@@ -199,8 +199,8 @@ class Evaluator:
         The overall metrics of clients' own models are computed from the sum of their counts.
 
         Args:
-            matrices: confusion matrices of the clients' own models or of the global model.
-            ids: the clients that use the global model, if `matrices` has none of their own.
+            matrices: Confusion matrices of the clients' own models or of the global model.
+            ids: The clients that use the global model, if `matrices` has none of their own.
         """
         views, owned = torch.from_numpy(self.task.views), torch.from_numpy(self.task.client_counts)
         everyone = matrices.clients or matrices.shared
@@ -258,8 +258,8 @@ def listed_by_client(
     """Return each client's metrics if the evaluation's line in metrics.jsonl has them, else None.
 
     Args:
-        own_models: whether clients are evaluated with models of their own.
-        last: whether the evaluation is the last one.
+        own_models: Whether clients are evaluated with models of their own.
+        last: Whether the evaluation is the last one.
     """
     few = all(len(values) <= MAX_LISTED_CLIENTS for values in by_client.values())
     return by_client if last or (own_models and few) else None
@@ -277,10 +277,10 @@ def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[s
     """Compute the accuracies and mean IoU on the validation set, with equal weights for all classes.
 
     Args:
-        method: the method.
-        server: the server, with the global model.
-        fleet: the clients.
-        task: the data, with a validation set.
+        method: The method.
+        server: The server, with the global model.
+        fleet: The clients.
+        task: The data, with a validation set.
 
     Returns:
         accuracy, many, medium, few, owned, matched, miou, local and worst_decile, in [0, 1]; None if there is nothing
@@ -361,7 +361,7 @@ def _split(cells: Mapping[int, Tensor], classes: int) -> tuple[CountsByClient, C
     """Split clients' counts into the counts on all images and the counts on each client's own images.
 
     Args:
-        cells: nonzero cells of each client, [m, 2], or [m, 3] with the counts on its own images; see `cells_of`.
+        cells: Nonzero cells of each client, [m, 2], or [m, 3] with the counts on its own images; see `cells_of`.
     """
     on_all = {id: both[:, :2].clone() for id, both in cells.items()}
     own = {id: both[both[:, 2] > 0][:, ::2].clone() for id, both in cells.items() if both.shape[1] == 3}

@@ -28,7 +28,7 @@ class Replies(Mapping[str, Any]):
     An `each` part holds the values by client id, ascending.
 
     Attributes:
-        weights: weights of the usable replies by client id, ascending.
+        weights: Weights of the usable replies by client id, ascending.
     """
 
     def __init__(self, parts: Tree, weights: dict[int, float]):
@@ -49,12 +49,12 @@ class Aggregator(ABC):
     """Base class of aggregators, which combine the usable replies to one call. All replies have the same layout.
 
     Attributes:
-        weights: weights of the accepted replies by client id; ascending in the result.
-        overhead: bytes that the aggregation transfers in addition to messages and replies.
-        summable: whether the aggregator needs only the sums over a block of replies, not each reply.
-        compares: whether replies that are far longer than the others are rejected (robust/outliers.py).
-        statement: description of the noise for the summary; None without noise.
-        troubles: problems from which the aggregation recovered, each as a text.
+        weights: Weights of the accepted replies by client id; ascending in the result.
+        overhead: Bytes that the aggregation transfers in addition to messages and replies.
+        summable: Whether the aggregator needs only the sums over a block of replies, not each reply.
+        compares: Whether replies that are far longer than the others are rejected (robust/outliers.py).
+        statement: Description of the noise for the summary; None without noise.
+        troubles: Problems from which the aggregation recovered, each as a text.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Aggregator(ABC):
         If the aggregator `compares`, replies that were set aside follow after the others, in the same order.
 
         Raises:
-            Overflow: the reply has a value that does not fit into a secure sum.
+            Overflow: The reply has a value that does not fit into a secure sum.
         """
 
     @abstractmethod
@@ -88,8 +88,8 @@ class Plain(Aggregator):
     """The aggregator without protection: weighted means, sums, and the values of each client.
 
     Args:
-        parts: the reductions by name.
-        ids: ids of the asked clients. Each BLOCK of neighbours is summed separately, see block_sums.py.
+        parts: The reductions by name.
+        ids: Ids of the asked clients. Each BLOCK of neighbours is summed separately, see block_sums.py.
     """
 
     def __init__(self, parts: Mapping[str, Reduction], ids: Iterable[int]):
@@ -135,10 +135,10 @@ class Robust(Aggregator):
     `each` parts are kept as in `Plain`.
 
     Args:
-        parts: the reductions by name.
-        ids: ids of the asked clients.
-        rule: the rule that replaces the mean.
-        samples: number of samples by client id.
+        parts: The reductions by name.
+        ids: Ids of the asked clients.
+        rule: The rule that replaces the mean.
+        samples: Number of samples by client id.
     """
 
     def __init__(self, parts: Mapping[str, Reduction], ids: Iterable[int], rule: Rule, samples: Mapping[int, float]):
@@ -180,7 +180,7 @@ class LayoutVote:
     """Aggregates replies separately by layout; only the most frequent layout is used in the end.
 
     Args:
-        aggregator: an empty aggregator, which receives the replies with the layout of the first one.
+        aggregator: An empty aggregator, which receives the replies with the layout of the first one.
     """
 
     def __init__(self, aggregator: Aggregator):
@@ -191,7 +191,7 @@ class LayoutVote:
         """Add a client's reply. Replies must be added in ascending order of client ids.
 
         Raises:
-            Overflow: the reply has a value that does not fit into a secure sum.
+            Overflow: The reply has a value that does not fit into a secure sum.
         """
         if layout not in self._aggregators:
             self._aggregators[layout] = self._first.empty() if self._aggregators else self._first

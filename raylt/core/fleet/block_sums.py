@@ -23,7 +23,7 @@ class BlockSums:
     """Running sums over replies that have the same layout.
 
     Args:
-        parts: the reductions by name; parts that are neither `mean` nor `total` are left out.
+        parts: The reductions by name; parts that are neither `mean` nor `total` are left out.
     """
 
     def __init__(self, parts: Mapping[str, Reduction]):
@@ -55,10 +55,10 @@ class SummedReply:
     """A placeholder for a reply whose values are already included in the sums of its block.
 
     Attributes:
-        nbytes: size of the reply, as if it had been sent to a server in another process.
-        layout: layout of the reply.
-        lengths: lengths of the compared parts of the reply by name (robust/outliers.py).
-        sums: sums of all replies of the block that have this layout; these replies share one object.
+        nbytes: Size of the reply, as if it had been sent to a server in another process.
+        layout: Layout of the reply.
+        lengths: Lengths of the compared parts of the reply by name (robust/outliers.py).
+        sums: Sums of all replies of the block that have this layout; these replies share one object.
     """
 
     weight: float

@@ -48,17 +48,17 @@ class ClientHost:
     (private state, message, seed) only, not on the process.
 
     Args:
-        setup: method, configuration and model factory of the experiment.
-        spec: what a method may know of the task.
-        test: the balanced test set.
-        device: device that runs the clients' calls.
-        room: maximum size in bytes of all samples on the device. Beyond it, the host drops the samples of the least
+        setup: Method, configuration and model factory of the experiment.
+        spec: Properties of the task that a method may know.
+        test: The balanced test set.
+        device: Device that runs the clients' calls.
+        room: Maximum size in bytes of all samples on the device. Beyond it, the host drops the samples of the least
             recently called client, and that client's next call must supply them again.
-        on_problem: called with one line of text about a problem from which the host recovers; by default a warning.
+        on_problem: Called with one line of text about a problem from which the host recovers; by default a warning.
 
     Attributes:
-        why_alone: the reason why no clients train in stacks, as a text; None if small clients do.
-        on_any_processor: whether to use stacks even on processors where the bits of one client depend on the others.
+        why_alone: The reason why no clients train in stacks, as a text; None if small clients do.
+        on_any_processor: Whether to use stacks even on processors where the bits of one client depend on the others.
     """
 
     on_any_processor: ClassVar[bool] = False
@@ -106,10 +106,10 @@ class ClientHost:
         """Run the training function once for each small client among several, in stacks.
 
         Args:
-            fn: the training function.
-            message: the message to the clients.
-            round: number of the round.
-            calls: calls of different clients.
+            fn: The training function.
+            message: The message to the clients.
+            round: Number of the round.
+            calls: Calls of different clients.
 
         Returns:
             The result of `run` by client id. Clients that are not small are missing, and so are the clients of a stack
@@ -135,18 +135,18 @@ class ClientHost:
         If the device is full, the host drops the data of the other clients and runs the function again.
 
         Args:
-            fn: the client function.
-            message: the message to the client.
-            round: number of the round.
-            id: id of the client.
-            shard: the client's data; required for the first call, and after the host dropped the data.
-            private: the private state that the client's last call returned, or None before the first call.
+            fn: The client function.
+            message: The message to the client.
+            round: Number of the round.
+            id: Id of the client.
+            shard: The client's data; required for the first call, and after the host dropped the data.
+            private: The private state that the client's last call returned, or None before the first call.
 
         Returns:
             The reply, or the reason why it cannot be used, and the client's private state, both on the CPU.
 
         Raises:
-            LateWrite: the function changed a tensor after it was handed over.
+            LateWrite: The function changed a tensor after it was handed over.
         """
         call = ClientCall(id, shard, private)
         if self._is_stacked(fn, call):
@@ -257,8 +257,8 @@ class ClientHost:
         """Run the work of a call; raise an error with the code reply.not-finite if it fails on a diverged model.
 
         Args:
-            work: the work of the call.
-            entries: returns the entries of the trained model.
+            work: The work of the call.
+            entries: Returns the entries of the trained model.
         """
         try:
             return work()

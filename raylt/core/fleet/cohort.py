@@ -13,12 +13,12 @@ class Cohort:
     """The clients that a call asks, and the number of replies that the call needs.
 
     Attributes:
-        ids: ids of the clients, ascending.
-        needed: number of usable answers that the server waits for; by default all (fewer with federation.over_select).
-        everyone: whether these are all clients, independent of sampling. They do not count as participants of a round.
+        ids: Ids of the clients, ascending.
+        needed: Number of usable answers that the server waits for; by default all (fewer with federation.over_select).
+        everyone: Whether these are all clients, independent of sampling. They do not count as participants of a round.
 
     Raises:
-        ValueError: a client is named twice, or `needed` exceeds the number of clients.
+        ValueError: A client is named twice, or `needed` exceeds the number of clients.
     """
 
     ids: tuple[int, ...]

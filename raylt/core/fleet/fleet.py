@@ -54,13 +54,13 @@ class Fleet(ABC):
     """All clients of an experiment, and the only way to call them.
 
     Attributes:
-        ids: clients that hold samples and train, ascending.
-        new_clients: clients that hold samples and join only after training.
-        sizes: samples per client that trains, by id; `all_sizes` has the new clients too.
-        round_stats: statistics of the round since `begin`.
-        on_progress: called for each answer; None without an observer.
-        on_items: called with the progress inside items of `map`; None without an observer.
-        changed: clients whose private state changed since the last checkpoint.
+        ids: Clients that hold samples and train, ascending.
+        new_clients: Clients that hold samples and join only after training.
+        sizes: Samples per client that trains, by id; `all_sizes` has the new clients too.
+        round_stats: Statistics of the round since `begin`.
+        on_progress: Called for each answer; None without an observer.
+        on_items: Called with the progress inside items of `map`; None without an observer.
+        changed: Clients whose private state changed since the last checkpoint.
     """
 
     def __init__(self, config: Config, task: Task):
@@ -114,16 +114,16 @@ class Fleet(ABC):
         `round_stats` has the reason.
 
         Args:
-            fn: function that runs at each client with the message; reports name the call after it.
-            cohort: clients to ask; with a plain list of ids the server waits for all of them.
-            weights: the weight of each client's reply in a mean, by id, which the reply must state; by default the
+            fn: Function that runs at each client with the message; reports name the call after it.
+            cohort: Clients to ask; with a plain list of ids the server waits for all of them.
+            weights: The weight of each client's reply in a mean, by id, which the reply must state; by default the
                 number of its samples.
             parts: `mean`, `total` or `each` by name of the part.
 
         Raises:
-            TooFewReplies: fewer than `federation.quorum` of the clients replied usably, or the cohort is empty.
-            Diverged: the same, and most of the clients sent values that no model can have.
-            RayltError: the message is not finite.
+            TooFewReplies: Fewer than `federation.quorum` of the clients replied usably, or the cohort is empty.
+            Diverged: The same, and most of the clients sent values that no model can have.
+            RayltError: The message is not finite.
         """
         cohort = cohort if isinstance(cohort, Cohort) else Cohort(cohort)
         name = getattr(fn, "__name__", "call")
@@ -154,7 +154,7 @@ class Fleet(ABC):
         times, with the same outcome. A long function calls `report_steps` (item_progress.py).
 
         Raises:
-            RayltError: the function raised; names the item's position and the cause.
+            RayltError: The function raised; names the item's position and the cause.
         """
 
     def show_items(self, fn: ItemFunction, done: int, total: int) -> None:
@@ -222,7 +222,7 @@ class Fleet(ABC):
         yielded with an error.
 
         Args:
-            sums: the schema of the replies where a block of clients (block_sums.py) may come as its sums; None where
+            sums: The schema of the replies where a block of clients (block_sums.py) may come as its sums; None where
                 every reply must come by itself.
         """
 
@@ -348,10 +348,10 @@ def check_finite(parts: Tree, what: str, config: Config) -> None:
     """Raise an error if a tree contains NaN or an infinite value.
 
     Args:
-        what: the tree, in words that a message starts with.
+        what: The tree, in words that a message starts with.
 
     Raises:
-        RayltError: names the first such value.
+        RayltError: Names the first such value.
     """
     for path, leaf in tree.leaves(parts):
         if isinstance(leaf, Tensor):
@@ -375,7 +375,7 @@ def compute(
     """Run one item of `Fleet.map` on the process's device, with the same number of threads in every process.
 
     Args:
-        on_step: called with the steps that the function reports.
+        on_step: Called with the steps that the function reports.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)  # it decides the order of some sums

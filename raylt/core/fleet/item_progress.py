@@ -15,10 +15,10 @@ class ItemsProgress:
     """The progress of one `Fleet.map` call.
 
     Attributes:
-        stage: the name of the function.
-        done, total: number of finished items and of all items.
-        step, steps: number of finished steps and of all steps of the first unfinished item.
-        share: fraction of the work that is done, in [0, 1], including the steps of all unfinished items.
+        stage: The name of the function.
+        done, total: Number of finished items and of all items.
+        step, steps: Number of finished steps and of all steps of the first unfinished item.
+        share: Fraction of the work that is done, in [0, 1], including the steps of all unfinished items.
     """
 
     stage: str
@@ -53,10 +53,10 @@ def progress_of_items(stage: str, done: int, total: int, steps: Mapping[int, tup
     """Return the progress of a `Fleet.map` call, from finished items and the steps of unfinished items.
 
     Args:
-        stage: the name of the function.
-        done: number of finished items.
-        total: number of items.
-        steps: number of finished steps and of all steps, by number of each unfinished item; at least one item.
+        stage: The name of the function.
+        done: Number of finished items.
+        total: Number of items.
+        steps: Number of finished steps and of all steps, by number of each unfinished item; at least one item.
     """
     first, all_steps = steps[min(steps)]
     share = (done + sum(taken / max(1, most) for taken, most in steps.values())) / total

@@ -95,7 +95,7 @@ class LocalFleet(Fleet):
         """Yield the clients' answers in the order of `ids`.
 
         Args:
-            call: the pickled function and message.
+            call: The pickled function and message.
         """
         name = getattr(fn, "__name__", "call")
         deadline = self.config.federation.deadline_s

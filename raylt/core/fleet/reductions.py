@@ -26,25 +26,25 @@ class Reduction:
     """A reduction of one part of the replies, with the checks that the part must pass.
 
     Attributes:
-        template: names, types and shapes of the part, as a tree. Values do not matter, so tensors may be on torch's
+        template: Names, types and shapes of the part, as a tree. Values do not matter, so tensors may be on torch's
             meta device; 0.0 stands for any number, a whole number n for a count of at least n. None: the part must have
             the same layout as in most of the replies.
-        partial: whether a reply may omit entries of the template's first level; they count as zero.
-        shorter: whether the part's tensors may have fewer rows than the template's.
-        condition: returns the reason why a part that fits the template still cannot be used, such as "has negative
+        partial: Whether a reply may omit entries of the template's first level; they count as zero.
+        shorter: Whether the part's tensors may have fewer rows than the template's.
+        condition: Returns the reason why a part that fits the template still cannot be used, such as "has negative
             counts", or None.
-        own_condition: the same, with the client's id as first argument.
-        counted: names of the whole numbers that count each label of the client's samples once; "" stands for the part
+        own_condition: The same, with the client's id as first argument.
+        counted: Names of the whole numbers that count each label of the client's samples once; "" stands for the part
             itself.
-        samples_condition: function of the client's number of samples and all parts of the reply that returns the reason
+        samples_condition: Function of the client's number of samples and all parts of the reply that returns the reason
             why the part cannot come from these samples, or None.
-        largest: maximum accepted magnitude of a value. None: 1e6 in a mean, as for parameters and gradients, 1e8 per
+        largest: Maximum accepted magnitude of a value. None: 1e6 in a mean, as for parameters and gradients, 1e8 per
             sample of the client in a sum, and 1e18 in values by client.
-        per_sample: for a sum over samples, the Euclidean length that one sample can add to it, or such lengths by the
+        per_sample: For a sum over samples, the Euclidean length that one sample can add to it, or such lengths by the
             names of the leaves. If entries are by class, the length applies to the entry of the sample's class. None:
             the part is not such a sum.
-        by_columns: whether the part is a matrix in which each column is the sum of one class and ends with its count.
-        mend: converts such a sum with noise into a sum that samples could have.
+        by_columns: Whether the part is a matrix in which each column is the sum of one class and ends with its count.
+        mend: Converts such a sum with noise into a sum that samples could have.
     """
 
     kind: ReductionKind
@@ -79,7 +79,7 @@ class Reduction:
         """Return a reduction that also checks a condition on the part.
 
         Args:
-            condition: function of the part that returns the reason why it cannot be used, or None.
+            condition: Function of the part that returns the reason why it cannot be used, or None.
         """
         return replace(self, condition=condition)
 
@@ -87,7 +87,7 @@ class Reduction:
         """Return a reduction that also checks a condition on the part and the client's id.
 
         Args:
-            condition: function of the client's id and the part that returns the reason why the part cannot be used, or
+            condition: Function of the client's id and the part that returns the reason why the part cannot be used, or
                 None.
         """
         return replace(self, own_condition=condition)
@@ -96,7 +96,7 @@ class Reduction:
         """Return a reduction that checks that the part's counts add up to the client's number of samples.
 
         Args:
-            names: names of the counts, that is, the last names of their paths; without names, the part itself is a
+            names: Names of the counts, that is, the last names of their paths; without names, the part itself is a
                 tensor of counts.
         """
         return replace(self, counted=names or ("",))
@@ -105,7 +105,7 @@ class Reduction:
         """Return a reduction that also checks a condition on the part and the client's number of samples.
 
         Args:
-            condition: function of the client's number of samples and all parts of its reply, which already have the
+            condition: Function of the client's number of samples and all parts of its reply, which already have the
                 right form. It returns the reason why the part cannot come from this number of samples, or None.
         """
         return replace(self, samples_condition=condition)

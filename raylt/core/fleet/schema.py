@@ -36,14 +36,14 @@ class Schema:
     It follows from the arguments of `Fleet.ask`: one reduction for each part, with or without a template.
 
     Args:
-        parts: the reductions by name of the part.
-        sizes: number of samples by client id: the weight that a client's reply must have unless `weights` are given.
-        weights: the weight that each client's reply must have, by id, if the server declares it.
-        labels: number of labels of a sample: more than one for label maps.
+        parts: The reductions by name of the part.
+        sizes: Number of samples by client id: the weight that a client's reply must have unless `weights` are given.
+        weights: The weight that each client's reply must have, by id, if the server declares it.
+        labels: Number of labels of a sample: more than one for label maps.
 
     Attributes:
-        parts: the reductions by name of the part.
-        length_bounds: bounds of the parts whose lengths are compared (robust/outliers.py), by name.
+        parts: The reductions by name of the part.
+        length_bounds: Bounds of the parts whose lengths are compared (robust/outliers.py), by name.
     """
 
     def __init__(
@@ -248,9 +248,9 @@ def layout_fault(layout: ReplyLayout, usual: ReplyLayout, usual_replies: str = "
     """Return the first difference between a layout and the layout of most replies.
 
     Args:
-        layout: a reply's layout.
-        usual: the layout of most replies.
-        usual_replies: the replies that have the usual layout, as a text.
+        layout: A reply's layout.
+        usual: The layout of most replies.
+        usual_replies: The replies that have the usual layout, as a text.
     """
     own_leaves = dict(layout)
     usual_leaves = dict(usual)
@@ -339,7 +339,7 @@ def _largest_counts(template: Mapping[Path, Any]) -> dict[Path, int]:
     that were sent, one client could set the counters of all others to LARGEST_COUNT.
 
     Args:
-        template: the leaves of the part that was sent.
+        template: The leaves of the part that was sent.
     """
     return {
         path: min(LARGEST_COUNT, int(leaf.max()) + MAX_BATCHES_PER_CALL)

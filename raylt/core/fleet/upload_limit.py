@@ -13,12 +13,12 @@ def check_class_sums(task: Task, model: SplitModel, of_class: Tree) -> None:
     """Raise ConfigError if the class sums of one client would exceed the size limit of a reply.
 
     Args:
-        task: the data.
-        model: a new model of the run.
-        of_class: the template of one class's sums.
+        task: The data.
+        model: A new model of the run.
+        of_class: The template of one class's sums.
 
     Raises:
-        ConfigError: the sums exceed the limit; the message has both sizes.
+        ConfigError: The sums exceed the limit; the message has both sizes.
     """
     classes = int((task.client_counts > 0).sum(axis=1).max())
     size = classes * tree.nbytes(of_class)

@@ -36,10 +36,10 @@ class ValueStore:
         All tensors of a reply are moved to the file together, since one remaining tensor would keep the memory of all.
 
         Args:
-            parts: the reply's parts by name, on the CPU.
+            parts: The reply's parts by name, on the CPU.
 
         Raises:
-            DiskFull: the folder for temporary files has no room.
+            DiskFull: The folder for temporary files has no room.
         """
         size = sum(leaf.nbytes for _, leaf in leaves(parts) if isinstance(leaf, Tensor))
         if size < SMALLEST or self._in_memory + size <= IN_MEMORY:

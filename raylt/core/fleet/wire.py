@@ -46,9 +46,9 @@ class Fault:
     """The reason why a call failed or its reply cannot be used.
 
     Attributes:
-        code: kind of the fault, a key of `raylt.errors.CODES`.
-        text: one line for users.
-        value: the wrong value, if there is one.
+        code: Kind of the fault, a key of `raylt.errors.CODES`.
+        text: One line for users.
+        value: The wrong value, if there is one.
     """
 
     code: str
@@ -76,7 +76,7 @@ class Unusable:
     """A placeholder for a reply that cannot be used.
 
     Attributes:
-        nbytes: size of the reply, if its client's process measured it.
+        nbytes: Size of the reply, if its client's process measured it.
     """
 
     fault: Fault
@@ -100,9 +100,9 @@ def plain(reply: Any, private: Tree, room: int) -> tuple[Reply | Unusable, Tree]
     """Return a reply and a private state on the CPU, in types that another process can read.
 
     Args:
-        reply: the return value of the client function, of any type.
-        private: the client's private state.
-        room: size limit of each in bytes.
+        reply: The return value of the client function, of any type.
+        private: The client's private state.
+        room: Size limit of each in bytes.
 
     Returns:
         The reply and the state. If either cannot be sent, `Unusable` with the reason and an empty state.
@@ -173,9 +173,9 @@ class _Walk:
     """Copies a tree and replaces each leaf, within limits of depth and size.
 
     Args:
-        leaf: returns the replacement of a leaf; raises `_NotSendable` for a leaf that cannot be sent.
-        room: size limit of all tensors in bytes; None for a tree that has already arrived.
-        texts_only: whether names must be texts and each dotted path unique, as in checkpoints.
+        leaf: Returns the replacement of a leaf; raises `_NotSendable` for a leaf that cannot be sent.
+        room: Size limit of all tensors in bytes; None for a tree that has already arrived.
+        texts_only: Whether names must be texts and each dotted path unique, as in checkpoints.
     """
 
     def __init__(self, leaf: Callable[[Any], Any], room: int | None, texts_only: bool = False):
@@ -190,7 +190,7 @@ class _Walk:
         """Return a copy of a tree in which each leaf is converted.
 
         Raises:
-            _NotSendable: the tree contains a value that cannot be sent.
+            _NotSendable: The tree contains a value that cannot be sent.
         """
         # a state_dict is an OrderedDict; the receiver gets plain dicts
         if not isinstance(tree, dict) or (self._room is None and type(tree) is not dict):

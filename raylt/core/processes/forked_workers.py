@@ -53,7 +53,7 @@ class ForkedWorkers:
     Args:
         work: `work(shared, task)` computes a task's result in a forked process. If it raises an exception, the process
             prints the traceback and ends.
-        number: number of processes.
+        number: Number of processes.
     """
 
     def __init__(self, work: Work, number: int):
@@ -82,9 +82,9 @@ class ForkedWorkers:
         Tasks that are running at the deadline, or when the iterator is closed, are aborted.
 
         Args:
-            shared: data that all tasks share; it is sent to each process once.
-            tasks: the remaining tasks, which are pickled. More may be added between two results.
-            until: deadline on the clock of `time.monotonic()`; by default there is none.
+            shared: Data that all tasks share; it is sent to each process once.
+            tasks: The remaining tasks, which are pickled. More may be added between two results.
+            until: Deadline on the clock of `time.monotonic()`; by default there is none.
         """
         try:
             while tasks or self._busy:

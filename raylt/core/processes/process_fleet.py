@@ -59,13 +59,13 @@ class ProcessFleet(LocalFleet):
     Data and model are shared with this process (forked_workers.py). A client whose process ends is asked again.
 
     Args:
-        config: the run's configuration.
-        task: the data.
-        host: a host that has called no client yet; each process calls clients with its own copy.
+        config: The run's configuration.
+        task: The data.
+        host: A host that has called no client yet; each process calls clients with its own copy.
 
     Raises:
-        ConfigError: this process has computed gradients, so its forks cannot.
-        RayltError: a fork ended before its first call.
+        ConfigError: This process has computed gradients, so its forks cannot.
+        RayltError: A fork ended before its first call.
     """
 
     def __init__(self, config: Config, task: Task, host: ClientHost):

@@ -41,10 +41,10 @@ def epsilon_of(noise_multiplier: float, rate: float, rounds: int, delta: float) 
     """Return the epsilon that a number of rounds spend, by Opacus's RDP accountant.
 
     Args:
-        noise_multiplier: standard deviation of the noise for sensitivity 1.
-        rate: probability that a client takes part in a round; 1 for no amplification by sampling.
-        rounds: number of rounds.
-        delta: the delta of the guarantee.
+        noise_multiplier: Standard deviation of the noise for sensitivity 1.
+        rate: Probability that a client takes part in a round; 1 for no amplification by sampling.
+        rounds: Number of rounds.
+        delta: The delta of the guarantee.
     """
     from opacus.accountants import RDPAccountant  # pyright: ignore[reportMissingImports]
 

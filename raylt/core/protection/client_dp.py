@@ -38,9 +38,9 @@ class ClientNoise:
     """The clipping of clients' updates and the noise on their mean, in one round.
 
     Attributes:
-        config: the run's configuration.
-        start: the model that was sent to clients.
-        round: number of the round.
+        config: The run's configuration.
+        start: The model that was sent to clients.
+        round: Number of the round.
     """
 
     config: Config
@@ -52,8 +52,8 @@ class ClientNoise:
         """Return the noise for a call that uploads a model, or None if no model is uploaded or no budget is set.
 
         Raises:
-            BudgetSpent: this round would exceed the budget.
-            ConfigError: the call uploads other parts as well.
+            BudgetSpent: This round would exceed the budget.
+            ConfigError: The call uploads other parts as well.
         """
         budget = config.privacy.update_epsilon
         if budget is None or not parts:
@@ -144,8 +144,8 @@ class ClientDP(Aggregator):
     """An aggregator that clips each client's update, passes it to another aggregator, and adds noise to the result.
 
     Args:
-        inner: aggregator of the clipped replies.
-        noise: clipping and noise of this round.
+        inner: Aggregator of the clipped replies.
+        noise: Clipping and noise of this round.
     """
 
     def __init__(self, inner: Aggregator, noise: ClientNoise):

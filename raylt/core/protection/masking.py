@@ -50,8 +50,8 @@ class Commitment:
     The member's mask key needs no hash, since it has a public key.
 
     Attributes:
-        seed: hash of the seed.
-        shares: hash of each share, by kind and holder.
+        seed: Hash of the seed.
+        shares: Hash of each share, by kind and holder.
     """
 
     seed: bytes
@@ -70,7 +70,7 @@ class Member:
     """A client's side of one secure sum.
 
     Args:
-        id: the member's number, from 0; its shares have the number `id + 1`.
+        id: The member's number, from 0; its shares have the number `id + 1`.
     """
 
     def __init__(self, id: int):
@@ -87,8 +87,8 @@ class Member:
         """Return two encrypted shares for every other member (round 1).
 
         Args:
-            all_keys: public keys by member.
-            threshold: number of shares that recover a secret.
+            all_keys: Public keys by member.
+            threshold: Number of shares that recover a secret.
         """
         self._all = all_keys
         numbers = [id + 1 for id in all_keys]
@@ -140,9 +140,9 @@ class Collector:
     """The server's side of one secure sum.
 
     Attributes:
-        introduction: public keys and commitments of the members.
-        length: length of the vectors.
-        wrong: reason why a survivor's answer was not used, by survivor.
+        introduction: Public keys and commitments of the members.
+        length: Length of the vectors.
+        wrong: Reason why a survivor's answer was not used, by survivor.
     """
 
     introduction: Introduction
@@ -165,12 +165,12 @@ class Collector:
         Answers with a share that differs from the dealer's commitment are ignored; `wrong` names them.
 
         Args:
-            answers: answers of round 3 by survivor.
-            threshold: number of required survivors.
+            answers: Answers of round 3 by survivor.
+            threshold: Number of required survivors.
 
         Raises:
-            TooFewReplies: fewer survivors than the threshold gave a correct answer.
-            RayltError: a member dealt shares of another secret than it committed itself to.
+            TooFewReplies: Fewer survivors than the threshold gave a correct answer.
+            RayltError: A member dealt shares of another secret than it committed itself to.
         """
         faults = {survivor: self._fault(survivor, answer) for survivor, answer in answers.items()}
         self.wrong = {survivor: fault for survivor, fault in faults.items() if fault is not None}
@@ -239,8 +239,8 @@ def introduce(members: Sequence[Member], threshold: int) -> Introduction:
     """Run rounds 0 and 1 among members, and return the introduction that the server receives.
 
     Args:
-        members: all members, ordered by their numbers from 0.
-        threshold: number of shares that recover a secret.
+        members: All members, ordered by their numbers from 0.
+        threshold: Number of shares that recover a secret.
     """
     keys = {member.id: member.keys for member in members}
     dealt = {member.id: member.deal(keys, threshold) for member in members}
@@ -296,9 +296,9 @@ def split(secret: bytes, holders: Iterable[int], threshold: int) -> dict[int, in
     A share is the value, at the holder's number, of a random polynomial whose value at 0 is the secret.
 
     Args:
-        secret: at most 32 bytes.
-        holders: numbers of the holders, from 1.
-        threshold: number of shares that recover the secret; the polynomial's degree is one less.
+        secret: At most 32 bytes.
+        holders: Numbers of the holders, from 1.
+        threshold: Number of shares that recover the secret; the polynomial's degree is one less.
     """
     coefficients = [int.from_bytes(secret, "big"), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
     return {x: evaluate(coefficients, x, PRIME) for x in holders}
@@ -331,7 +331,7 @@ def join(shares: Mapping[int, int], length: int = 32) -> bytes:
     """Recover a secret of `length` bytes from shares, by Lagrange interpolation at 0.
 
     Raises:
-        ValueError: there are too few shares, or they belong to several secrets. Not every such mistake is detected.
+        ValueError: There are too few shares, or they belong to several secrets. Not every such mistake is detected.
     """
     weights = _weights_at_zero(tuple(shares))
     value = sum(weight * share for weight, share in zip(weights, shares.values(), strict=True)) % PRIME

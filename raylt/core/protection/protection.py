@@ -21,11 +21,11 @@ def check_delta(config: Config, sizes: Sequence[int]) -> None:
     delta protects nothing.
 
     Args:
-        config: the run's configuration.
-        sizes: number of samples of each client that trains.
+        config: The run's configuration.
+        sizes: Number of samples of each client that trains.
 
     Raises:
-        ConfigError: the delta is too large.
+        ConfigError: The delta is too large.
     """
     privacy = config.privacy
     if privacy.epsilon is None and privacy.update_epsilon is None:
@@ -47,8 +47,8 @@ class Protection:
     """The protection settings of a run, and the privacy budget that is left.
 
     Args:
-        config: the run's configuration.
-        samples: number of samples by client id.
+        config: The run's configuration.
+        samples: Number of samples by client id.
     """
 
     def __init__(self, config: Config, samples: Mapping[int, int]):
@@ -71,15 +71,15 @@ class Protection:
         """Return an empty aggregator for the replies of a cohort.
 
         Args:
-            round: number of the round.
-            message: the message to the cohort.
-            parts: the reductions by name.
-            cohort: the clients that are asked.
-            weights: the weight of each client's reply, by id.
+            round: Number of the round.
+            message: The message to the cohort.
+            parts: The reductions by name.
+            cohort: The clients that are asked.
+            weights: The weight of each client's reply, by id.
 
         Raises:
-            BudgetSpent: the parts have already been uploaded with noise.
-            ConfigError: the settings do not allow to upload these parts.
+            BudgetSpent: The parts have already been uploaded with noise.
+            ConfigError: The settings do not allow to upload these parts.
         """
         secure = self._config.federation.secure and not self._judging
         if not self._judging:

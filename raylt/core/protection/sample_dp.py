@@ -41,8 +41,8 @@ class Noise:
     """The Gaussian noise on one upload of a client.
 
     Attributes:
-        deviations: standard deviation of the noise by part and, for a part with several leaves, by their last name.
-        sigma: standard deviation of the mechanism for sensitivity 1.
+        deviations: Standard deviation of the noise by part and, for a part with several leaves, by their last name.
+        sigma: Standard deviation of the mechanism for sensitivity 1.
     """
 
     deviations: Mapping[str, Mapping[str, float] | float]
@@ -70,9 +70,9 @@ class Noise:
         """Return a reply with noise in every possible entry of its parts, even in entries that the client left out.
 
         Args:
-            reply: the client's reply.
-            parts: the reductions by name.
-            share: this client's share of the variance.
+            reply: The client's reply.
+            parts: The reductions by name.
+            share: This client's share of the variance.
         """
         rng = np.random.default_rng(secrets.randbits(256))
         noised = dict(reply.tree)
@@ -102,11 +102,11 @@ class SampleDP(Aggregator):
     """An aggregator that adds noise to a reply's sums over samples, and passes the reply to another aggregator.
 
     Args:
-        inner: aggregator of the replies with noise.
-        noise: noise of this call.
-        parts: the reductions that the call asked for.
-        share: each client's share of the variance.
-        statement: description of the noise for the summary.
+        inner: Aggregator of the replies with noise.
+        noise: Noise of this call.
+        parts: The reductions that the call asked for.
+        share: Each client's share of the variance.
+        statement: Description of the noise for the summary.
     """
 
     def __init__(self, inner: Aggregator, noise: Noise, parts: Mapping[str, Reduction], share: float, statement: Tree):

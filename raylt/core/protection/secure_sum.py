@@ -42,12 +42,12 @@ class Secure(Aggregator):
     """An aggregator that computes means and sums from masked replies.
 
     Args:
-        parts: the reductions by name, `mean` or `total`; empty if nothing is uploaded.
-        members: ids of the asked clients.
-        weights: the weight of each client's reply, by id.
+        parts: The reductions by name, `mean` or `total`; empty if nothing is uploaded.
+        members: Ids of the asked clients.
+        weights: The weight of each client's reply, by id.
 
     Attributes:
-        overhead: additional bytes compared with plain replies; `up` is negative if whole numbers took more.
+        overhead: Additional bytes compared with plain replies; `up` is negative if whole numbers took more.
     """
 
     def __init__(self, parts: Mapping[str, Reduction], members: Iterable[int], weights: Mapping[int, float]):
@@ -99,11 +99,11 @@ class VectorEntry:
     """One tensor or number of a reply, encoded in a slice of the vector.
 
     Attributes:
-        path: path of the leaf in the reply.
-        kind: kind of the reduction, "mean" or "total".
-        like: template of the entry, a tensor or a number.
-        step: the value that 1 in the vector stands for.
-        largest: maximum magnitude of a value.
+        path: Path of the leaf in the reply.
+        kind: Kind of the reduction, "mean" or "total".
+        like: Template of the entry, a tensor or a number.
+        step: The value that 1 in the vector stands for.
+        largest: Maximum magnitude of a value.
     """
 
     path: LeafPath
@@ -123,12 +123,12 @@ class FixedPoint:
     The vector also contains, for each entry that a reply may omit, the number of clients that have it.
 
     Args:
-        parts: reductions by name, `mean` or `total`, each with a template.
-        clients: maximum number of vectors in a sum.
-        heaviest: the largest weight; in means, clients' weights are relative to it.
+        parts: Reductions by name, `mean` or `total`, each with a template.
+        clients: Maximum number of vectors in a sum.
+        heaviest: The largest weight; in means, clients' weights are relative to it.
 
     Raises:
-        ConfigError: a part has no template or is not a sum; the message names the part.
+        ConfigError: A part has no template or is not a sum; the message names the part.
     """
 
     def __init__(self, parts: Mapping[str, Reduction], clients: int, heaviest: float):
@@ -154,7 +154,7 @@ class FixedPoint:
         """Return a reply's parts as a vector in two's complement, uint64 [n].
 
         Raises:
-            Overflow: a value does not fit; the message names its entry.
+            Overflow: A value does not fit; the message names its entry.
         """
         flat = dict(leaf_paths(tree, ()))
         vector = []
@@ -189,8 +189,8 @@ class FixedPoint:
         rounded; a plain aggregation takes their maximum.
 
         Args:
-            total: the sum of the vectors, uint64 [n].
-            weight: the sum of the weights.
+            total: The sum of the vectors, uint64 [n].
+            weight: The sum of the weights.
         """
         numbers = torch.from_numpy(total.view(np.int64).copy())
         counts = dict(zip(self._optional, numbers[self.length - len(self._optional) :].tolist(), strict=True))

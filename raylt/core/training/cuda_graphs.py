@@ -47,7 +47,7 @@ class GraphRecorder(Protocol):
         """Record the launches of a function without running them.
 
         Args:
-            generator: a generator that the function draws from, besides torch's own generator of the device.
+            generator: A generator that the function draws from, besides torch's own generator of the device.
 
         Returns:
             A function that replays the launches.
@@ -133,11 +133,11 @@ class Repeated:
     """A step function that is recorded after `WARM_UP` calls, then replayed for batches of the recorded size.
 
     Args:
-        step: function that takes a step on the samples at `rows`, int64 [B].
-        device: the device of the step.
-        parts: objects that must be `is_recordable` for the step to be recorded.
-        models: models that must be `steady`.
-        generator: a generator on the device that the step draws from.
+        step: Function that takes a step on the samples at `rows`, int64 [B].
+        device: The device of the step.
+        parts: Objects that must be `is_recordable` for the step to be recorded.
+        models: Models that must be `steady`.
+        generator: A generator on the device that the step draws from.
     """
 
     def __init__(

@@ -20,9 +20,9 @@ def features(client: Client, augment: Augmentation | None = None, pixels: int = 
     separate classes.
 
     Args:
-        client: the client.
-        augment: augmentation, which draws from the call's own generator; by default the images are not augmented.
-        pixels: maximum number of features per class and image for label maps, at random positions that are drawn from
+        client: The client.
+        augment: Augmentation, which draws from the call's own generator; by default the images are not augmented.
+        pixels: Maximum number of features per class and image for label maps, at random positions that are drawn from
             the call's own generator.
 
     Returns:
@@ -53,9 +53,9 @@ def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
     features of a frozen encoder that is the teacher's image tower, these are the teacher's features.
 
     Args:
-        client: the client.
-        teacher: the teacher's name.
-        projected: whether to return features of unit length in the joint space, or the features before the projection.
+        client: The client.
+        teacher: The teacher's name.
+        projected: Whether to return features of unit length in the joint space, or the features before the projection.
     """
     key = f"teacher {teacher}" if projected else f"teacher {teacher}, not projected"
     if key not in client.cache:

@@ -46,21 +46,21 @@ def fit_classifier(
     """Train a classifier on features by SGD, in shuffled batches.
 
     Args:
-        z: features [n, d], on the classifier's device.
+        z: Features [n, d], on the classifier's device.
         y: int64 [n], or soft labels [n, C], on the classifier's device.
-        seed: seed of the order of the samples, which is the same on every device.
+        seed: Seed of the order of the samples, which is the same on every device.
         schedule: "epoch": the learning rate falls along a cosine from `lr` towards 0 over the epochs; "iteration": it
             follows the cosine of period 2 * `epochs` *steps* that SFD's code computes; "constant".
-        loss: function of logits and labels, the mean over a batch; by default the cross-entropy. Where it is
+        loss: Function of logits and labels, the mean over a batch; by default the cross-entropy. Where it is
             `recordable`, and the learning rate is the same for several steps, a GPU records a step once and replays it,
             see `Repeated`.
-        progress: gets the number of epochs that are done and of all, after each epoch.
+        progress: Gets the number of epochs that are done and of all, after each epoch.
 
     Returns:
         The mean loss of the last epoch.
 
     Raises:
-        ValueError: the schedule is unknown.
+        ValueError: The schedule is unknown.
     """
     if schedule not in get_args(Schedule):
         raise ValueError(f"schedule: unknown schedule ({schedule}). Give one of {', '.join(get_args(Schedule))}.")
@@ -166,8 +166,8 @@ class SoftmaxGradients:
         """Return the log-probabilities [B, C], and the gradients of the weight [C, d] and of the bias [C], if any.
 
         Args:
-            z: features [B, d].
-            y: labels, int64 [B].
+            z: Features [B, d].
+            y: Labels, int64 [B].
         """
         log_p = F.linear(z, self._weight, self._bias).log_softmax(1)
         grad_log_p = self._one_hot.index_select(0, y).div_(-len(y))

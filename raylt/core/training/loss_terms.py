@@ -29,12 +29,12 @@ class Terms:
     batch, since a proximal term is zero there by definition.
 
     Args:
-        client: the client.
-        terms: function from a batch to scalars by name, always with the same names.
+        client: The client.
+        terms: Function from a batch to scalars by name, always with the same names.
 
     Attributes:
-        norms: norm of each term's gradient by name; empty before the last batch.
-        recordable: whether `terms` is recordable.
+        norms: Norm of each term's gradient by name; empty before the last batch.
+        recordable: Whether `terms` is recordable.
     """
 
     def __init__(self, client: Client, terms: Callable[[Batch], dict[str, Tensor]]):

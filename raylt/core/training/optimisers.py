@@ -71,7 +71,7 @@ class Adam:
     """Adam (Kingma and Ba, ICLR 2015) or AdamW (Loshchilov and Hutter, ICLR 2019), as in torch.
 
     Args:
-        decoupled: whether the weight decay acts on the parameters instead of the gradient, as in AdamW.
+        decoupled: Whether the weight decay acts on the parameters instead of the gradient, as in AdamW.
     """
 
     recordable = False  # the bias corrections are numbers on the host that change with each step

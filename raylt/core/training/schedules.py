@@ -25,10 +25,10 @@ def scheduled_rate(schedule: Schedule | None, local: LocalConfig, round: int, ro
     """Return the learning rate of a round, including the warm-up of `local.warm_up`.
 
     Args:
-        schedule: the schedule; by default the built-in one that `local.schedule` names.
-        local: the settings in `local`.
-        round: number of the round, from 1; 0 counts as the first round, and numbers after the last as the last round.
-        rounds: number of rounds.
+        schedule: The schedule; by default the built-in one that `local.schedule` names.
+        local: The settings in `local`.
+        round: Number of the round, from 1; 0 counts as the first round, and numbers after the last as the last round.
+        rounds: Number of rounds.
     """
     round = max(min(round, rounds), 1)
     rate = (schedule or SCHEDULES[local.schedule])(local, round, rounds)

@@ -49,14 +49,14 @@ def sgd(
     On a GPU the steps are recorded once and replayed if objective and batches are `recordable`, see `Repeated`.
 
     Args:
-        client: the client.
-        objective: function from a batch to a scalar loss. If it has a function `unlike`, this is called before each
+        client: The client.
+        objective: Function from a batch to a scalar loss. If it has a function `unlike`, this is called before each
             step with the step's number, from 1, and returns whether the step launches other kernels than other steps.
-        params: the parameters to train; by default all parameters of the client's model.
-        epochs: number of passes over the samples, possibly a fraction; by default `local.epochs` or `local.steps`.
-        lr: learning rate; by default `learning_rate(client)`.
-        rows: sample indices of each batch, for as many batches as `client.rows` yields; by default `client.rows`.
-        make: function from sample indices to a batch; by default the client's augmented batch.
+        params: The parameters to train; by default all parameters of the client's model.
+        epochs: Number of passes over the samples, possibly a fraction; by default `local.epochs` or `local.steps`.
+        lr: Learning rate; by default `learning_rate(client)`.
+        rows: Sample indices of each batch, for as many batches as `client.rows` yields; by default `client.rows`.
+        make: Function from sample indices to a batch; by default the client's augmented batch.
 
     Returns:
         The mean loss per sample.
@@ -102,8 +102,8 @@ def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
     equals the exported model.
 
     Args:
-        client: the client.
-        kept: names of the statistics that the client keeps; by default `local_buffers` of its model.
+        client: The client.
+        kept: Names of the statistics that the client keeps; by default `local_buffers` of its model.
     """
     model, local = client.model, client.config.local
     kept = model.local_buffers if kept is None else kept
@@ -134,9 +134,9 @@ def balanced(client: Client, epochs: float | None = None, size: int | None = Non
     Each class that the client owns is equally likely.
 
     Args:
-        client: the client.
-        epochs: number of epochs; by default `local.epochs` or `local.steps`.
-        size: number of samples in a batch; by default `local.batch`.
+        client: The client.
+        epochs: Number of epochs; by default `local.epochs` or `local.steps`.
+        size: Number of samples in a batch; by default `local.batch`.
     """
     size = size or client.config.local.batch
     y = client.samples.y

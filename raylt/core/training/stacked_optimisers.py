@@ -29,11 +29,11 @@ class StackedOptimiser(Protocol):
         """Take one step with the slots from `start` to before `stop`.
 
         Args:
-            network: the clients' models.
-            gradients: gradients of `network.parameters(start, stop)`; parameters without a gradient do not change.
-            state: state of all slots of the network.
-            start: number of the first slot.
-            stop: number after the last slot.
+            network: The clients' models.
+            gradients: Gradients of `network.parameters(start, stop)`; parameters without a gradient do not change.
+            state: State of all slots of the network.
+            start: Number of the first slot.
+            stop: Number after the last slot.
         """
         ...
 

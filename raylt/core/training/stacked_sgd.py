@@ -58,8 +58,8 @@ class Workload:
     """The work and the memory of a step of one client.
 
     Attributes:
-        multiplications: number of multiplications of convolutions and linear layers in the forward pass.
-        outputs: size of the outputs of all layers in bytes.
+        multiplications: Number of multiplications of convolutions and linear layers in the forward pass.
+        outputs: Size of the outputs of all layers in bytes.
     """
 
     multiplications: float
@@ -101,13 +101,13 @@ def why_alone(
     The reason depends only on the run and the kind of processor, so that all processes agree.
 
     Args:
-        config: the run's configuration.
-        method: the method.
-        model: a new model of the run.
-        spec: what a method may know of the task.
-        augment: augmentation of training images, or None.
-        device: the clients' device.
-        any_processor: whether to use stacks even on processors where the bits of one client depend on the others.
+        config: The run's configuration.
+        method: The method.
+        model: A new model of the run.
+        spec: Properties of the task that a method may know.
+        augment: Augmentation of training images, or None.
+        device: The clients' device.
+        any_processor: Whether to use stacks even on processors where the bits of one client depend on the others.
     """
     local, federation = config.local, config.federation
     if local.stacked == "off":
@@ -161,13 +161,13 @@ class ClientStack:
     """Trains the clients of a stack on copies of one process's model.
 
     Args:
-        model: a model without an `unstackable_layer`.
-        spec: what a method may know of the task.
-        batch: number of samples in a batch.
+        model: A model without an `unstackable_layer`.
+        spec: Properties of the task that a method may know.
+        batch: Number of samples in a batch.
 
     Attributes:
-        slots: maximum number of clients.
-        together: maximum number of clients that take a step together.
+        slots: Maximum number of clients.
+        together: Maximum number of clients that take a step together.
     """
 
     def __init__(self, model: SplitModel, spec: TaskSpec, batch: int):
@@ -189,10 +189,10 @@ class ClientStack:
         """Do what `Method.train` does at each client.
 
         Args:
-            method: a stackable method.
-            clients: at most `slots` clients, in descending order of their numbers of samples.
-            private: each client's private entries.
-            message: the message of the round.
+            method: A stackable method.
+            clients: At most `slots` clients, in descending order of their numbers of samples.
+            private: Each client's private entries.
+            message: The message of the round.
 
         Returns:
             Each client's reply and its private entries after the call. They share the stack's memory.
@@ -229,8 +229,8 @@ class SlotModel:
     It returns the client's part of the stack's results on the current batch, and computes nothing itself.
 
     Attributes:
-        classes, dim: the same as the model's.
-        leaves: the client's trained parameters, if its objective asked for them.
+        classes, dim: The same as the model's.
+        leaves: The client's trained parameters, if its objective asked for them.
     """
 
     def __init__(self, stack: StackedModel, slot: int, model: SplitModel):
@@ -320,7 +320,7 @@ class _Training:
         They belong to the largest group with equally long batches, and are neighbours if possible.
 
         Args:
-            lengths: length of each client's next batch, by slot.
+            lengths: Length of each client's next batch, by slot.
         """
         together = self._copies.slots
         groups: dict[int, list[int]] = {}
@@ -335,9 +335,9 @@ class _Training:
         """Take a step with some clients, whose batches are equally long.
 
         Args:
-            slots: slots of these clients, ascending.
-            rows: each client's sample indices, by slot.
-            last: slots of the clients that take their last step.
+            slots: Slots of these clients, ascending.
+            rows: Each client's sample indices, by slot.
+            last: Slots of the clients that take their last step.
         """
         batches = [self._clients[slot].batch(rows[slot]) for slot in slots]
         objectives = [self.objectives[slot] for slot in slots]
@@ -403,10 +403,10 @@ class _Training:
         """Return the gradients of a loss by the clients' parameters; None for a parameter that is not in the loss.
 
         Args:
-            loss: the sum of the clients' losses.
-            params: parameters of the clients, or of a single client twice.
-            views: models of the clients.
-            retain: whether to retain the graph.
+            loss: The sum of the clients' losses.
+            params: Parameters of the clients, or of a single client twice.
+            views: Models of the clients.
+            retain: Whether to retain the graph.
         """
         leaves = [leaf for view in views for leaf in view.leaves]
         all_gradients = torch.autograd.grad(loss, [*params, *leaves], retain_graph=retain, allow_unused=True)
@@ -428,10 +428,10 @@ class _Training:
         """Set the norms of the terms' gradients for the clients in the slots `last`.
 
         Args:
-            terms: loss terms of each client in `slots`.
-            params: parameters of the clients.
-            slots: slots of the clients that took the step.
-            last: slots of the clients that take their last step.
+            terms: Loss terms of each client in `slots`.
+            params: Parameters of the clients.
+            slots: Slots of the clients that took the step.
+            last: Slots of the clients that take their last step.
         """
         clients = len(terms)
         for name in terms[0]:

@@ -24,8 +24,8 @@ class Mapped:
     It is pickled as a path and row numbers, so every process reads its own rows and no image is sent.
 
     Args:
-        path: absolute path of a .npy that every node can read: images uint8 [N, H, W, channels] or maps [N, H, W].
-        rows: numbers of the rows, int64 [n].
+        path: Absolute path of a .npy that every node can read: images uint8 [N, H, W, channels] or maps [N, H, W].
+        rows: Numbers of the rows, int64 [n].
     """
 
     path: str
@@ -91,12 +91,12 @@ class Cache(NamedTuple):
     """Description of a cache of decoded images, as `raylt data --cache` lists it.
 
     Attributes:
-        name: name of the cache's folder.
-        of: the folder of images or the data set from which the cache was made.
-        images: number of images; None if the cache is unfinished or was made by an older raylt.
-        side: side of the images in pixels; None in the same cases.
-        size: size on disk in bytes.
-        made: date of the last write.
+        name: Name of the cache's folder.
+        of: The folder of images or the data set from which the cache was made.
+        images: Number of images; None if the cache is unfinished or was made by an older raylt.
+        side: Side of the images in pixels; None in the same cases.
+        size: Size on disk in bytes.
+        made: Date of the last write.
     """
 
     name: str
@@ -144,7 +144,7 @@ def clear(root: Path, name: str) -> list[Cache]:
         The removed caches.
 
     Raises:
-        ConfigError: no cache has this name, or a process is writing it.
+        ConfigError: No cache has this name, or a process is writing it.
     """
     chosen = [cache for cache in caches(root) if name in (cache.name, "all")]
     parent = root.expanduser() / "cache"

@@ -64,22 +64,22 @@ def pack(
     """Make a cache array: decode its rows and write them to a file, unless the array already exists.
 
     Args:
-        path: path of the array.
-        shape: shape of the array, [N, ...].
-        given: row -> input of `decode`: a path, a content, an array; called in this process.
-        decode: row, input -> uint8 of a row's shape. It is called in other processes if there are many rows, so it must
+        path: Path of the array.
+        shape: Shape of the array, [N, ...].
+        given: Row -> input of `decode`: a path, a content, an array; called in this process.
+        decode: Row, input -> uint8 of a row's shape. It is called in other processes if there are many rows, so it must
             be picklable. A DataError of `given` or `decode` is kept as the row's reason.
-        about: description of the cache.
-        grey: turn an array of [N, H, W, 3] into [N, H, W, 1] if all rows are grey; `decode` may then return rows of
+        about: Description of the cache.
+        grey: Turn an array of [N, H, W, 3] into [N, H, W, 1] if all rows are grey; `decode` may then return rows of
             one channel.
-        whole: leave the cache unfinished if a row cannot be decoded; the next call retries these rows.
+        whole: Leave the cache unfinished if a row cannot be decoded; the next call retries these rows.
 
     Returns:
         The rows that could not be decoded, with the reason.
 
     Raises:
-        DataError: the array does not fit on the disk.
-        RayltError: a decoding process died; a second call continues where this one ended.
+        DataError: The array does not fit on the disk.
+        RayltError: A decoding process died; a second call continues where this one ended.
     """
     with folder_for(path.parent) as folder:
         with unfinished(folder, path) as missing:
@@ -93,7 +93,7 @@ def unfinished(folder: Folder, path: Path) -> Iterator[bool]:
     """Yield whether an array is missing, and lock it against other processes until the block ends.
 
     Raises:
-        DataError: another process removed the cache in the meantime.
+        DataError: Another process removed the cache in the meantime.
     """
     if path.exists():
         yield False
@@ -149,7 +149,7 @@ class DecodedRows(NamedTuple):
     Attributes:
         pixels: uint8 [n, ...].
         states: COLOUR, GREY or BAD of each row, uint8 [n].
-        reasons: reason of each bad row, by its position among these rows.
+        reasons: Reason of each bad row, by its position among these rows.
     """
 
     pixels: np.ndarray
@@ -171,18 +171,18 @@ def append(
     The caller has the folder's lock. After a killed process, the next one starts again with the first row.
 
     Args:
-        folder: the folder of `path`.
-        path: path of the array.
-        row: shape of a row.
-        parts: the rows in order.
-        about: number of rows -> description of the cache; called after the last row, before the cache is finished.
-        grey, whole: see `pack`.
+        folder: The folder of `path`.
+        path: Path of the array.
+        row: Shape of a row.
+        parts: The rows in order.
+        about: Number of rows -> description of the cache; called after the last row, before the cache is finished.
+        grey, whole: See `pack`.
 
     Returns:
         The rows that could not be decoded, with the reason.
 
     Raises:
-        DiskFull: the array does not fit on the disk.
+        DiskFull: The array does not fit on the disk.
     """
     start = len(_header((0, *row)))
     states = [np.empty(0, np.uint8)]
@@ -233,10 +233,10 @@ class Filling:
     It is defined in this module because the module is light to import in processes that only decode.
 
     Args:
-        decode: row, input -> uint8 of a row's shape.
-        shape: shape of the array, [N, ...].
-        start: number of bytes in the file before its first row.
-        grey: whether `decode` may return rows of one channel for an array of three.
+        decode: Row, input -> uint8 of a row's shape.
+        shape: Shape of the array, [N, ...].
+        start: Number of bytes in the file before its first row.
+        grey: Whether `decode` may return rows of one channel for an array of three.
     """
 
     decode: Decode
@@ -248,9 +248,9 @@ class Filling:
         """Decode rows and write them into the array file.
 
         Args:
-            handle: handle of the file in this process.
-            rows: numbers of the rows.
-            given: input of each row, or the DataError that was raised instead.
+            handle: Handle of the file in this process.
+            rows: Numbers of the rows.
+            given: Input of each row, or the DataError that was raised instead.
 
         Returns:
             COLOUR, GREY or BAD for each row, and the reasons of the bad rows.

@@ -46,8 +46,8 @@ class Undecodable(DataError):
     """Raised when a file cannot be decoded as an image.
 
     Args:
-        name: printable name of the image.
-        cause: reason in a few words.
+        name: Printable name of the image.
+        cause: Reason in a few words.
     """
 
     def __init__(self, name: str, cause: str):
@@ -70,8 +70,8 @@ def open_image(file: Path) -> "Image.Image":
     """Open an image file without converting its colours.
 
     Raises:
-        Undecodable: the file cannot be decoded, has a format that is not in FORMATS, or more than PIXELS pixels.
-        RayltError: this machine cannot read the file at present, for a reason that is not in the file.
+        Undecodable: The file cannot be decoded, has a format that is not in FORMATS, or more than PIXELS pixels.
+        RayltError: This machine cannot read the file at present, for a reason that is not in the file.
     """
     with _image(file) as image:
         image.load()
@@ -84,11 +84,11 @@ def flat_image(file: Path | str | bytes, depth: int | None = None) -> "Image.Ima
     `eight_bits` scales greys of more than 8 bits.
 
     Args:
-        file: path or content.
+        file: Path or content.
         depth: `data.depth`.
 
     Raises:
-        Undecodable: see `open_image`; or a grey level exceeds the depth.
+        Undecodable: See `open_image`; or a grey level exceeds the depth.
     """
     with _image(file) as image:
         depth = _depth_in(image, depth)
@@ -109,8 +109,8 @@ def fitted_image(
     first frame is used. Greys of more than 8 bits are scaled equally in all files of the same type, see `eight_bits`.
 
     Args:
-        file: path or content.
-        size: side of the result in pixels.
+        file: Path or content.
+        size: Side of the result in pixels.
         channels: 1 for grey, 3 for RGB; None: 1 for a file without colour, otherwise 3.
         fit: "crop" resizes the shorter side and keeps the centre; "pad" resizes the longer side and adds black.
         depth: `data.depth`.
@@ -119,7 +119,7 @@ def fitted_image(
         uint8 [size, size, channels].
 
     Raises:
-        Undecodable: see `flat_image`.
+        Undecodable: See `flat_image`.
     """
     from PIL import Image, ImageOps
 
@@ -163,12 +163,12 @@ def read_npz(
     """Read the arrays with the given names from an npz file. Names that are not in the file are skipped.
 
     Args:
-        path: path of the file.
-        keys: names of the arrays.
-        check: called with the shapes and types before any array is loaded; raises a ValueError if one is wrong.
+        path: Path of the file.
+        keys: Names of the arrays.
+        check: Called with the shapes and types before any array is loaded; raises a ValueError if one is wrong.
 
     Raises:
-        DataError: the file is not an npz file, is damaged, or declares more bytes than the archive can contain or this
+        DataError: The file is not an npz file, is damaged, or declares more bytes than the archive can contain or this
             machine's memory can hold.
     """
     try:
@@ -232,15 +232,15 @@ def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -
     bits. Integers of 32 bits and more need a depth, because their full scale would turn most data black.
 
     Args:
-        pixels: array of any shape and numeric type.
+        pixels: Array of any shape and numeric type.
         depth: `data.depth`.
-        bits: number of bits of the integers; by default that of the type.
+        bits: Number of bits of the integers; by default that of the type.
 
     Returns:
         uint8 of the same shape.
 
     Raises:
-        ValueError: a value is negative, NaN or greater than white, or the integers need a depth.
+        ValueError: A value is negative, NaN or greater than white, or the integers need a depth.
     """
     bits = (8 * pixels.dtype.itemsize - (pixels.dtype.kind == "i")) if bits is None else bits
     low = float(pixels.min())
@@ -282,7 +282,7 @@ def _depth_in(image: "Image.Image", depth: int | None) -> int | None:
     """Return the bit depth of an image file before its pixels are loaded.
 
     Raises:
-        ValueError: a depth is set, and Pillow keeps only the upper 8 of 16 bits, as it does with colours.
+        ValueError: A depth is set, and Pillow keeps only the upper 8 of 16 bits, as it does with colours.
     """
     if depth is None:
         return None
@@ -379,7 +379,7 @@ def _check_sizes(stream: BinaryIO, keys: Sequence[str]) -> ArrayHeaders:
         The shape and type of each array.
 
     Raises:
-        ValueError: a declared size is too large.
+        ValueError: A declared size is too large.
     """
     needed = 0
     headers: ArrayHeaders = {}

@@ -35,10 +35,10 @@ class Listing:
     """The image files and all other content of a folder and of its subfolders.
 
     Args:
-        files: images, relative to the folder, in the order of their folders' and their own names.
-        ignored: number of other files by suffix, and of links that lead back to a folder above them.
-        empty: folders that hold no image, relative to the folder; a folder within one of them is not listed.
-        hidden: hidden folders, relative to the folder; they are not searched.
+        files: Images, relative to the folder, in the order of their folders' and their own names.
+        ignored: Number of other files by suffix, and of links that lead back to a folder above them.
+        empty: Folders that hold no image, relative to the folder; a folder within one of them is not listed.
+        hidden: Hidden folders, relative to the folder; they are not searched.
     """
 
     files: tuple[PurePosixPath, ...]
@@ -53,7 +53,7 @@ def list_images(folder: Path) -> Listing:
     Hidden files, whose names begin with a dot, do not count. Links are followed, except to a folder above them.
 
     Raises:
-        DataError: a folder cannot be read, or is nested more deeply than any layout allows.
+        DataError: A folder cannot be read, or is nested more deeply than any layout allows.
     """
     search = _Search(folder)
     search.look(PurePosixPath(), frozenset())
@@ -74,8 +74,8 @@ class _Search:
         """Search a folder and its subfolders for image files.
 
         Args:
-            inner: the folder, relative to the top folder of the search.
-            above: real paths of the folders above it.
+            inner: The folder, relative to the top folder of the search.
+            above: Real paths of the folders above it.
         """
         path = self.folder / inner
         above = above | {os.path.realpath(path)}
@@ -147,7 +147,7 @@ def plain_name(folder: Path, name: str) -> str:
     """Return a folder's name as a class or client name, in Unicode's composed form, which is the same on every system.
 
     Raises:
-        DataError: the name has characters that cannot be printed.
+        DataError: The name has characters that cannot be printed.
     """
     name = unicodedata.normalize("NFC", name)
     if not name.isprintable():

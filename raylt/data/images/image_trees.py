@@ -26,10 +26,10 @@ class How:
     """Settings for decoding images.
 
     Args:
-        size: side of the images in pixels.
+        size: Side of the images in pixels.
         channels: 1 for grey, 3 for RGB, auto for grey if all images are grey.
-        fit: see `fitted_image`.
-        bad: stop at files that cannot be decoded, or skip them.
+        fit: See `fitted_image`.
+        bad: Stop at files that cannot be decoded, or skip them.
         depth: `data.depth`.
     """
 
@@ -48,17 +48,17 @@ def decode_tree(
     The cache's key contains the files' sizes and modification times, so a replaced file is decoded again.
 
     Args:
-        name: prefix of the name of the cache's folder.
-        folder: the folder that contains the files.
-        files: paths of the files relative to `folder`, at least one.
-        how: settings for decoding.
-        cache: folder of all caches.
+        name: Prefix of the name of the cache's folder.
+        folder: The folder that contains the files.
+        files: Paths of the files relative to `folder`, at least one.
+        how: Settings for decoding.
+        cache: Folder of all caches.
 
     Returns:
         The images that can be decoded, their positions in `files`, and a note on the others.
 
     Raises:
-        DataError: files cannot be decoded and `how` does not skip them, no file can be decoded, or the cache does not
+        DataError: Files cannot be decoded and `how` does not skip them, no file can be decoded, or the cache does not
             fit on the disk.
     """
     root = str(folder.resolve())
@@ -76,11 +76,11 @@ def decode_all(
     """Decode images, given as paths or as file contents, through a cache; return the same as `decode_tree`.
 
     Args:
-        path: path of the array in its cache.
-        count: the number of images, N.
-        file: row -> path or content.
-        how: settings for decoding.
-        about: description of the cache, see `pack`.
+        path: Path of the array in its cache.
+        count: The number of images, N.
+        file: Row -> path or content.
+        how: Settings for decoding.
+        about: Description of the cache, see `pack`.
     """
     channels = None if how.channels == "auto" else how.channels
     bad = pack(
@@ -101,14 +101,14 @@ def usable(
     """Return a cache's images, except those that could not be decoded; see `decode_tree`.
 
     Args:
-        path: path of the array in its cache.
-        count: the number of all images, N.
-        bad: the rows that could not be decoded, with the reason.
-        how: settings for decoding.
-        deep: row -> whether its file has greys of more than 8 bits; called for the first usable row.
+        path: Path of the array in its cache.
+        count: The number of all images, N.
+        bad: The rows that could not be decoded, with the reason.
+        how: Settings for decoding.
+        deep: Row -> whether its file has greys of more than 8 bits; called for the first usable row.
 
     Raises:
-        DataError: images could not be decoded and `how` does not skip them, or no image could be decoded.
+        DataError: Images could not be decoded and `how` does not skip them, or no image could be decoded.
     """
     rows = np.setdiff1d(np.arange(count), list(bad))
     if bad and (how.bad == "stop" or not len(rows)):
@@ -124,8 +124,8 @@ def undecodable(bad: dict[int, str], path: Path) -> DataError:
     """Return the error that names the images that cannot be decoded.
 
     Args:
-        bad: the rows of these images, with the reason.
-        path: path of the array in its cache.
+        bad: The rows of these images, with the reason.
+        path: Path of the array in its cache.
     """
     return DataError(
         f"{_describe(bad, path)}. Replace or remove them, or set data.bad=skip.",

@@ -29,15 +29,15 @@ def call_in_processes(
     The processes end when the iterator is closed or this process dies.
 
     Args:
-        count: number of processes.
-        calls: for each call, a name for error messages and a function with its arguments, which are pickled.
-        handles: open files that the processes inherit, with the same numbers.
+        count: Number of processes.
+        calls: For each call, a name for error messages and a function with its arguments, which are pickled.
+        handles: Open files that the processes inherit, with the same numbers.
 
     Yields:
         The name and the result of each call, in the order in which calls finish.
 
     Raises:
-        RayltError: a call raised an error, or a process died.
+        RayltError: A call raised an error, or a process died.
     """
     waiting = iter(calls)
     workers: list[_Worker] = []
@@ -104,7 +104,7 @@ class _Worker:
         """Wait for the result of the oldest call of this worker.
 
         Raises:
-            RayltError: the call raised an error, or the process died.
+            RayltError: The call raised an error, or the process died.
         """
         try:
             result, problem = self.channel.recv()

@@ -41,15 +41,15 @@ class Source:
     Without test samples, a part of each id's training samples becomes the test set, see `raylt.data.task`.
 
     Args:
-        name: name of the data set.
-        x_train, x_test: images uint8 [N, H, W, channels].
-        y_train, y_test: labels int64 [N] in [0, C), or label maps uint8 [N, H, W] in [0, C) or VOID.
+        name: Name of the data set.
+        x_train, x_test: Images uint8 [N, H, W, channels].
+        y_train, y_test: Labels int64 [N] in [0, C), or label maps uint8 [N, H, W] in [0, C) or VOID.
         class_names: C names.
-        mean, std: mean and standard deviation per channel, for pixels in [0, 1].
-        ids: recorded id of each training sample, [N]; None if the source records no ids.
-        test_ids: recorded id of each test sample, from the same ids as `ids`.
-        client_names: names of the different ids, in the sorted order of the ids.
-        notes: remarks on the data for the user, in whole sentences.
+        mean, std: Mean and standard deviation per channel, for pixels in [0, 1].
+        ids: Recorded id of each training sample, [N]; None if the source records no ids.
+        test_ids: Recorded id of each test sample, from the same ids as `ids`.
+        client_names: Names of the different ids, in the sorted order of the ids.
+        notes: Remarks on the data for the user, in whole sentences.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Arrays(NamedTuple):
     """The images, labels, class names and client ids of a data set, as an npz file stores them.
 
     Attributes:
-        x_train, x_test: images uint8 [N, H, W, channels].
-        y_train, y_test: labels int64 [N], or label maps uint8 [N, H, W].
+        x_train, x_test: Images uint8 [N, H, W, channels].
+        y_train, y_test: Labels int64 [N], or label maps uint8 [N, H, W].
         class_names: C names.
-        ids: recorded id of each training image; None if the source records no ids.
-        test_ids: recorded id of each test image.
-        client_names: names of the different ids, in the sorted order of the ids.
+        ids: Recorded id of each training image; None if the source records no ids.
+        test_ids: Recorded id of each test image.
+        client_names: Names of the different ids, in the sorted order of the ids.
     """
 
     x_train: Stored
@@ -105,11 +105,11 @@ def read_arrays(path: Path, depth: int | None = None) -> Arrays:
     are scaled by `eight_bits`.
 
     Args:
-        path: path of the file.
+        path: Path of the file.
         depth: `data.depth`.
 
     Raises:
-        DataError: the file cannot be read, or its arrays are missing or do not fit each other.
+        DataError: The file cannot be read, or its arrays are missing or do not fit each other.
     """
     entries = read_npz(path, (*KEYS, *CLIENTS))
     missing = [key for key in KEYS if key not in entries]
@@ -183,8 +183,8 @@ def _checked_clients(
     """Return the client ids of training and test images as numbers, and the name of each distinct id.
 
     Args:
-        training: number of training images.
-        tests: number of test images.
+        training: Number of training images.
+        tests: Number of test images.
     """
     ids = _checked_ids(path, "id_train", entries.get("id_train"), training)
     test_ids = _checked_ids(path, "id_test", entries.get("id_test"), tests)
@@ -251,7 +251,7 @@ def _check_problem(path: Path, key: str, y: np.ndarray, images: tuple[int, ...])
     """Raise an error if the labels belong to a problem that raylt does not support.
 
     Raises:
-        DataError: the labels are floats, as in regression, or each image has several labels.
+        DataError: The labels are floats, as in regression, or each image has several labels.
     """
     several = y.ndim == 2 and len(images) == 3 and y.shape[0] == images[0] and y.shape[1:] != (1,)
     if y.dtype.kind == "f" or (several and y.dtype.kind in "iub"):

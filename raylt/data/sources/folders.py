@@ -35,10 +35,10 @@ class Part:
     """The training or the test images of a folder, ordered by client, class and file name.
 
     Args:
-        below: the part's own folder, with a slash; files are relative to it.
-        files: paths of the images.
-        classes: class name of each image.
-        clients: client name of each image; None if there are no clients.
+        below: The part's own folder, with a slash; files are relative to it.
+        files: Paths of the images.
+        classes: Class name of each image.
+        clients: Client name of each image; None if there are no clients.
     """
 
     below: str
@@ -62,10 +62,10 @@ class ImageLabels:
     """The class and client of each image of a source, training images first.
 
     Args:
-        classes: class name of each image.
-        clients: client name of each image; None if the source records no clients.
-        train: number of training images.
-        tested: whether the source has test images, which follow the training images.
+        classes: Class name of each image.
+        clients: Client name of each image; None if the source records no clients.
+        train: Number of training images.
+        tested: Whether the source has test images, which follow the training images.
     """
 
     classes: Sequence[str]
@@ -79,11 +79,11 @@ class CodedLabels:
     """The same as `ImageLabels`, with numbers in place of names.
 
     Args:
-        classes: position of each image's class in `class_names`, int64 [N].
-        class_names: names of the classes, in order.
-        clients: position of each image's client in `client_names`, int64 [N]; None if the source records no clients.
-        client_names: names of the clients, in order.
-        train, tested: see `ImageLabels`.
+        classes: Position of each image's class in `class_names`, int64 [N].
+        class_names: Names of the classes, in order.
+        clients: Position of each image's client in `client_names`, int64 [N]; None if the source records no clients.
+        client_names: Names of the clients, in order.
+        train, tested: See `ImageLabels`.
     """
 
     classes: np.ndarray
@@ -98,13 +98,13 @@ def read_parts(folder: Path, test_part: str | None = None) -> Parts:
     """Find the images in a folder and detect their layout, without decoding any image.
 
     Args:
-        folder: the folder of the data set.
-        test_part: name of the folder with the test images. None: `test`; without it, next to a `train` without clients,
+        folder: The folder of the data set.
+        test_part: Name of the folder with the test images. None: `test`; without it, next to a `train` without clients,
             the folder in NOT_READ if there is exactly one.
 
     Raises:
-        ConfigError: the folder `test_part` does not exist.
-        DataError: the folder does not exist, or its layout is not one of the four, or a mixture.
+        ConfigError: The folder `test_part` does not exist.
+        DataError: The folder does not exist, or its layout is not one of the four, or a mixture.
     """
     top = _top(folder)
     test = _test_folder(folder, top, test_part)
@@ -172,9 +172,9 @@ def open_parts(name: str, parts: Parts, how: How, cache: Path) -> Source:
     It has test images only if the folder has some.
 
     Args:
-        name: name of the data set.
-        parts: the images and their labels.
-        how, cache: see `decode_tree`.
+        name: Name of the data set.
+        parts: The images and their labels.
+        how, cache: See `decode_tree`.
     """
     chosen = [parts.train] if parts.test is None else [parts.train, parts.test]
     # use one cache, because the images are grey only if all parts are
@@ -198,14 +198,14 @@ def assemble(name: str, x: Mapped, rows: np.ndarray, labels: ImageLabels, notes:
     A client without a training image is left out together with its test images, and a note names it.
 
     Args:
-        name: name of the data set.
-        x: the images that could be decoded.
-        rows: positions of these images among all images, int64 [n], ascending.
-        labels: classes and clients of all images.
-        notes: notes on the data so far.
+        name: Name of the data set.
+        x: The images that could be decoded.
+        rows: Positions of these images among all images, int64 [n], ascending.
+        labels: Classes and clients of all images.
+        notes: Notes on the data so far.
 
     Raises:
-        DataError: no image of a whole part could be decoded.
+        DataError: No image of a whole part could be decoded.
     """
     class_names = sorted({*labels.classes})
     client_names = None if labels.clients is None else sorted({*labels.clients})
@@ -224,7 +224,7 @@ def assemble_coded(name: str, x: Mapped, rows: np.ndarray, labels: CodedLabels, 
     """Make a data set from decoded images and their labels, given as numbers; otherwise the same as `assemble`.
 
     Raises:
-        DataError: no image of a whole part could be decoded.
+        DataError: No image of a whole part could be decoded.
     """
     y = labels.classes[rows]
     train = np.flatnonzero(rows < labels.train)
@@ -323,13 +323,13 @@ def part_of(folder: Path, below: str, listing: Listing, depths: set[int]) -> Par
     """Read the class and client of each image below a folder. All images must lie at one of the given depths.
 
     Args:
-        folder: the folder of the data set.
-        below: the part's own folder, with a slash.
-        listing: the image files in the part.
-        depths: allowed numbers of folders between the part and its images.
+        folder: The folder of the data set.
+        below: The part's own folder, with a slash.
+        listing: The image files in the part.
+        depths: Allowed numbers of folders between the part and its images.
 
     Raises:
-        DataError: there are no images, or they lie at other or different depths.
+        DataError: There are no images, or they lie at other or different depths.
     """
     folder = folder / below
     if not listing.files:
@@ -355,13 +355,13 @@ def check_same_names(folder: Path, what: str, train: Sequence[str], test: Sequen
     """Raise an error if a class or client of the test part has no training images.
 
     Args:
-        folder: the folder of the data set.
+        folder: The folder of the data set.
         what: "class" or "client".
-        train: class or client names of the training images.
-        test: class or client names of the test images.
+        train: Class or client names of the training images.
+        test: Class or client names of the test images.
 
     Raises:
-        DataError: a name occurs only in the test part.
+        DataError: A name occurs only in the test part.
     """
     untrained = sorted({*test} - {*train})
     if untrained:

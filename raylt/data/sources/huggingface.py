@@ -31,8 +31,8 @@ def open_hub(config: DataConfig) -> Source:
     its images have no labels.
 
     Raises:
-        ConfigError: the library is not installed, the revision is missing, or a column is unknown.
-        DataError: the data set does not exist, or has no part called train.
+        ConfigError: The library is not installed, the revision is missing, or a column is unknown.
+        DataError: The data set does not exist, or has no part called train.
     """
     parts = _load(config)
     name = config.source
@@ -102,12 +102,12 @@ def class_codes(labels: Iterable[Any], names: list[str] | None, source: str) -> 
     """Return the names of all classes in their order, and the number of each label's class, int64 [N].
 
     Args:
-        labels: numbers of the classes in `names`, or names of classes.
-        names: names that the data set gives to the numbers; None if it has none.
+        labels: Numbers of the classes in `names`, or names of classes.
+        names: Names that the data set gives to the numbers; None if it has none.
         source: `data.source`.
 
     Raises:
-        DataError: a label is missing or is not a class.
+        DataError: A label is missing or is not a class.
     """
     labels = list(labels)
     if names:
@@ -123,12 +123,12 @@ def name_codes(key: str, source: str, values: Iterable[Any]) -> tuple[list[str],
     Whole numbers are sorted by value, other names alphabetically.
 
     Args:
-        key: the setting that names the column.
+        key: The setting that names the column.
         source: `data.source`.
-        values: the values of the column.
+        values: The values of the column.
 
     Raises:
-        DataError: a value is missing, is neither an integer nor a string, or cannot be printed.
+        DataError: A value is missing, is neither an integer nor a string, or cannot be printed.
     """
     # True and False become names
     plain = [str(value) if isinstance(value, bool) else value for value in values]
@@ -154,7 +154,7 @@ def class_of(label: Any, names: list[str], source: str) -> int:
     """Return the number of a label's class in `names`.
 
     Raises:
-        DataError: the label is not a class, or is missing, which the library represents by -1, as in hidden test parts.
+        DataError: The label is not a class, or is missing, which the library represents by -1, as in hidden test parts.
     """
     _check_label(label, source)
     if label is None or not 0 <= label < len(names):

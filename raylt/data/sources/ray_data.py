@@ -55,13 +55,13 @@ class Reading:
 
     Args:
         name: `data.source`.
-        address: path or URI of the source.
-        kind: format of all files.
-        train, test: paths of the files of each part below the address; `test` is None without a test part.
-        how: settings for decoding.
-        image, label, client: names of the columns as configured.
-        array: path of the array to make.
-        sized: whether the user set a size, which is not possible for arrays.
+        address: Path or URI of the source.
+        kind: Format of all files.
+        train, test: Paths of the files of each part below the address; `test` is None without a test part.
+        how: Settings for decoding.
+        image, label, client: Names of the columns as configured.
+        array: Path of the array to make.
+        sized: Whether the user set a size, which is not possible for arrays.
     """
 
     name: str
@@ -81,10 +81,10 @@ def open_ray(config: DataConfig) -> Source:
     """Open the data set at the path or URI that `config` names.
 
     Raises:
-        ConfigError: a column or part is unknown, or arrays have a size that differs from `data.size`.
-        DataError: there are no files, their layout is unknown, their labels are not classes, or images cannot be
+        ConfigError: A column or part is unknown, or arrays have a size that differs from `data.size`.
+        DataError: There are no files, their layout is unknown, their labels are not classes, or images cannot be
             decoded.
-        RayltError: the process that runs Ray Data died.
+        RayltError: The process that runs Ray Data died.
     """
     address = config.source.partition(":")[2]
     if "://" not in address:
@@ -252,7 +252,7 @@ def _kind(name: str, files: Sequence[Stored]) -> FileKind:
     """Return the file format of a data set.
 
     Raises:
-        DataError: its files have several formats, or the only file is an image.
+        DataError: Its files have several formats, or the only file is an image.
     """
     examples: dict[FileKind | None, Stored] = {_kind_of(name, file): file for file in files}
     kind = next(iter(examples))
@@ -275,7 +275,7 @@ def image_parts(reading: Reading) -> list[Part]:
     """Read the class and client of each image file from the names of the folders that contain it.
 
     Raises:
-        DataError: the images have another layout.
+        DataError: The images have another layout.
     """
     top = Path(reading.address)
     parts: list[Part] = []
@@ -297,11 +297,11 @@ class Columns:
     """The names of a data set's columns, and the shape of its images.
 
     Args:
-        image, label, client: names of the columns; `label` is None if folders name the classes.
-        file: column with the name of each image, for error messages; None if images have no names.
+        image, label, client: Names of the columns; `label` is None if folders name the classes.
+        file: Column with the name of each image, for error messages; None if images have no names.
         shape: [H, W, channels] of images that are arrays; None if they are bytes of files.
-        numbers: whether classes are integers, which are sorted by value.
-        client_numbers: the same for clients.
+        numbers: Whether classes are integers, which are sorted by value.
+        client_numbers: The same for clients.
     """
 
     image: str
@@ -322,12 +322,12 @@ def find_columns(reading: Reading, first: dict[str, Any]) -> Columns:
     """Find the image, label and client columns by the settings, or by the values in the first row.
 
     Args:
-        reading: the request.
-        first: the values of the first row by column, in Ray Data's numpy format.
+        reading: The request.
+        first: The values of the first row by column, in Ray Data's numpy format.
 
     Raises:
-        ConfigError: a column is unknown, or not exactly one column is of its kind.
-        DataError: labels or clients are neither integers nor strings.
+        ConfigError: A column is unknown, or not exactly one column is of its kind.
+        DataError: Labels or clients are neither integers nor strings.
     """
     names = [name for name in first if not name.startswith("__")]
     if reading.kind == "webdataset":
@@ -401,7 +401,7 @@ def _array(value: np.ndarray) -> np.ndarray:
     """Convert nested arrays, which are the values of list columns, to one array.
 
     Raises:
-        ValueError: the lists differ in length.
+        ValueError: The lists differ in length.
     """
     if value.dtype != object:
         return value
@@ -443,8 +443,8 @@ class DecodeBatch:
     """Function of a Ray Data task that decodes the images of a batch of rows.
 
     Args:
-        columns: columns of the data set.
-        how: settings for decoding.
+        columns: Columns of the data set.
+        how: Settings for decoding.
     """
 
     columns: Columns
@@ -468,7 +468,7 @@ class DecodeBatch:
         """Decode a batch.
 
         Args:
-            batch: the columns of the data set; images as bytes, dicts with bytes, or arrays.
+            batch: The columns of the data set; images as bytes, dicts with bytes, or arrays.
 
         Returns:
             `pixels` uint8 [n, H, W, channels], `state` uint8 [n] as in the cache, `cause` and `file` (text [n]; empty
@@ -532,7 +532,7 @@ class NameCodes:
     """Names of classes or clients as numbers, in the order in which they first appear.
 
     Args:
-        key: the setting that names the column.
+        key: The setting that names the column.
         source: `data.source`.
     """
 
@@ -547,7 +547,7 @@ class NameCodes:
         """Add the class or client names of a batch of rows.
 
         Raises:
-            DataError: a value is missing, is neither an integer nor a string, or cannot be printed.
+            DataError: A value is missing, is neither an integer nor a string, or cannot be printed.
         """
         if values.dtype.kind in "iuU":
             distinct, first, inverse = np.unique(values, return_index=True, return_inverse=True)
@@ -563,7 +563,7 @@ class NameCodes:
         """Return all distinct names, sorted, and the position of each row's name among them, int32 [N].
 
         Args:
-            numbers: whether the names are integers, which are sorted by value; other names are sorted alphabetically.
+            numbers: Whether the names are integers, which are sorted by value; other names are sorted alphabetically.
         """
         names = sorted(self._numbers, key=int) if numbers else sorted(self._numbers)
         position = np.empty(len(names), np.int32)

@@ -74,11 +74,11 @@ def camvid(root: Path, height: int, depth: int | None = None) -> Arrays:
 
     Args:
         root: `data.root`.
-        height: height to which images are resized.
+        height: Height to which images are resized.
         depth: `data.depth`.
 
     Raises:
-        DataError: neither exists, or a file is malformed.
+        DataError: Neither exists, or a file is malformed.
     """
     folder = root / "camvid"
     file = root / "camvid.npz"
@@ -108,11 +108,11 @@ def cityscapes(root: Path, height: int, depth: int | None = None) -> Arrays:
 
     Args:
         root: `data.root`.
-        height: height to which images are resized.
+        height: Height to which images are resized.
         depth: `data.depth`.
 
     Raises:
-        DataError: the data set is missing, or a file is malformed.
+        DataError: The data set is missing, or a file is malformed.
     """
     from torchvision.datasets import Cityscapes
 
@@ -143,10 +143,10 @@ class Frames:
 
     Args:
         key: JSON that identifies the frames; each key has its own cache.
-        count: number of frames, N, at least one.
-        image: row -> file of an image, or uint8 [H, W, 3].
-        labels: row -> file of a map, or integers [H, W].
-        table: class of each index in a map, uint8 [256].
+        count: Number of frames, N, at least one.
+        image: Row -> file of an image, or uint8 [H, W, 3].
+        labels: Row -> file of a map, or integers [H, W].
+        table: Class of each index in a map, uint8 [256].
     """
 
     key: Any
@@ -165,14 +165,14 @@ def decode_frames(
     second call with the same key, height and depth opens the cache.
 
     Args:
-        name: prefix of the name of the cache's folder.
-        frames: the frames.
-        height: height to which images are resized.
-        cache: folder of all caches.
+        name: Prefix of the name of the cache's folder.
+        frames: The frames.
+        height: Height to which images are resized.
+        cache: Folder of all caches.
         depth: `data.depth`.
 
     Raises:
-        DataError: a frame differs in size from the first one or its map or cannot be decoded, or the cache does not fit
+        DataError: A frame differs in size from the first one or its map or cannot be decoded, or the cache does not fit
             on the disk.
     """
     folder = place_of(name, [frames.key, FORMAT, height, depth], cache)
@@ -224,7 +224,7 @@ class _Resized:
     """Picklable function that decodes an image and resizes it to height x width.
 
     Args:
-        before: required width and height of an image before resizing.
+        before: Required width and height of an image before resizing.
     """
 
     name: str
@@ -253,8 +253,8 @@ class _ResizedLabels:
     """Picklable function that decodes a label map and resizes it to height x width.
 
     Args:
-        before: required width and height of a map before resizing.
-        table: class of each index in a map, uint8 [256].
+        before: Required width and height of a map before resizing.
+        table: Class of each index in a map, uint8 [256].
     """
 
     name: str
@@ -282,7 +282,7 @@ class _ResizedLabels:
         """Return a label map as uint8 of any shape.
 
         Raises:
-            DataError: the map has values other than whole numbers from 0 to 255.
+            DataError: The map has values other than whole numbers from 0 to 255.
         """
         values = given if isinstance(given, np.ndarray) else np.asarray(open_image(given))
         whole = values.dtype.kind in "biu"

@@ -49,8 +49,8 @@ def open_source(config: DataConfig) -> Source:
     """Open the data set that `config.source` names.
 
     Raises:
-        ConfigError: the source is unknown.
-        DataError: the source's files are missing or malformed.
+        ConfigError: The source is unknown.
+        DataError: The source's files are missing or malformed.
     """
     if config.source in SOURCES:
         with own_function("data.source", config.source):
@@ -89,7 +89,7 @@ def check_size(config: DataConfig) -> None:
     """Raise an error if `data.size` is set for a source of arrays, whose images keep their size.
 
     Raises:
-        ConfigError: the source consists of arrays, and the size is not the default.
+        ConfigError: The source consists of arrays, and the size is not the default.
     """
     kind = config.source.partition(":")[0]
     if config.source in SOURCES or kind not in OWN_SIZE or config.size == DataConfig.model_fields["size"].default:
@@ -112,13 +112,13 @@ def group_thresholds(config: DataConfig, largest: int, pixels: int | None = None
     the sizes at which the pairs change are choices of this project.
 
     Args:
-        config: the settings in `data`.
-        largest: number of training images of the source's largest class, before the data are thinned.
-        pixels: number of labelled pixels of label maps; the defaults are then 1 % and 5 % of them, a choice of this
+        config: The settings in `data`.
+        largest: Number of training images of the source's largest class, before the data are thinned.
+        pixels: Number of labelled pixels of label maps; the defaults are then 1 % and 5 % of them, a choice of this
             project.
 
     Raises:
-        ConfigError: the thresholds are not in order.
+        ConfigError: The thresholds are not in order.
     """
     if pixels is not None:
         usual = pixels // 100, pixels // 20

@@ -28,17 +28,17 @@ def auxiliary_rows(
     validation set and of clients' test parts are never drawn. No client loses an image.
 
     Args:
-        source: the data set.
-        clients: for each client, rows of the training set.
-        new_clients: ids of the clients that join only after training.
-        reserved: rows on which no client trains: the validation set, and each client's test part that was split off.
-        config: the settings in `data`.
+        source: The data set.
+        clients: For each client, rows of the training set.
+        new_clients: Ids of the clients that join only after training.
+        reserved: Rows on which no client trains: the validation set, and each client's test part that was split off.
+        config: The settings in `data`.
 
     Returns:
         Rows of the training set, int64, ascending.
 
     Raises:
-        DataError: labels are maps, in which an image shows many classes.
+        DataError: Labels are maps, in which an image shows many classes.
     """
     if source.kind == "segmentation":
         raise DataError(

@@ -14,13 +14,13 @@ def check(split: Split, source: Source, config: DataConfig, name: str) -> None:
     """Raise an error if a split does not fit a source.
 
     Args:
-        split: the split.
-        source: the data set.
-        config: the settings in `data`.
-        name: name of the split in error messages.
+        split: The split.
+        source: The data set.
+        config: The settings in `data`.
+        name: Name of the split in error messages.
 
     Raises:
-        DataError: the split belongs to other data or other clients, or lists wrong rows.
+        DataError: The split belongs to other data or other clients, or lists wrong rows.
     """
     fault = _fault(split, source, config)
     if fault is not None:

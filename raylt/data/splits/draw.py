@@ -21,7 +21,7 @@ def draw(source: Source, config: DataConfig) -> Split:
     """Draw a split of a source by the configuration. Unset settings take the source's defaults.
 
     Raises:
-        DataError: the data cannot be split as configured.
+        DataError: The data cannot be split as configured.
     """
     unique_ids = None if source.ids is None else np.unique(source.ids)
     config = _resolved(config, unique_ids)
@@ -61,16 +61,16 @@ def hold_out_validation(
     the same. If too few samples remain to choose from, fewer are taken.
 
     Args:
-        clients: for each client, rows of the training set, int64 [n], ascending.
-        labels: labels of the whole training set, int64 [N].
-        share: fraction of each class, in (0, 1).
+        clients: For each client, rows of the training set, int64 [n], ascending.
+        labels: Labels of the whole training set, int64 [N].
+        share: Fraction of each class, in (0, 1).
         seed: `data.seed`.
 
     Returns:
         The rows that each client keeps, and the rows of the validation set; all ascending.
 
     Raises:
-        DataError: no sample can be taken.
+        DataError: No sample can be taken.
     """
     rows = np.concatenate(list(clients))
     owner = np.repeat(np.arange(len(clients)), [len(client) for client in clients])
@@ -104,9 +104,9 @@ def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> li
     If a client would get no test sample but has two samples of a class, one sample of its largest class is taken.
 
     Args:
-        ids: client id of each sample, [N].
-        labels: labels of the samples, int64 [N].
-        share: fraction of the samples, in (0, 1).
+        ids: Client id of each sample, [N].
+        labels: Labels of the samples, int64 [N].
+        share: Fraction of the samples, in (0, 1).
         seed: `data.seed`.
 
     Returns:
@@ -128,12 +128,12 @@ def check_judged(name: str, y_test: Stored, classes: int) -> None:
     """Raise an error if no test sample has a label.
 
     Args:
-        name: name of the source.
-        y_test: labels of the test set.
-        classes: number of classes.
+        name: Name of the source.
+        y_test: Labels of the test set.
+        classes: Number of classes.
 
     Raises:
-        DataError: no test sample has a label, so no model could be evaluated.
+        DataError: No test sample has a label, so no model could be evaluated.
     """
     if not class_counts(y_test, classes).any():
         raise DataError(
@@ -149,10 +149,10 @@ def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | No
     """Return sentences about the samples, classes and clients that a split leaves out.
 
     Args:
-        source: the data set.
-        split: the split.
-        y_test: labels of the test set.
-        own: rows of each client's own test samples, see `own_tests`.
+        source: The data set.
+        split: The split.
+        y_test: Labels of the test set.
+        own: Rows of each client's own test samples, see `own_tests`.
     """
     sentences = []
     every = len(source.y_train) - sum(map(len, split.test or ()))
@@ -197,7 +197,7 @@ def test_part(source: Source, config: DataConfig) -> tuple[IndexLists | None, fl
     no ids.
 
     Raises:
-        DataError: there is no test set and none can be split off, or a share is set that does not apply.
+        DataError: There is no test set and none can be split off, or a share is set that does not apply.
     """
     if len(source.y_test):
         for key in ("test", "test_share"):

@@ -54,12 +54,12 @@ def open_split(path: Path, source: Source, config: DataConfig) -> Split:
     """Read a split from a file in raylt's own format, or from index lists of another tool.
 
     Args:
-        path: path of the file.
-        source: the data set.
-        config: the settings in `data`, for a test part that must be drawn.
+        path: Path of the file.
+        source: The data set.
+        config: The settings in `data`, for a test part that must be drawn.
 
     Raises:
-        DataError: the file cannot be read, has another form, or lists rows or labels that the source does not have.
+        DataError: The file cannot be read, has another form, or lists rows or labels that the source does not have.
     """
     try:
         content = store.read(path, LIMIT)
@@ -216,7 +216,7 @@ def _rows(
     """Check a client's rows from the file and return them in ascending order.
 
     Raises:
-        DataError: they are not row numbers of the source, or their labels differ from the source's.
+        DataError: They are not row numbers of the source, or their labels differ from the source's.
     """
     count = len(source.y_train)
     for row in rows:
@@ -238,9 +238,9 @@ def _check_once(path: Path, names: Sequence[str], lists: Sequence[np.ndarray]) -
     """Check that there are rows, and that no row is listed twice.
 
     Args:
-        path: path of the file.
-        names: names of the clients.
-        lists: the training rows of each client, followed by the test rows of each client.
+        path: Path of the file.
+        names: Names of the clients.
+        lists: The training rows of each client, followed by the test rows of each client.
     """
     rows = np.concatenate(lists)
     if not len(rows):

@@ -15,7 +15,7 @@ def long_tail_counts(available: np.ndarray, imbalance: float) -> np.ndarray:
     be thinned further.
 
     Args:
-        available: samples per class, int [C].
+        available: Samples per class, int [C].
         imbalance: IF, the ratio of the first class to the last, at least 1; 1 keeps all data.
 
     Returns:
@@ -64,11 +64,11 @@ def long_tail_subset(
     """Draw a seeded random long-tailed subset of samples; return its sorted indices.
 
     Args:
-        labels: labels of the samples, int64 [n], in [0, classes).
+        labels: Labels of the samples, int64 [n], in [0, classes).
         imbalance: IF, see `long_tail_counts`.
-        classes: the number of classes, C.
+        classes: The number of classes, C.
         seed: `data.seed`.
-        by_size: whether the largest class stays the largest; otherwise class 0 becomes the largest, as in benchmarks.
+        by_size: Whether the largest class stays the largest; otherwise class 0 becomes the largest, as in benchmarks.
     """
     available = np.bincount(labels, minlength=classes)
     order = np.argsort(-available, kind="stable") if by_size else np.arange(classes)
@@ -86,9 +86,9 @@ def own_tail(labels: np.ndarray, imbalance: float, rng: np.random.Generator) -> 
     at least one, where n_max is the size of the client's largest class.
 
     Args:
-        labels: labels of the client's samples, int64 [n]; C is the number of classes among them.
+        labels: Labels of the client's samples, int64 [n]; C is the number of classes among them.
         imbalance: IF, at least 1.
-        rng: random generator.
+        rng: Random generator.
     """
     classes, counts = np.unique(labels, return_counts=True)
     last = max(len(classes) - 1, 1)

@@ -13,14 +13,14 @@ def draw_new_clients(clients: Sequence[np.ndarray], config: DataConfig) -> tuple
     """Draw the ids of `config.new_clients` clients from those that hold samples, seeded by `config.seed`.
 
     Args:
-        clients: for each client, rows of the training set.
-        config: the settings in `data`.
+        clients: For each client, rows of the training set.
+        config: The settings in `data`.
 
     Returns:
         Ids, ascending.
 
     Raises:
-        DataError: no client would be left to train.
+        DataError: No client would be left to train.
     """
     if not config.new_clients:
         return ()

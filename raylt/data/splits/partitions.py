@@ -40,7 +40,7 @@ def check_partition_exists(name: str | None) -> None:
     """Raise an error if a partition is named and there is none of this name.
 
     Raises:
-        ConfigError: names the partitions that there are.
+        ConfigError: Names the partitions that there are.
     """
     if name is not None and name not in PARTITIONS:
         raise ConfigError(
@@ -58,15 +58,15 @@ def partition(
     """Partition samples over clients as configured, seeded by `config.seed`.
 
     Args:
-        labels: labels of the (long-tailed) training samples, int64 [n]; for label maps the classes that each image
+        labels: Labels of the (long-tailed) training samples, int64 [n]; for label maps the classes that each image
             shows, bool [n, C].
-        config: its `partition`, `clients`, `alpha`, `beta`, `imbalance`, `min_size`, `per_client`, `tail` and `seed`
+        config: Its `partition`, `clients`, `alpha`, `beta`, `imbalance`, `min_size`, `per_client`, `tail` and `seed`
             matter; `partition`, `clients` and `imbalance` are not None.
-        ids: recorded id of each sample, [n]; None where the source records none.
-        unique_ids: the different ids, sorted, with ids that a long tail left out; by default the ids in `ids`.
+        ids: Recorded id of each sample, [n]; None where the source records none.
+        unique_ids: The different ids, sorted, with ids that a long tail left out; by default the ids in `ids`.
 
     Raises:
-        DataError: the data cannot be partitioned like that.
+        DataError: The data cannot be partitioned like that.
     """
     clients = config.clients
     imbalance = config.imbalance
@@ -167,7 +167,7 @@ def _own_partition(name: str, labels: np.ndarray, config: DataConfig, rng: np.ra
     """Call a user's own partition function and return its checked result.
 
     Raises:
-        DataError: the parts are not as many as clients, or do not hold rows at most once.
+        DataError: The parts are not as many as clients, or do not hold rows at most once.
     """
     deal = PARTITIONS[name]
     assert not isinstance(deal, str)
@@ -201,7 +201,7 @@ def creff(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generat
     holds samples of two neighbouring draws.
 
     Raises:
-        DataError: there are fewer than 10 clients, or no draw gave each client half of its even share.
+        DataError: There are fewer than 10 clients, or no draw gave each client half of its even share.
     """
     if clients < CREFF_GROUP:
         raise DataError(
@@ -228,7 +228,7 @@ def dirichlet(
     """Divide each class over clients by p ~ Dir(alpha); draw again until each client has `min_size` samples.
 
     Raises:
-        DataError: no draw gave each client `min_size` samples.
+        DataError: No draw gave each client `min_size` samples.
     """
     return _by_owner(_deal_until(labels, clients, alpha, rng, np.inf, _cut_exact, min_size), clients)
 
@@ -239,7 +239,7 @@ def dirichlet_min(
     """Divide like `dirichlet`, but add no samples to a client that already has n/K samples (NIID-bench).
 
     Raises:
-        DataError: no draw gave each client `min_size` samples.
+        DataError: No draw gave each client `min_size` samples.
     """
     share = len(labels) / clients
     return _by_owner(_deal_until(labels, clients, alpha, rng, share, _cut_exact, min_size), clients)
@@ -282,8 +282,8 @@ def by_class(
     where these run out; the clients with the rarest classes come first.
 
     Args:
-        shows: the classes that each image shows, bool [n, C].
-        beta: see `raylt.data.label_maps.class_views`.
+        shows: The classes that each image shows, bool [n, C].
+        beta: See `raylt.data.label_maps.class_views`.
 
     Raises:
         DataError: `beta` exceeds the number of classes, or a client would get no image.
@@ -323,7 +323,7 @@ def by_id(ids: np.ndarray | None, clients: int, unique_ids: np.ndarray | None = 
     """Make one client for each recorded id, in the sorted order of ids.
 
     Raises:
-        DataError: there are no ids, or not as many different ones as clients.
+        DataError: There are no ids, or not as many different ones as clients.
     """
     if ids is None:
         raise DataError(
@@ -357,7 +357,7 @@ def extended_dirichlet(
     Departure: what PFLlib's cut leaves over goes to the holders by p, and not all to the last.
 
     Raises:
-        DataError: there are fewer classes than that, or no draw met the conditions.
+        DataError: There are fewer classes than that, or no draw met the conditions.
     """
     rows = [np.flatnonzero(labels == c) for c in np.unique(labels)]
     if per_client > len(rows):
@@ -383,7 +383,7 @@ def pathological(labels: np.ndarray, clients: int, per_client: int, rng: np.rand
     The classes are drawn so that the numbers of clients that hold them differ by at most one.
 
     Raises:
-        DataError: there are fewer classes than that, some class would have no client, or has fewer samples than
+        DataError: There are fewer classes than that, some class would have no client, or has fewer samples than
             clients that hold it.
     """
     classes = np.unique(labels)
@@ -423,7 +423,7 @@ def shards(labels: np.ndarray, clients: int, per_client: int, rng: np.random.Gen
     The partition of McMahan et al. (AISTATS 2017). The order within a class is random, and so are a client's shards.
 
     Raises:
-        DataError: there are more shards than samples.
+        DataError: There are more shards than samples.
     """
     if clients * per_client > len(labels):
         raise _per_client_error(
@@ -445,7 +445,7 @@ def quantity(
     Shares are drawn again until each client has `min_size` samples.
 
     Raises:
-        DataError: no draw gave each client `min_size` samples.
+        DataError: No draw gave each client `min_size` samples.
     """
     for _ in range(RETRIES):
         ends = (np.cumsum(rng.dirichlet(np.full(clients, alpha)))[:-1] * len(labels)).astype(np.int64)
@@ -500,7 +500,7 @@ def _deal(
     """Assign each sample to a client, int64 [n]; return None if no client has room for some class.
 
     Args:
-        holds: the clients that may get samples of each class, bool [C, K]; by default all.
+        holds: The clients that may get samples of each class, bool [C, K]; by default all.
     """
     owner = np.empty(sum(map(len, rows)), dtype=np.int64)
     sizes = np.zeros(clients, dtype=np.int64)

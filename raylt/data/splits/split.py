@@ -29,18 +29,18 @@ class Split:
     """Index lists of each client's samples in a source, and the settings by which they were drawn.
 
     Args:
-        clients: for each client, rows of the training set, int64 [n], ascending.
-        labels_sha256: hash of the source's training labels, see `hash_labels`.
-        source, imbalance, partition, alpha, seed: settings with which the lists were drawn.
-        beta: number of classes that each client keeps; for partition `classes` only.
-        test: for each id that the source records, in the order of the ids, the training samples that became test
+        clients: For each client, rows of the training set, int64 [n], ascending.
+        labels_sha256: Hash of the source's training labels, see `hash_labels`.
+        source, imbalance, partition, alpha, seed: Settings with which the lists were drawn.
+        beta: Number of classes that each client keeps; for partition `classes` only.
+        test: For each id that the source records, in the order of the ids, the training samples that became test
             samples, int64 [n], ascending; one list for a source without ids. Only for a source without a test set.
         test_share: `data.test`, or `data.test_share` for a source without ids; only for a source without a test set.
-        client_names: names of the clients, if partition `by_id` made them from named ids.
+        client_names: Names of the clients, if partition `by_id` made them from named ids.
         tail: `data.tail`, if it is not `global`.
         per_client: `data.per_client`, for the partitions that use it.
         test_pooled: True if the samples in `test` belong to no client.
-        judged: ids of the clients that are only judged, ascending, if index lists of another tool name them.
+        judged: Ids of the clients that are only judged, ascending, if index lists of another tool name them.
     """
 
     clients: Sequence[np.ndarray]
@@ -92,7 +92,7 @@ class Split:
         """Read a split from the content of a split.json file, the inverse of `as_text`.
 
         Raises:
-            DataError: the content has another structure, or a hash in the file does not match its lists or fields.
+            DataError: The content has another structure, or a hash in the file does not match its lists or fields.
         """
         tree: dict[str, Any] = {**as_json(content, _FILE, "not a split.json", DataError)}
         sha256 = tree.pop("sha256")
@@ -126,7 +126,7 @@ class Split:
         """Read a split from a file.
 
         Raises:
-            DataError: the file cannot be read, is not a split, or was changed.
+            DataError: The file cannot be read, is not a split, or was changed.
         """
         try:
             return cls.from_json(store.read(path, LIMIT))
@@ -148,7 +148,7 @@ class PerClient(Sequence[Part]):
     """A sequence with one element per client. Each element is made on access, from data stored client by client.
 
     Args:
-        ends: for each client, the row at which its part ends, int64 [K].
+        ends: For each client, the row at which its part ends, int64 [K].
     """
 
     def __init__(self, ends: np.ndarray):
@@ -187,8 +187,8 @@ class IndexLists(PerClient[np.ndarray]):
     as long to pickle.
 
     Args:
-        flat: the lists, one after the other, int64 [N].
-        ends: for each client, the position at which its list ends, int64 [K].
+        flat: The lists, one after the other, int64 [N].
+        ends: For each client, the position at which its list ends, int64 [K].
     """
 
     def __init__(self, flat: np.ndarray, ends: np.ndarray):
@@ -210,8 +210,8 @@ def grouped(ids: np.ndarray, unique_ids: np.ndarray) -> IndexLists:
     """Return the positions of each unique id in `ids`, ascending. All ids are sorted once.
 
     Args:
-        ids: id of each sample, [N].
-        unique_ids: distinct ids, sorted, [K].
+        ids: Id of each sample, [N].
+        unique_ids: Distinct ids, sorted, [K].
     """
     order = np.argsort(ids, kind="stable")
     starts = np.searchsorted(ids[order], unique_ids, side="left")

@@ -72,7 +72,7 @@ def draw_partners(
         classes: Classes that have a prototype, int64 [P].
         y: Labels of the samples, int64 [n].
         size: Number of draws per class.
-        partner: How classes are drawn: with probability alpha (probabilistic, inverted), in proportion to the rank of
+        partner: Law of the draws: with probability alpha (probabilistic, inverted), in proportion to the rank of
             their alpha among the classes of `y` (ranked), always the most relevant class other than the class itself
             (deterministic), or uniformly (random).
         unit: "class" draws a class, then one of its samples, with replacement. "sample" draws a sample, weighted by its

@@ -92,7 +92,7 @@ def match(
         gradients: Result of `class_gradients` at each participant, Eq. 16.
         steps: Number of SGD steps.
         lr: Learning rate.
-        distance: How gradients are compared.
+        distance: Measure by which gradients are compared.
         progress: Function that is called with the progress.
     """
     classes, targets = mean_gradients(gradients)  # Eq. 17

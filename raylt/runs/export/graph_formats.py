@@ -37,7 +37,7 @@ class GraphModel:
         description: The file's description.
         class_names: Names of the C classes.
         shape: Height, width and channels of an image.
-        fit: How image files are resized to that shape.
+        fit: Rule by which image files are resized to that shape.
         depth: Bits of grey image files; None for the bits of their pixel type.
     """
 

@@ -64,7 +64,7 @@ def load_images(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, de
     Args:
         files: The image files.
         shape: Height, width and channels that the model takes.
-        fit: How to resize an image to a square, see `fitted_image`. For other shapes, images are resized without
+        fit: Rule for resizing an image to a square, see `fitted_image`. For other shapes, images are resized without
             cropping.
         depth: `data.depth` of the run.
 

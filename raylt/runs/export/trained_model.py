@@ -63,7 +63,7 @@ class TrainedModel(nn.Module):
         network: The bare model, which takes the output of `preprocess`.
         class_names: Names of the C classes.
         shape: Height, width and channels of an image.
-        fit: How image files are resized to that shape.
+        fit: Rule by which image files are resized to that shape.
         depth: Bits of grey image files; None for the bits of their pixel type.
     """
 

@@ -34,12 +34,12 @@ class Row:
     """The figures of one arm in one cell.
 
     Attributes:
-        values: values of the finished and diverged runs, by seed.
-        finished: number of finished runs with a value.
-        planned: number of seeds of the cell.
-        sd: standard deviation over the seeds; None for a single seed.
-        difference: to the reference arm over the seeds that both have; None for the reference itself.
-        optimism: mean difference of the best to the last round on the test set; None where the measure has no curve.
+        values: Values of the finished and diverged runs, by seed.
+        finished: Number of finished runs with a value.
+        planned: Number of seeds of the cell.
+        sd: Standard deviation over the seeds; None for a single seed.
+        difference: To the reference arm over the seeds that both have; None for the reference itself.
+        optimism: Mean difference of the best to the last round on the test set; None where the measure has no curve.
     """
 
     cell: str
@@ -67,15 +67,15 @@ class Comparison:
     """The content of a study's tables. Equal records of runs give equal comparisons.
 
     Attributes:
-        lost: cell, arm and planned seeds of each arm without a row whose runs failed.
-        whole: the cells that `overall` covers, in which all arms have the same seeds.
-        diverged: one line for each diverged run, which counts with the value of guessing.
-        left_out: one line for each run that is not averaged and each claim that is not judged, with the reason.
-        apart: one line for each arm that has settings of its own besides its method.
-        tuned: one line for each arm and cell that was tuned.
-        versions: one line for each version of the code, where several made the runs.
-        unsealed: one line for each arm and cell with runs that no hash binds to their summaries.
-        tests: one line for each cell on the numbers of test images behind its figures, where its runs recorded them.
+        lost: Cell, arm and planned seeds of each arm without a row whose runs failed.
+        whole: The cells that `overall` covers, in which all arms have the same seeds.
+        diverged: One line for each diverged run, which counts with the value of guessing.
+        left_out: One line for each run that is not averaged and each claim that is not judged, with the reason.
+        apart: One line for each arm that has settings of its own besides its method.
+        tuned: One line for each arm and cell that was tuned.
+        versions: One line for each version of the code, where several made the runs.
+        unsealed: One line for each arm and cell with runs that no hash binds to their summaries.
+        tests: One line for each cell on the numbers of test images behind its figures, where its runs recorded them.
     """
 
     measure: str
@@ -107,10 +107,10 @@ class Comparison:
         """Draw each arm's mean with its interval and seeds, and return a figure that a notebook can show.
 
         Args:
-            path: file that the picture is written to as well, .png, .pdf or .svg.
+            path: File that the picture is written to as well, .png, .pdf or .svg.
 
         Raises:
-            ConfigError: there is nothing to draw, or the file cannot be written.
+            ConfigError: There is nothing to draw, or the file cannot be written.
         """
         return later("raylt.plots.objects", "draw_comparison")(self, path)
 
@@ -150,23 +150,23 @@ def compare(
     The comparison also lists the other runs.
 
     Args:
-        records: runs in any state.
-        reference: the arm that the others are compared to.
-        claims: statements to judge.
-        measure: figure of the runs, see `MEASURES`.
-        at: rounds whose figures count.
-        level: confidence of the intervals.
-        own: settings outside its method in which an arm may differ from the others, by arm and dotted key.
-        searched: settings in which an arm was tuned, by arm and dotted key; it may differ in these, too.
-        tuned: lines that say what the arms were tuned to.
-        mix_versions: whether runs of several versions of the code may be compared.
-        may_lack: whether a measure that no finished run has gives a comparison without rows, and no error.
-        classes: number of classes by cell. A diverged run counts as guessing among them, where the measure is an
+        records: Runs in any state.
+        reference: The arm that the others are compared to.
+        claims: Statements to judge.
+        measure: Figure of the runs, see `MEASURES`.
+        at: Rounds whose figures count.
+        level: Confidence of the intervals.
+        own: Settings outside its method in which an arm may differ from the others, by arm and dotted key.
+        searched: Settings in which an arm was tuned, by arm and dotted key; it may differ in these, too.
+        tuned: Lines that say what the arms were tuned to.
+        mix_versions: Whether runs of several versions of the code may be compared.
+        may_lack: Whether a measure that no finished run has gives a comparison without rows, and no error.
+        classes: Number of classes by cell. A diverged run counts as guessing among them, where the measure is an
             accuracy. In a cell whose classes are not known, diverged runs are left out.
 
     Raises:
-        ConfigError: the measure or the arm is unknown, no finished run has the measure, or only the last round has it.
-        CheckpointError: runs of one cell and seed differ in split, budget, optimiser, evaluation or code.
+        ConfigError: The measure or the arm is unknown, no finished run has the measure, or only the last round has it.
+        CheckpointError: Runs of one cell and seed differ in split, budget, optimiser, evaluation or code.
     """
     _check_at(measure, at)
     done = [record for record in records if record.state == "done"]
@@ -290,12 +290,12 @@ def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str
     optimiser, and settings under `evaluation` the judged rounds.
 
     Args:
-        done: finished runs.
-        own: settings of single arms, by arm and dotted key.
-        mix_versions: whether the code may differ.
+        done: Finished runs.
+        own: Settings of single arms, by arm and dotted key.
+        mix_versions: Whether the code may differ.
 
     Raises:
-        CheckpointError: two runs differ; the error names both runs and the difference.
+        CheckpointError: Two runs differ; the error names both runs and the difference.
     """
     first: dict[tuple[str, str], tuple[RunRecord, str]] = {}
     decided = {arm: {_condition_of(key) for key in settings} for arm, settings in own.items()}
@@ -545,12 +545,12 @@ def _overall(
     """Return each arm's figures over the given cells, or an empty list for fewer than two cells.
 
     Args:
-        values: values by arm, cell and seed.
-        arms: names of the arms.
-        whole: the cells.
-        reference: the arm that the others are compared to.
-        level: confidence of the intervals.
-        higher: whether a higher value is better.
+        values: Values by arm, cell and seed.
+        arms: Names of the arms.
+        whole: The cells.
+        reference: The arm that the others are compared to.
+        level: Confidence of the intervals.
+        higher: Whether a higher value is better.
     """
     if len(whole) < 2:
         return []

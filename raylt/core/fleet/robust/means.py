@@ -31,9 +31,9 @@ def robust_mean(rule: Rule, values: Sequence[Tree], weights: Sequence[float]) ->
     """Combine the clients' values of one reply part by a robust rule.
 
     Args:
-        rule: the rule.
-        values: the part of each client, all with the same layout; an omitted entry counts as zero.
-        weights: weights of the replies.
+        rule: The rule.
+        values: The part of each client, all with the same layout; an omitted entry counts as zero.
+        weights: Weights of the replies.
 
     Returns:
         The tree; each tensor has the type that the clients sent.

@@ -52,8 +52,8 @@ class LengthBound:
     """The bound on the length of one part of the replies to a call.
 
     Attributes:
-        sent: length of the part that the server sent, or 0.
-        per_sample: whether lengths are divided by the number of samples, as for sums.
+        sent: Length of the part that the server sent, or 0.
+        per_sample: Whether lengths are divided by the number of samples, as for sums.
     """
 
     sent: float
@@ -73,10 +73,10 @@ class LengthBound:
         """Return whether a reply of this length is rejected.
 
         Args:
-            length: length of the reply's part.
-            samples: number of samples of its client.
-            usual: median of the lengths.
-            usual_per_sample: median of the lengths per sample.
+            length: Length of the reply's part.
+            samples: Number of samples of its client.
+            usual: Median of the lengths.
+            usual_per_sample: Median of the lengths per sample.
         """
         usual = max(usual, self.sent)
         if length > max(self.short, FACTOR * usual):
@@ -89,8 +89,8 @@ def is_compared(part: Reduction, largest: float) -> bool:
     """Return whether the lengths of a reply part are compared.
 
     Args:
-        part: the reduction of the part.
-        largest: maximum magnitude of a value of a model.
+        part: The reduction of the part.
+        largest: Maximum magnitude of a value of a model.
     """
     if part.template is None:
         return False
@@ -112,9 +112,9 @@ class Outliers:
     """Sets replies with suspicious lengths aside until the lengths of all replies to the call are known.
 
     Args:
-        bounds: bounds of the compared parts by name.
-        lengths_of: returns the lengths of a client's reply by the name of the part.
-        sizes: number of samples by client id.
+        bounds: Bounds of the compared parts by name.
+        lengths_of: Returns the lengths of a client's reply by the name of the part.
+        sizes: Number of samples by client id.
     """
 
     def __init__(

@@ -36,10 +36,10 @@ def robust_sum(rule: Rule, part: Reduction, values: Sequence[Any], samples: Sequ
     """Sum the clients' values of one reply part by a robust rule.
 
     Args:
-        rule: the rule.
-        part: the reduction of the part.
-        values: the part of each client, all with the same layout; a client may omit entries.
-        samples: number of samples of each client.
+        rule: The rule.
+        part: The reduction of the part.
+        values: The part of each client, all with the same layout; a client may omit entries.
+        samples: Number of samples of each client.
 
     Returns:
         The sum; float tensors are float64. If the reduction is `bounded`, the sum is mended like a sum with noise.
