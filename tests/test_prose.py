@@ -180,6 +180,25 @@ def test_no_argument_is_described_by_a_letter_alone():
     assert [place for place, text in docstrings() if re.search(r"^\s*\w+: \w\.$", text, re.M)] == []
 
 
+def described_items(docstring: str) -> Iterator[str]:
+    """Yield the descriptions of a docstring's arguments, attributes and errors."""
+    for section in re.findall(r"^ *(?:Args|Attributes|Raises):\n((?:(?: +\S.*)?\n?)*)", docstring, re.MULTILINE):
+        indent = min(len(line) - len(line.lstrip()) for line in section.splitlines() if line.strip())
+        yield from re.findall(rf"^ {{{indent}}}(?=\S)[\w`*, ]+: (\S.*)$", section, re.MULTILINE)
+
+
+def test_descriptions_of_arguments_begin_with_a_capital_or_a_name_of_code():
+    """A name of code has a digit, a dot or an underscore, or is one of a few."""
+    code = {"lambda", "mu", "onnxruntime", "pyarrow", "raylt", "ssh-keygen", "torch"}
+    wrong = [
+        f"{place}: {text}"
+        for place, docstring in docstrings()
+        for text in described_items(docstring)
+        if re.fullmatch(r"[a-z][a-z'-]*", word := text.split()[0].rstrip(".,;:")) and word not in code
+    ]
+    assert wrong == []
+
+
 def test_help_texts_are_no_headless_clauses():
     assert [f"{place}: {text}" for place, text in helps() if QUESTION.match(text)] == []
 
