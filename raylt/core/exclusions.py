@@ -462,6 +462,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "privacy.update_epsilon",
+        "data.auxiliary",
+        lambda run: run.config.privacy.update_epsilon is not None and run.config.data.auxiliary > 0,
+        "the server's labelled images can be copies of clients' images, which the noise does not hide",
+        "Set data.auxiliary=0 and choose a method without images at the server, or set privacy.update_epsilon=null",
+    ),
+    Exclusion(
+        "privacy.update_epsilon",
         "federation.robust",
         lambda run: run.config.privacy.update_epsilon is not None and run.config.federation.robust is not None,
         lambda run: f"federation.robust = {run.config.federation.robust} computes no sum to which noise could be added",

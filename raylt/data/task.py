@@ -90,7 +90,10 @@ class Holdings(PerClient[Shard]):
 
 @dataclass(frozen=True, eq=False)
 class TaskSpec:
-    """The part of a task that every party may know, without facts about clients' samples.
+    """The part of a task that every party may know, without samples.
+
+    Of clients' samples it has statistics over all training images: the thresholds and, unless the data set publishes
+    them, `mean` and `std`.
 
     Args:
         name: Name of the source.

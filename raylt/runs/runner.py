@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from raylt.config import Config
@@ -170,7 +169,7 @@ def _take_steps(
             seconds = setup.method.last_phase_seconds(task.spec, model)
         if seconds is not None:
             callback.on_last_phase(seconds)
-    with _experiment(setup, task, journal.folder, fleet, address, callback) as experiment:
+    with _experiment(setup, task, journal, fleet, address, callback) as experiment:
         facts = experiment.describe()
         provenance.check_device(journal.folder, setup.config, facts)
         provenance.note(journal.folder, fleet, len(journal.reports()), setup.config, facts)
@@ -194,21 +193,31 @@ def _take_steps(
 
 
 def _experiment(
-    setup: Setup, task: Task, folder: Path, fleet: FleetKind, address: str | None, callback: Callback
+    setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
 ) -> AbstractContextManager[Steps]:
     if fleet != "ray":
-        return _in_this_process(setup, task, folder, fleet, callback)
+        return _in_this_process(setup, task, journal, fleet, callback)
     claim()
     from actors.launch import open_experiment  # the only import of Ray code
 
-    return open_experiment(setup, task, folder, address, callback.on_message, callback.on_progress, callback.on_items)
+    return open_experiment(
+        setup, task, journal.folder, address, callback.on_message, callback.on_progress, callback.on_items
+    )
 
 
 @contextmanager
-def _in_this_process(setup: Setup, task: Task, folder: Path, fleet: FleetKind, callback: Callback) -> Iterator[Steps]:
-    saved, _ = checkpoint.latest(folder / "checkpoints")
+def _in_this_process(
+    setup: Setup, task: Task, journal: Journal, fleet: FleetKind, callback: Callback
+) -> Iterator[Steps]:
+    def note(text: str) -> None:
+        journal.note(text)
+        callback.on_message(text)
+
+    saved, _ = checkpoint.latest(journal.folder / "checkpoints")
+    of_clients = forked_fleet if fleet == "processes" else LocalFleet
     with one_thread():
-        experiment = open_in_process(setup, task, folder, saved, forked_fleet if fleet == "processes" else LocalFleet)
+        experiment = open_in_process(setup, task, journal.folder, saved, of_clients)
+        experiment.fleet.on_note = note
         experiment.fleet.on_progress = callback.on_progress
         experiment.fleet.on_items = callback.on_items
         with closing(experiment.fleet):

@@ -63,6 +63,12 @@ PAIRS = [
         {"privacy": BUDGET, "federation": EVERYBODY},
         METHODS["la"](prior="global"),  # pyright: ignore[reportCallIssue]
     ),
+    (
+        "privacy.update_epsilon",
+        "data.auxiliary",
+        {"privacy": BUDGET, "federation": EVERYBODY, "data": {"auxiliary": 5}},
+        None,
+    ),
     ("privacy.update_epsilon", "federation.robust", {"privacy": BUDGET, "federation": {"robust": "median"}}, None),
     ("privacy.update_epsilon", "federation.sampling", {"privacy": BUDGET, "federation": {"participation": 0.5}}, None),
     (

@@ -1,12 +1,14 @@
 """The death of a server process is noted and counted; threads that a process cannot use are refused."""
 
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 from refusals import refused
 
 import raylt
 from raylt.errors import ConfigError, ServerLost
+from raylt.methods.fedavg import FedAvg
 from raylt.runs import runner
 from raylt.runs.folder import provenance
 from raylt.runs.folder.writer import NOTES, SERVER_DIED
@@ -49,6 +51,26 @@ def test_the_third_death_in_a_step_ends_the_run_and_is_noted(tmp_path, dying):
     with refused("server.lost", ServerLost):
         raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=SETTINGS)
     assert (tmp_path / "r" / NOTES).read_text().splitlines()[-1].endswith("; the run ends")
+
+
+class FailsAtOne(FedAvg):
+    name: ClassVar[str] = "fails_at_one"
+
+    def train(self, client, message):
+        if client.id == 1:
+            raise ValueError("disk on fire")
+        return super().train(client, message)
+
+
+@pytest.mark.parametrize("fleet", ["local", "processes"])
+def test_why_a_client_failed_is_in_the_notes(tmp_path, fleet):
+    settings = [*SETTINGS, "federation.quorum=0.5"]
+    run = raylt.run(FailsAtOne(), out=tmp_path, name="r", fleet=fleet, quiet=True, overrides=settings)
+    assert [report["lost"] for report in run.reports] == [[1], [1]]
+    lines = (run.folder / NOTES).read_text().splitlines()
+    assert len(lines) == 2
+    for round, line in enumerate(lines, 1):
+        assert line.startswith(f"client 1, round {round}, train: ValueError: disk on fire (test_runner.py:")
 
 
 @pytest.mark.usefixtures("stacks_on_any_processor")

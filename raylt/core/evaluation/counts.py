@@ -24,6 +24,7 @@ from raylt.errors import CheckpointError, DataError
 from raylt.machine import total_memory
 from raylt.metrics import confusion
 from raylt.models.split import SplitModel, with_encoder
+from raylt.seeds import seeded
 from raylt.store import Folder
 
 Predict = Callable[[nn.Module, Tensor], Tensor]
@@ -201,7 +202,8 @@ class EvaluationSet:
         try:
             for number, batch in enumerate(self.samples.in_order(size)):
                 if not encoded:
-                    self._features.append(model.encoder(batch.x))
+                    with seeded(0, "features", number, device=self._device):  # the same for all clients
+                        self._features.append(model.encoder(batch.x))
                 encoder.x, encoder.z = batch.x, self._features[number]
                 counts.add(predict(judged, batch.x), batch)
         except BaseException:  # the device is full: the caller tries again, and the features are incomplete

@@ -39,6 +39,7 @@ from raylt.data.images.cache import Mapped, load
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Task
 from raylt.models.split import SplitModel
+from raylt.seeds import seeded
 from raylt.tree import view
 
 # With more clients, only the last evaluation lists metrics by client: for 1,000,000 clients these are 80 MB of JSON.
@@ -64,6 +65,10 @@ class Evaluator:
             Fields of `RoundReport` without those that are None, and the underlying counts; the counts are None if no
             model was evaluated. Metrics on validation images and of new clients are added to `server.figures`.
         """
+        with seeded(self.server.config.seed, "evaluation", step, device=self.server.device):  # a model may draw
+            return self._evaluate(step, last, done)
+
+    def _evaluate(self, step: int, last: bool, done: bool) -> tuple[dict[str, Any], Matrices | None]:
         own_models = has_own_models(self.method, self.server)
         due = self._global_is_due(step, last)
         shared, of_each_image = self._judge_global(last) if due else (None, {})
@@ -97,7 +102,7 @@ class Evaluator:
     def zero_shot(self, model: SplitModel) -> dict[str, float | None]:
         """Compute the accuracies of an untrained model on the test set: over all classes, and by group of classes."""
         predict = InHalves(model, lambda text: self.fleet.note(f"zero-shot evaluation at the server: {text}"))
-        with all_threads():
+        with all_threads(), seeded(self.server.config.seed, "evaluation", 0, device=self.server.device):
             counts = counts_of(predict, self._test, self.task.classes, self._config.batch)
         return {"accuracy": metrics.accuracy(counts.all), **metrics.group_accuracy(counts.all, self.task.groups)}
 

@@ -60,6 +60,7 @@ class Fleet(ABC):
         round_stats: Statistics of the round since `begin`.
         on_progress: Called for each answer; None without an observer.
         on_items: Called with the progress inside items of `map`; None without an observer.
+        on_note: Called with each note; None for a RuntimeWarning.
         changed: Clients whose private state changed since the last checkpoint.
     """
 
@@ -78,6 +79,8 @@ class Fleet(ABC):
         self.on_progress: ProgressHook | None = None
         self._arrived = -1  # answers to the call under way, as the observer knows it
         self.on_items: ItemsHook | None = None
+        self.on_note: Callable[[str], object] | None = None
+        self._noted_failures: set[tuple[str, str]] = set()  # functions and causes of this round's failures
         self.protection = Protection(config, self.all_sizes)
         self._quorum = Quorum()
         self._private: dict[int, Any] = {}  # handles of the clients' private states, from which an actor is rebuilt
@@ -91,10 +94,14 @@ class Fleet(ABC):
         """Start a round: set the round number, on which seeds depend, and reset the statistics."""
         self.round = round
         self.round_stats = RoundStats()
+        self._noted_failures.clear()
 
     def note(self, text: str) -> None:
-        """Warn the user, in one line, about a problem from which the run has recovered."""
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        """Tell the user, in one line, about a problem from which the run has recovered."""
+        if self.on_note is None:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        else:
+            self.on_note(text)
 
     def ask(
         self,
@@ -318,6 +325,7 @@ class Fleet(ABC):
         if answer.reply is None:
             assert answer.error is not None
             self.round_stats.lost.append(answer.id)
+            self._note_failure(answer.error)
             return answer.error
         fault = schema.fault(answer.id, answer.reply)
         if fault is not None:
@@ -331,6 +339,13 @@ class Fleet(ABC):
             except Overflow as overflow:
                 return self._reject(answer.id, name, Fault(overflow.code, str(overflow)))
         return None
+
+    def _note_failure(self, error: ClientError) -> None:
+        """Note why a client's function failed, once in a round for each function and cause."""
+        failure = error.function, error.cause
+        if error.code not in ("client.lost", "client.late") and failure not in self._noted_failures:
+            self._noted_failures.add(failure)
+            self.note(str(error))
 
     def _reject(self, id: int, name: str, fault: Fault) -> ClientError:
         self.round_stats.rejected[id] = fault.text

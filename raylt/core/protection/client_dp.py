@@ -136,7 +136,8 @@ class ClientNoise:
             "unit": "one client, added or removed",
             "covers": f"the models of {self.round} rounds",
             "against": "anyone who sees the models; the server is trusted",
-            "not_covered": "evaluations: accuracies on clients' own data are computed without noise",
+            "not_covered": "evaluations: accuracies on clients' own data are computed without noise, and so are the "
+            "mean and standard deviation of all training images, unless the data set publishes them",
         }
 
 

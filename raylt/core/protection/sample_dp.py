@@ -170,6 +170,7 @@ def statement(config: Config, noise: Noise) -> Tree:
         "covers": ", ".join(noise.deviations),
         "unit": "one sample, added or removed",
         "against": "anyone who sees the sum" if config.federation.secure else "anyone who sees an upload",
-        "not_covered": "earlier rounds, since the model that computes the sums was trained without noise; and the "
-        "number of samples of each client, which is part of its upload",
+        "not_covered": "earlier rounds, since the model that computes the sums was trained without noise; the number "
+        "of samples of each client, which is part of its upload; and the mean and standard deviation of all training "
+        "images, unless the data set publishes them",
     }

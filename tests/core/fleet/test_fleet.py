@@ -375,21 +375,32 @@ def test_loss_of_a_client_names_its_error_and_place(make_fleet):
     assert error.cause.startswith("ValueError: no such luck (test_fleet.py:")
 
 
-def test_deadline_leaves_out_the_clients_that_were_not_asked_in_time(make_fleet, monkeypatch):
+def test_deadline_leaves_out_the_clients_that_take_longer_themselves(make_fleet, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("raylt.core.fleet.local_fleet.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(ClientHost):
-        def run(self, *call):
-            now[0] += 10
-            return super().run(*call)
+        def run(self, fn, message, round, id, *rest):
+            now[0] += 30 if id in (0, 3) else 10
+            return super().run(fn, message, round, id, *rest)
 
     fleet = make_fleet(host=Slow, deadline_s=25, quorum=0.6)
-    # clients are asked at 0, 10 and 20 s; the fourth would be asked at 30 s, after the deadline
-    assert list(fleet.ask(tell, IDS, {}, **parts_of_tell(each)).weights) == [0, 1, 2]
-    assert fleet.round_stats.lost == [3, 5]
-    with refused("reply.too-few", TooFewReplies, client=3, cause="client.late"):
+    assert list(fleet.ask(tell, IDS, {}, **parts_of_tell(each)).weights) == [1, 2, 5]
+    assert fleet.round_stats.lost == [0, 3]
+    with refused("reply.too-few", TooFewReplies, client=0, cause="client.late"):
         make_fleet(host=Slow, deadline_s=25, quorum=0.8).ask(tell, IDS, {}, **parts_of_tell(each))
+
+
+def test_the_reason_of_a_failure_is_noted_once_in_a_round(make_fleet):
+    fleet, notes = make_fleet(quorum=0.2), []
+    fleet.on_note = notes.append
+    for round in (1, 2):
+        fleet.begin(round)
+        fleet.ask(remember, IDS, message({2: "raises", 5: "raises", 1: "nan"}), **parts_of_remember(each))
+        assert fleet.round_stats.lost == [2, 5]
+    assert len(notes) == 2
+    for round, text in enumerate(notes, 1):
+        assert text.startswith(f"client 2, round {round}, remember: ValueError: no such luck (test_fleet.py:")
 
 
 @pytest.mark.parametrize(
