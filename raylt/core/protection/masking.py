@@ -179,8 +179,8 @@ class Collector:
             wrong = "".join(f" Client number {survivor} {fault}." for survivor, fault in list(self.wrong.items())[:1])
             raise TooFewReplies(
                 f"federation.secure: {len(right)} of {len(self._keys)} clients are left, and {threshold} are needed "
-                f"to remove the masks from a secure sum.{wrong} The run's notes.log says why clients failed; if none did, "
-                "lower federation.over_select.",
+                f"to remove the masks from a secure sum.{wrong} The run's notes.log says why clients failed; "
+                "if none did, lower federation.over_select.",
                 code="reply.too-few",
                 key="federation.secure",
                 usable=len(right),
