@@ -317,6 +317,15 @@ class Definition(Section):
         for arm in self.tune.fields:
             if arm not in self.arms:
                 raise _unknown("study.tune.fields", "arm", arm, self.arms)
+        for key in self.tune.ranges:
+            if key == "seed" or key.partition(".")[0] in ("data", "federation", "evaluation"):
+                raise ConfigError(
+                    f"study.tune.ranges: arms that are compared share their splits, budgets and evaluations, so no arm "
+                    f"is tuned in them ({key}). Put the setting into base or cells.",
+                    code="config.conflict",
+                    key="study.tune.ranges",
+                    value=key,
+                )
         for cell in self.all_cells:
             if self.compared_to not in self.arms_of(cell):
                 raise ConfigError(

@@ -37,7 +37,17 @@ from raylt.studies.records.recorded_runs import Holdings, Recorded
 from raylt.studies.report.comparison_tables import shown, unit
 from raylt.studies.running import scheduler
 from raylt.studies.running.time_left import Pace
-from raylt.studies.running.tuning import Outcomes, describe, joined, read_tuned, search_arms, searched, write_tuned
+from raylt.studies.running.tuning import (
+    Outcomes,
+    check_same_searches,
+    describe,
+    hashes_of,
+    joined,
+    read_tuned,
+    search_arms,
+    searched,
+    write_tuned,
+)
 from raylt.studies.settings import differences, flat, label
 
 if TYPE_CHECKING:
@@ -311,6 +321,8 @@ class Study:
             previewed.tuned = joined(outcomes, previewed.tuned)
             previewed.recorded = recorded_runs.load_planned(record_file, previewed.planned, mix_versions)
         previewed.read()
+        previewed.check_settings(folder)
+        previewed.check_tuned()
         still_open: list[Planned] = []
         ended: list[RunRecord] = []
         for plan, record in zip(previewed.planned, previewed.records, strict=True):
@@ -351,7 +363,6 @@ class Study:
         created, lacking = cls._check(definition, out, record_file, mix_versions)
         if lacking is not None:
             raise lacking
-        created.check_settings(folder)
         content = definition.model_dump(mode="json", exclude_defaults=True)
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         with store.folder_for(folder) as opened:
@@ -444,7 +455,14 @@ class Study:
             CheckpointError: A run is damaged, or another version of the code made it.
             ConfigError: An address is given, but the fleet is not Ray.
         """
-        check_fleet(fleet, address)
+        check_fleet(fleet, address, ("local", "ray"))
+        if parallel is not None and parallel < 1:
+            raise ConfigError(
+                f"parallel: not a number of runs ({parallel}). Give at least 1, or leave it out.",
+                code="config.out-of-range",
+                key="parallel",
+                value=parallel,
+            )
         assert self.folder is not None
         callback = observer(callbacks)
         self._check_runs(mix_versions)
@@ -497,8 +515,13 @@ class Study:
     ) -> Comparison:
         """Compare the finished runs; see `raylt.studies.analysis.comparison.compare`."""
         definition = self.definition
+        tuned = searched(self.tuned)
         own = {
-            arm: {key: value for key, value in flat(changes).items() if not key.startswith("method")}
+            arm: {
+                key: value
+                for key, value in flat(changes).items()
+                if not key.startswith("method") and key not in tuned.get(arm, ())
+            }
             for arm, changes in definition.arms.items()
         }
         lines = [describe(cell, arm, outcome) for cell, arms in self.tuned.items() for arm, outcome in arms.items()]
@@ -511,7 +534,7 @@ class Study:
             at or definition.at,
             level,
             own,
-            searched(self.tuned),
+            tuned,
             lines,
             mix_versions,
             may_lack,
@@ -591,6 +614,13 @@ class Study:
                     path=str(folder / plan.folder),
                     differences=changed,
                 )
+
+    def check_tuned(self) -> None:
+        """Check that the arms were tuned as the study plans."""
+        definition = self.definition
+        if definition.tune is not None and self.tuned:
+            hashes = hashes_of(definition.bases(), definition.tune, definition.compared_to)
+            check_same_searches(self.tuned, hashes, self.folder or Path())
 
     def _check_runs(self, mix_versions: bool) -> None:
         """Check that no run is damaged, and that all runs were made by one version of the code.

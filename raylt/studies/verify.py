@@ -3,7 +3,7 @@
 See raylt/runs/verify.py for the checks of runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from raylt.disk import exists, is_folder
@@ -66,14 +66,16 @@ def _findings(folder: Path) -> Iterator[Finding]:
             yield from _check_run(
                 folder / record.folder, record.folder, record.state, f", {count_of(record.steps, 'step')}"
             )
+    yield from _check_runs_in(folder, {record.folder for record in study.records})
     yield from _check_others(folder)
 
 
-def _check_runs_in(folder: Path) -> Iterator[Finding]:
-    """Check all runs in a study's folder, including runs that the study does not plan."""
+def _check_runs_in(folder: Path, checked: Collection[str] = ()) -> Iterator[Finding]:
+    """Check the runs in a study's folder that are not checked yet, also those that the study does not plan."""
     for path in sorted(folder.rglob("seed-*")):
-        if is_folder(path):
-            yield from _check_run(path, str(path.relative_to(folder)), Files(path).state)
+        name = str(path.relative_to(folder))
+        if is_folder(path) and name not in checked:
+            yield from _check_run(path, name, Files(path).state)
 
 
 def _check_others(folder: Path) -> Iterator[Finding]:
@@ -91,6 +93,7 @@ def _describe_definition(folder: Path) -> str:
 
 def _check_settings(study: Study, folder: Path) -> str:
     study.check_settings(folder)
+    study.check_tuned()
     return "the runs have the settings that the study plans"
 
 

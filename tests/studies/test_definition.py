@@ -79,6 +79,14 @@ def test_a_claim_may_say_how_far_a_paper_has_it():
     ("change", "code", "details"),
     [
         ({"claims": ["prox beats fedavg"]}, "study.bad-claim", {"value": "prox beats fedavg"}),
+        ({"claims": ["prox > prox on few"]}, "study.bad-claim", {"value": "prox > prox on few"}),
+        ({"tune": {"runs": 2, "ranges": {"seed": "choice(7, 8)"}}}, "config.conflict", {"value": "seed"}),
+        ({"tune": {"runs": 2, "ranges": {"data.seed": "choice(7, 8)"}}}, "config.conflict", {"value": "data.seed"}),
+        (
+            {"tune": {"runs": 2, "ranges": {"federation.rounds": "choice(1, 3)"}}},
+            "config.conflict",
+            {"key": "study.tune.ranges", "value": "federation.rounds"},
+        ),
         ({"claims": ["prox > sgd"]}, "config.unknown-name", {"key": "study.claims", "name": "sgd"}),
         ({"claims": [{"prox > sgd": 1}]}, "config.unknown-name", {"key": "study.claims", "name": "sgd"}),
         ({"claims": ["prox > fedavg on fewest"]}, "config.unknown-name", {"key": "measure", "name": "fewest"}),

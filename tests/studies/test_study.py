@@ -311,6 +311,16 @@ def test_an_address_is_refused_where_the_runs_are_not_on_ray(tmp_path):
         study.run([Recorder()], address="auto")
 
 
+@pytest.mark.parametrize(
+    ("argument", "code"),
+    [({"fleet": "processes"}, "config.unknown-name"), ({"parallel": 0}, "config.out-of-range")],
+)
+def test_a_fleet_or_number_of_runs_that_a_study_cannot_use_is_refused(tmp_path, argument, code):
+    study = Study.create(define(TINY), tmp_path)
+    with refused(code, key=next(iter(argument))):
+        study.run([Recorder()], **argument)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("others", [[], ["done"]])
 def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatch, others):

@@ -109,6 +109,13 @@ def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | No
             key="study.claims",
             value=text,
         )
+    if (better, better_model) == (worse, worse_model):
+        raise ConfigError(
+            f"study.claims: compares an arm with itself ({text!r}). Name two arms.",
+            code="study.bad-claim",
+            key="study.claims",
+            value=text,
+        )
     return Claim(better, worse, named or measure, (better_model, worse_model), printed)
 
 
@@ -135,20 +142,21 @@ class ClaimFigures:
         better, worse = self._by_seed(cell)
         return difference(better, worse, level)
 
-    def unjudged(self, cell: str, finished: Collection[tuple[str, str]]) -> list[str]:
+    def unjudged(self, cell: str, finished: Mapping[tuple[str, str], bool]) -> list[str]:
         """Return the reasons why the claim is not tested in a cell.
 
-        The list is empty if the claim is tested. It is also empty if an arm has no finished run, since other lines
-        report unfinished runs.
+        The list is empty if the claim is tested, or if the cell does not have both arms.
 
         Args:
             cell: The cell.
-            finished: Arms and cells that have finished runs.
+            finished: Whether an arm has finished runs in a cell, by arm and cell.
         """
-        if (self.claim.better, cell) not in finished or (self.claim.worse, cell) not in finished:
+        arms = (self.claim.better, self.claim.worse)
+        if any((arm, cell) not in finished for arm in arms):
             return []
         name = f"claim {self.claim}{f' in {cell}' if cell else ''}"
-        arms = (self.claim.better, self.claim.worse)
+        if lacking := [f"{name}: {arm} has no finished run" for arm in arms if not finished[arm, cell]]:
+            return lacking
         sides = zip(arms, self.claim.measures, (self.better, self.worse), strict=True)
         lacking = [f"{name}: {arm} has no {measure}" for arm, measure, values in sides if (arm, cell) not in values]
         better, worse = self._by_seed(cell)

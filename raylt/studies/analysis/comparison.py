@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from raylt.config import completed
 from raylt.errors import CheckpointError, ConfigError, count_of, did_you_mean, spoken
@@ -169,6 +169,13 @@ def compare(
         CheckpointError: Runs of one cell and seed differ in split, budget, optimiser, evaluation or code.
     """
     _check_at(measure, at)
+    if not 0 < level < 1:
+        raise ConfigError(
+            f"level: is not a confidence between 0 and 1 ({level}). Give 0.95, for example.",
+            code="config.out-of-range",
+            key="level",
+            value=level,
+        )
     done = [record for record in records if record.state == "done"]
     own = {arm: settings for arm, settings in (own or {}).items() if settings}
     searched = searched or {}
@@ -183,7 +190,8 @@ def compare(
     guessing = _guessing(records, measure, classes or {})
     rows = _rows(records, values, guessing, cells, arms, reference, measure, level)
     figures = [_claim_figures(records, claim, at) for claim in claims]
-    finished = {(record.arm, record.cell) for record in done}
+    finished = dict.fromkeys(((record.arm, record.cell) for record in records), False)
+    finished |= dict.fromkeys(((record.arm, record.cell) for record in done), True)
     unjudged = [line for each in figures for cell in cells for line in each.unjudged(cell, finished)]
     counted = {key: _by_seed(values, guessing, *key) for key in {*values, *guessing}}
     whole = _whole(counted, arms, cells)
@@ -209,7 +217,14 @@ def compare(
 
 
 def _check_at(measure: str, at: At) -> None:
-    """Raise ConfigError if a measure of the last round is wanted at other rounds."""
+    """Raise ConfigError if the rounds are unknown, or if a measure of the last round is wanted at others."""
+    if at not in get_args(At):
+        raise ConfigError(
+            f"at: unknown rounds ({at!r}). Choose from {', '.join(get_args(At))}.",
+            code="config.unknown-name",
+            key="at",
+            value=at,
+        )
     if at != "last" and measure_of(measure).every_round is None:
         raise ConfigError(
             f"at: {measure} is known after the last round only ({at}). Give "

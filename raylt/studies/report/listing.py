@@ -96,14 +96,16 @@ def listing(folder: Path) -> list[ListedRun]:
 
 
 def _runs(study: Path) -> list[Path]:
-    """Return the run folders of a study, at any depth.
+    """Return the run folders of a study, at any depth, without the trials of its searches.
 
     The walk does not enter run folders: an active run may delete old checkpoints at any time, and a folder that
     vanishes during the walk would end the listing.
     """
     runs = []
     for path, folders, files in os.walk(study):
-        if "config.yaml" in files:
+        if "search.json" in files:
+            folders.clear()
+        elif "config.yaml" in files:
             runs.append(Path(path))
             folders.clear()
     return runs
@@ -135,12 +137,12 @@ def _images(summary: Mapping[str, Any] | None) -> int | None:
 
 
 def _study(folder: Path) -> ListedRun:
-    runs = _runs(folder)
+    total, names = _planned(folder / STUDY)
+    runs = [run for run in _runs(folder) if not names or run.name in names]
     records = [read_run(run) for run in runs]
     states = Counter(record.state for record in records)
     methods = sorted({record.config["method"]["name"] for record in records if record.config})
     ages = [seconds for run in runs if (seconds := age(run)) is not None]
-    total = _planned(folder / STUDY)
     done = states["done"] + len(_recorded(folder) - set(runs))
     state = next(
         (state for state in ("running", "failed", "damaged") if states[state]),
@@ -158,19 +160,21 @@ def _recorded(study: Path) -> set[Path]:
     return set()
 
 
-def _planned(file: Path) -> int | None:
-    """Return the number of runs that a study file defines.
+def _planned(file: Path) -> tuple[int | None, set[str]]:
+    """Return the number of runs that a study file defines, and the names of their folders, which are of seeds.
 
+    For a file that cannot be read these are None and an empty set.
     `Definition` is not used, because importing torch takes a second.
     """
     try:
         tree = read_file(file)
         cells = tree.get("cells") or [{}]
-        seeds = tree.get("seeds", 3)
+        given = tree.get("seeds", 3)
+        seeds = range(given) if isinstance(given, int) else given
         arms = len(tree["arms"])
         product = isinstance(cells, dict) and not any(isinstance(each, dict) for each in cells.values())
         count = prod(map(len, cells.values())) if isinstance(cells, dict) and product else len(cells)
         fewer = sum(arms - len(only) for only in tree.get("only", {}).values())
-        return (arms * count - fewer) * (seeds if isinstance(seeds, int) else len(seeds))
+        return (arms * count - fewer) * len(seeds), {f"seed-{seed}" for seed in seeds}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError):
-        return None
+        return None, set()

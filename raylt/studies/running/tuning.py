@@ -134,18 +134,8 @@ def search_arms(
         RayltError: A search failed. The message names the arm.
     """
     outcomes = read_tuned(folder)
-    hashes = {key: search_hash(tuning, key[1], base, bases[key[0], reference]) for key, base in bases.items()}
-    for (cell, arm), expected in hashes.items():
-        outcome = outcomes.get(cell, {}).get(arm)
-        if outcome is not None and outcome["asked"] != expected:
-            raise CheckpointError(
-                f"{folder / FILE}: arm {arm!r} was tuned with other settings. Give the study another name, or remove "
-                "that file and the folder of the arm.",
-                code="study.changed",
-                path=str(folder / FILE),
-                arm=arm,
-                cell=cell,
-            )
+    hashes = hashes_of(bases, tuning, reference)
+    check_same_searches(outcomes, hashes, folder)
     waiting = [(cell, arm) for cell, arm in bases if arm not in outcomes.get(cell, {})]
     if not waiting:
         return outcomes
@@ -172,6 +162,35 @@ def search_arms(
         write_tuned(folder, outcomes)
         callback.on_message(describe(cell, arm, outcome))
     return outcomes
+
+
+def hashes_of(bases: Mapping[tuple[str, str], Config], tuning: Tuning, reference: str) -> dict[tuple[str, str], str]:
+    """Return the hash of each arm's search by cell and arm; arguments as for `search_arms`."""
+    return {key: search_hash(tuning, key[1], base, bases[key[0], reference]) for key, base in bases.items()}
+
+
+def check_same_searches(outcomes: Outcomes, hashes: Mapping[tuple[str, str], str], folder: Path) -> None:
+    """Check that the outcomes are of the searches with these hashes.
+
+    Args:
+        outcomes: The outcomes by cell and arm.
+        hashes: Hashes by cell and arm, see `search_hash`.
+        folder: The study's folder.
+
+    Raises:
+        CheckpointError: An arm was tuned with other settings.
+    """
+    for (cell, arm), expected in hashes.items():
+        outcome = outcomes.get(cell, {}).get(arm)
+        if outcome is not None and outcome["asked"] != expected:
+            raise CheckpointError(
+                f"{folder / FILE}: arm {arm!r} was tuned with other settings. Give the study another name, or remove "
+                "that file and the folder of the arm.",
+                code="study.changed",
+                path=str(folder / FILE),
+                arm=arm,
+                cell=cell,
+            )
 
 
 def search_hash(

@@ -141,6 +141,16 @@ def test_a_run_that_is_not_whole_is_named_and_never_averaged_in(state):
     assert compared.left_out[0] in comparison_tables.comparison_table(compared).markdown().replace("- ", "", 1)
 
 
+def test_a_claim_about_an_arm_without_a_finished_run_is_named_with_the_reason():
+    runs = [*records(), record("c", 0, 0.1, cell="IF 10", state="failed", problem="why", steps=3)]
+    compared = compare(runs, "a", [Claim("c", "a", "accuracy"), Claim("b", "a", "accuracy")])
+    assert {judged.claim.better for judged in compared.claims} == {"b"}
+    # only this cell has the arm
+    assert [line for line in compared.left_out if line.startswith("claim")] == [
+        "claim c > a on accuracy in IF 10: c has no finished run"
+    ]
+
+
 def test_an_arm_is_not_better_than_one_that_finished_where_it_failed():
     """Without its failed run, arm b would be above arm a in six of seven seeds."""
     claims = [Claim("b", "a", "accuracy"), Claim("a", "b", "accuracy")]
@@ -347,6 +357,8 @@ def test_a_round_is_chosen_on_validation_samples_and_the_finish_may_be_it():
     [
         ({"measure": "acc"}, "config.unknown-name", {"key": "measure", "name": "acc"}),
         ({"measure": "macro", "at": "best"}, "config.conflict", {"key": "at", "measure": "macro"}),
+        ({"level": 2}, "config.out-of-range", {"key": "level", "value": 2}),
+        ({"at": "first"}, "config.unknown-name", {"key": "at", "value": "first"}),
         ({"reference": "c"}, "config.unknown-name", {"key": "reference", "name": "c"}),
         ({"measure": "new_owned"}, "study.no-figure", {"name": "new_owned"}),
         ({"at": "validation"}, "study.no-figure", {"at": "validation"}),

@@ -166,6 +166,10 @@ def test_listing_has_runs_and_counts_those_of_a_study(tmp_path, run):
     write_run(tmp_path / "study" / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
     write_run(tmp_path / "study" / "fedavg" / "seed-1", PLAN, [0.1], done=False)
     (tmp_path / "study" / "study.yaml").write_text("arms: {fedavg: fedavg}\nseeds: 3")
+    write_run(tmp_path / "study" / "fedavg" / "seed-3", PLAN, [0.1, 0.3, 0.2])  # not planned any more
+    trial = tmp_path / "study" / "fedavg" / "search" / "trials" / "fedavg-000"
+    write_run(trial, PLAN, [0.1, 0.3, 0.2])
+    (trial.parents[1] / "search.json").write_text("{}")
     # this folder is inside a run and is no run
     write_run(tmp_path / "study" / "fedavg" / "seed-0" / "checkpoints" / "copy", PLAN, [0.1])
     (tmp_path / "else").mkdir()
@@ -173,7 +177,7 @@ def test_listing_has_runs_and_counts_those_of_a_study(tmp_path, run):
     assert set(entries) == {"run", "study"}
     assert (entries["run"].state, entries["run"].accuracy, entries["run"].progress) == ("done", 0.2, "3/3")
     assert (entries["study"].state, entries["study"].progress) == ("stopped", "1/3 runs")
-    assert {entry.name for entry in listing(tmp_path / "study")} == {"fedavg/seed-0", "fedavg/seed-1"}
+    assert {entry.name for entry in listing(tmp_path / "study")} == {f"fedavg/seed-{seed}" for seed in (0, 1, 3)}
     assert [entry.name for entry in listing(tmp_path / "study/fedavg/seed-0")] == ["seed-0"]
 
 

@@ -49,6 +49,13 @@ def results(folder):
     return folder / "results.json"
 
 
+def test_runs_that_are_not_planned_any_more_are_checked_too(folder):
+    study = Study.create(define(TINY | {"seeds": 1}), folder.parent)
+    assert all(finding.whole for finding in verify_study(study.folder))
+    (folder / "prox" / "seed-1" / "summary.json").write_text("{}")
+    assert [finding.what for finding in verify_study(folder) if not finding.whole] == ["prox/seed-1/summary.json"]
+
+
 def first(tree):
     return tree["records"][0]
 

@@ -255,6 +255,30 @@ def test_a_changed_file_is_refused_and_one_that_the_study_does_not_ask_for_is_no
         Study.preview(definition, tmp_path)
 
 
+def test_a_study_that_was_tuned_otherwise_is_refused_before_its_file_changes(tmp_path):
+    definition = define(TUNED)
+    study = Study.create(definition, tmp_path)
+    write_tuned(study.folder, {"": {"prox": outcome(definition, "prox", **{"method.mu": 0.5})}})
+    before = {file.name: file.read_bytes() for file in study.folder.iterdir()}
+    other = define(TUNED | {"tune": TUNED["tune"] | {"runs": 4}})
+    for prepare in (Study.preview, Study.create):
+        with refused("study.changed", CheckpointError, arm="prox"):
+            prepare(other, tmp_path)
+    assert {file.name: file.read_bytes() for file in study.folder.iterdir()} == before
+
+
+def test_a_setting_that_was_tuned_is_not_called_the_arms_own(tmp_path):
+    arms = TUNED["arms"] | {"prox": {"method": "fedprox", "local.lr": 0.5}}
+    definition = define(TUNED | {"arms": arms, "seeds": 1})
+    (tmp_path / "tuned").mkdir()
+    write_tuned(tmp_path / "tuned", {"": {"prox": outcome(definition, "prox", **{"local.lr": 0.3})}})
+    study = Study.preview(definition, tmp_path)
+    for plan in study.planned:
+        write_run(study.folder / plan.folder, plan, [0.1, 0.5], split=plan.seed)
+    study.read()
+    assert study.compare().apart == []
+
+
 def test_a_tuned_study_is_taken_up_from_its_record_where_it_asks_the_same(tmp_path):
     definition = define(TUNED)
     values = {"fedavg": {}, "prox": {"method.mu": 0.5, "local.lr": 0.3}, "prox 1": {}}
