@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -137,8 +137,8 @@ def _images(summary: Mapping[str, Any] | None) -> int | None:
 
 
 def _study(folder: Path) -> ListedRun:
-    total, names = _planned(folder / STUDY)
-    runs = [run for run in _runs(folder) if not names or run.name in names]
+    total, seeds = _planned(folder / STUDY)
+    runs = [run for run in _runs(folder) if not seeds or _seed_of(run) in seeds]
     records = [read_run(run) for run in runs]
     states = Counter(record.state for record in records)
     methods = sorted({record.config["method"]["name"] for record in records if record.config})
@@ -160,10 +160,15 @@ def _recorded(study: Path) -> set[Path]:
     return set()
 
 
-def _planned(file: Path) -> tuple[int | None, set[str]]:
-    """Return the number of runs that a study file defines, and the names of their folders, which are of seeds.
+def _seed_of(run: Path) -> int:
+    """Return the seed in the name of a run's folder, or -1 if the name has none."""
+    number = run.name.removeprefix("seed-")
+    return int(number) if number.isdecimal() else -1
 
-    For a file that cannot be read these are None and an empty set.
+
+def _planned(file: Path) -> tuple[int | None, Collection[int]]:
+    """Return the number of runs that a study file defines, and their seeds; None and no seeds if it cannot be read.
+
     `Definition` is not used, because importing torch takes a second.
     """
     try:
@@ -175,6 +180,6 @@ def _planned(file: Path) -> tuple[int | None, set[str]]:
         product = isinstance(cells, dict) and not any(isinstance(each, dict) for each in cells.values())
         count = prod(map(len, cells.values())) if isinstance(cells, dict) and product else len(cells)
         fewer = sum(arms - len(only) for only in tree.get("only", {}).values())
-        return (arms * count - fewer) * len(seeds), {f"seed-{seed}" for seed in seeds}
+        return (arms * count - fewer) * len(seeds), seeds
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError):
-        return None, set()
+        return None, ()
