@@ -398,14 +398,24 @@ def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResul
     best = state.best()
     results.write(folder, plan, state)
     if best is None:
-        failures = [record.failed for record in state.trials if record.failed]
-        first = failures[0] if failures else "none"
-        raise RayltError(
-            f"{folder}: no trial finished ({len(state.trials)} started; first failure: {first}). Correct the failure, "
-            f"and continue with {_resume_call(folder)}, which runs failed trials again.",
-            code="search.no-result",
-            path=str(folder),
-            trials=len(state.trials),
-            cause=first,
-        )
+        raise no_result(folder, len(state.trials), [record.failed for record in state.trials if record.failed])
     return SearchResult(best.config, best, state.trials, folder, plan, state)
+
+
+def no_result(folder: Path, trials: int, failures: Sequence[str]) -> RayltError:
+    """Return the error for a search without a finished trial.
+
+    Args:
+        folder: The search's folder.
+        trials: Number of trials that started.
+        failures: Errors of the failed trials.
+    """
+    first = failures[0] if failures else "none"
+    return RayltError(
+        f"{folder}: no trial finished ({trials} started; first failure: {first}). Correct the failure, and continue "
+        f"with {_resume_call(folder)}, which runs failed trials again.",
+        code="search.no-result",
+        path=str(folder),
+        trials=trials,
+        cause=first,
+    )

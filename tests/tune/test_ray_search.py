@@ -8,7 +8,7 @@ import pytest
 from refusals import refused
 
 from raylt.config import load
-from raylt.errors import CheckpointError
+from raylt.errors import CheckpointError, RayltError
 from tune.ray_tune.search import RaySearchPlan, _conclude, _opened, _searcher, resume_ray_search
 from tune.ray_tune.space import param_space
 
@@ -19,9 +19,9 @@ class Results(list):
     errors = ()
 
 
-def result(trial, accuracy):
+def result(trial, accuracy, rate=0.1, error=None):
     metrics = {} if trial is None else {"trial_id": trial, "round": 2, "accuracy": accuracy}
-    return SimpleNamespace(metrics=metrics, config={"local.lr": 0.1}, error=None)
+    return SimpleNamespace(metrics=metrics, config={"local.lr": rate}, error=error)
 
 
 def plan_of(**changes):
@@ -44,6 +44,21 @@ def test_a_trial_without_results_ranks_below_one_with_no_right_prediction(tmp_pa
     plan = plan_of()
     results = Results([result(None, None), result("b", 0.0), result(None, None), result("a", 0.0)])
     assert [row["trial"] for row in _conclude(tmp_path, plan, results).rows] == ["a", "b", None, None]
+
+
+def test_a_failed_trial_is_never_the_best(tmp_path):
+    error = RuntimeError("no room")
+    results = Results([result("a", 0.9, rate=0.5, error=error), result("b", 0.4, rate=0.2), result("c", 0.3)])
+    ended = _conclude(tmp_path, plan_of(), results)
+    assert [row["trial"] for row in ended.rows] == ["b", "c", "a"]
+    assert load(tmp_path / "best.yaml").local.lr == 0.2
+
+
+def test_trials_that_all_failed_have_no_best(tmp_path):
+    results = Results([result("a", 0.9, error=RuntimeError("no room")), result(None, None, error=RuntimeError("boom"))])
+    with refused("search.no-result", RayltError, trials=2, cause="no room"):
+        _conclude(tmp_path, plan_of(), results)
+    assert not (tmp_path / "best.yaml").exists()
 
 
 @pytest.mark.parametrize("choices", [{"searcher": "random"}, {"searcher": "tpe", "scheduler": "pbt"}])

@@ -28,7 +28,7 @@ from ray.tune.search.optuna import OptunaSearch
 from typing_extensions import TypedDict
 
 from raylt.config import Config, check, yaml_text
-from raylt.errors import CheckpointError, RayltError, on_one_line
+from raylt.errors import CheckpointError, on_one_line
 from raylt.hyper import Choice
 from raylt.runs.folder.summary import percent
 from raylt.store import Folder, folder_for
@@ -40,6 +40,7 @@ from tune.records import Metric, Searcher
 from tune.report.drawing import draw_pareto, shown
 from tune.report.pareto import pareto_front
 from tune.report.results import csv_table
+from tune.search import no_result
 from tune.space import Grid, Space, configure, parse
 
 RayScheduler = Literal["pbt", "hyperband", "median"]
@@ -126,7 +127,7 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
 
     Raises:
         ConfigError: A trial does not fit into the cluster.
-        RayltError: No trial reached an evaluation.
+        RayltError: No trial finished.
     """
     config, space = _opened(plan)
     searcher = _searcher(plan)
@@ -244,16 +245,15 @@ def _scheduler(plan: RaySearchPlan, config: Config, space: Space) -> TrialSchedu
 def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -> RaySearchResult:
     rows = sorted(
         (_row(result, plan) for result in results),
-        key=lambda row: (row[plan.metric] is None, -(row[plan.metric] or 0), row["trial"] or ""),
+        key=lambda row: (
+            row["failed"] is not None,  # the metric of a failed trial is of an earlier round
+            row[plan.metric] is None,
+            -(row[plan.metric] or 0),
+            row["trial"] or "",
+        ),
     )
-    if not rows or rows[0][plan.metric] is None:
-        cause = _last_line(results.errors[0]) if results.errors else "none was started"
-        raise RayltError(
-            f"{folder}: no trial reached an evaluation ({cause}). Continue it with raylt tune --resume {folder}.",
-            code="search.no-result",
-            path=str(folder),
-            cause=cause,
-        )
+    if not rows or rows[0]["failed"] is not None or rows[0][plan.metric] is None:
+        raise no_result(folder, len(rows), [row["failed"] for row in rows if row["failed"] is not None])
     if plan.other_metrics:
         rows = _with_front(rows, plan.metrics)
     config, _ = _opened(plan)
