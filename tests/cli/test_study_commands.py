@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import threading
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from made import report, write_run
 from refusals import refused
 
 from raylt.cli.main import app
-from raylt.errors import ConfigError
+from raylt.errors import CheckpointError, ConfigError
 from raylt.methods.sfd.method import SFD
 from raylt.runs.folder.writer import Journal
 from raylt.studies.definition import define
@@ -82,6 +83,33 @@ def test_compare_prints_the_claims_of_several_studies(tmp_path, capsys):
     for arguments in (twice, measured, [studies[0], "--costs"]):
         with refused("config.conflict", ConfigError, key="--claims"):
             app(["compare", *map(str, arguments), "--claims"], standalone_mode=False)
+
+
+def test_two_studies_of_one_name_are_not_ranked(folder):
+    with refused("config.conflict", ConfigError, key="STUDY", name="s"):
+        app(["rank", str(folder), str(folder)], standalone_mode=False)
+
+
+def test_runs_of_several_versions_are_ranked_only_if_asked(tmp_path, capsys):
+    study = Study.create(define(TREE), tmp_path / "runs")
+    for plan in study.definition.runs():
+        code = "other" if plan.arm == "prox" else None
+        write_run(study.folder / plan.folder, plan, [0.1], split=10 * plan.seed + len(plan.cell), code=code)
+    with refused("study.not-comparable", CheckpointError, condition="code"):
+        app(["rank", str(study.folder)], standalone_mode=False)
+    assert "better than another arm" in printed(capsys, "rank", study.folder, "--mix-versions")
+
+
+def test_the_page_of_a_ranking_has_the_command_that_writes_it(folder, capsys, tmp_path):
+    page = tmp_path / "board.md"
+    options = ["--measure", "few", "--at", "best", "--level", "0.9", "--mix-versions", "--to", str(page)]
+    printed(capsys, "rank", folder, *options)
+    written = page.read_text()
+    command = shlex.split(written.split("```")[1].replace("\\\n", " "))
+    assert command == ["raylt", "rank", str(folder), *options]
+    page.unlink()
+    printed(capsys, *command[1:])
+    assert page.read_text() == written
 
 
 def test_compare_takes_runs_by_themselves(folder, capsys):

@@ -1,6 +1,8 @@
 """The commands `raylt compare | rank | report`: print or draw comparisons of runs."""
 
 import json
+import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +57,7 @@ SpreadOption = Annotated[
         help="Show the t interval of each mean after ± or as a band, or one standard deviation.",
     ),
 ]
+LEVEL = 0.95  # default confidence
 
 # Studies opened inside `results_read_once`, by path.
 _opened: ContextVar[dict[Path, "Study"] | None] = ContextVar("opened", default=None)
@@ -65,7 +68,7 @@ def compare(
     measures: Measures = None,
     at: At = None,
     reference: Annotated[str | None, typer.Option(help="Compare the other arms to this reference arm.")] = None,
-    level: Level = 0.95,
+    level: Level = LEVEL,
     spread: SpreadOption = "interval",
     target: Annotated[
         float | None,
@@ -135,11 +138,12 @@ def rank(
     ],
     measure: Annotated[str, typer.Option(help="Rank by this measure, such as accuracy, few or matched.")] = "accuracy",
     at: At = None,
-    level: Level = 0.95,
+    level: Level = LEVEL,
     to: Annotated[
         Path | None, typer.Option(help="Also write a page in Markdown to this file, and its picture next to it.")
     ] = None,
     costs: Costs = False,
+    mix_versions: MixVersions = False,
     format: Annotated[
         Literal["table", "json", "markdown", "latex"], typer.Option(help="Format of the ranking.")
     ] = "table",
@@ -149,8 +153,10 @@ def rank(
     from raylt.studies.analysis.ranking import with_costs
     from raylt.studies.report.leaderboard import leaderboard_page, ranking_svg, ranking_table
 
-    studies = [open_any([path]) for path in paths]
-    records = {study.definition.name: study.records for study in studies}
+    studies = _by_name(paths, "STUDY")
+    for study in studies.values():
+        _check_comparable(study, mix_versions)
+    records = {name: study.records for name, study in studies.items()}
     ranking = ranked(records, measure, at or "last", level)
     ranking = with_costs(ranking, records) if costs else ranking
     if format == "json":
@@ -159,11 +165,37 @@ def rank(
         _print(ranking_table(ranking), format)
     if to is not None:
         picture = to.with_suffix(".svg")
-        options = f"--measure {measure}{' --costs' if costs else ''} --to {to}"
-        command = f"raylt rank {' '.join(map(str, paths))} \\\n    {options}"
+        command = _rank_command(paths, measure, at, level, costs, mix_versions, to)
         with store.Folder.open(to.parent) as folder:
             folder.write(picture.name, ranking_svg(ranking))
             folder.write(to.name, leaderboard_page(ranking, picture.name, command))
+
+
+def _rank_command(
+    paths: Sequence[Path], measure: str, at: At, level: float, costs: bool, mix_versions: bool, to: Path
+) -> str:
+    """Return the command that writes a leaderboard page, with this process's plugins. Defaults are left out."""
+    from raylt.registry import plugin_files
+
+    options = [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
+    options += ["--measure", measure]
+    options += [] if at is None else ["--at", at]
+    options += [] if level == LEVEL else ["--level", f"{level:g}"]
+    options += ["--costs"] if costs else []
+    options += ["--mix-versions"] if mix_versions else []
+    options += ["--to", str(to)]
+    return f"{shlex.join(['raylt', 'rank', *map(str, paths)])} \\\n    {shlex.join(options)}"
+
+
+def _check_comparable(study: "Study", mix_versions: bool) -> None:
+    """Raise CheckpointError if the finished runs of one cell of a study cannot be compared."""
+    from raylt.studies.analysis.comparison import check_comparable
+    from raylt.studies.running.tuning import searched
+    from raylt.studies.settings import flat
+
+    tuned = searched(study.tuned)
+    own = {arm: {*flat(changes), *tuned.get(arm, ())} for arm, changes in study.definition.arms.items()}
+    check_comparable([record for record in study.records if record.state == "done"], own, mix_versions)
 
 
 def report(
@@ -224,22 +256,38 @@ def _open_study(path: Path) -> "Study":
 def _compare_claims(paths: Sequence[Path], at: At, level: float, mix_versions: bool, format: str) -> None:
     from raylt.studies.report.comparison_tables import claims_table
 
-    studies = [open_any([path]) for path in paths]
-    names = [study.definition.name for study in studies]
-    if len(set(names)) < len(names):
-        twice = max(names, key=names.count)
-        raise ConfigError(
-            f"--claims: a study is given twice ({twice}). Give each study once.",
-            code="config.conflict",
-            key="--claims",
-            name=twice,
-        )
-    comparisons = {study.definition.name: study.compare(None, at, None, level, mix_versions) for study in studies}
+    studies = _by_name(paths, "--claims")
+    comparisons = {name: study.compare(None, at, None, level, mix_versions) for name, study in studies.items()}
     if format == "json":
         content = {"schema": 1, "claims": {name: each.to_json()["claims"] for name, each in comparisons.items()}}
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
     else:
         _print(claims_table(comparisons), format)
+
+
+def _by_name(paths: Sequence[Path], subject: str) -> dict[str, "Study"]:
+    """Open studies, and return them by name.
+
+    Args:
+        paths: Folders of studies, or their results files.
+        subject: Argument or option that takes the studies, for the error.
+
+    Raises:
+        ConfigError: Two studies have the same name.
+    """
+    studies: dict[str, Study] = {}
+    for path in paths:
+        study = open_any([path])
+        name = study.definition.name
+        if name in studies:
+            raise ConfigError(
+                f"{subject}: two studies have the same name ({name}). Give each study once, or give one another name.",
+                code="config.conflict",
+                key=subject,
+                name=name,
+            )
+        studies[name] = study
+    return studies
 
 
 def _passes(study: "Study") -> dict[tuple[str, str], float | None]:

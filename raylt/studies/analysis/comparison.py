@@ -206,7 +206,7 @@ def compare(
         claims=judge(figures, cells, level),
         overall=_overall(counted, arms, whole, reference, level, measure_of(measure).higher),
         whole=whole,
-        diverged=[_unfinished(record) for record in records if _is_guessing(record, guessing)],
+        diverged=[unfinished(record) for record in records if _is_guessing(record, guessing)],
         left_out=[*_left_out(records, guessing), *lacking, *unjudged],
         apart=[_settings_line(arm, settings) for arm, settings in own.items() if arm in arms_in_rows],
         tuned=list(tuned),
@@ -251,7 +251,7 @@ def _left_out(records: Iterable[RunRecord], guessing: Values) -> Iterator[str]:
     """Yield a line for each run that is not compared: it is not finished, and does not count as guessing."""
     for record in records:
         if record.state != "done" and not _is_guessing(record, guessing):
-            yield _unfinished(record)
+            yield unfinished(record)
 
 
 def _test_images(done: Sequence[RunRecord], cells: Iterable[str]) -> list[str]:
@@ -579,7 +579,8 @@ def _overall(
     return overall
 
 
-def _unfinished(record: RunRecord) -> str:
+def unfinished(record: RunRecord) -> str:
+    """Return a line that names a run without a result, and the reason."""
     problem = f": {record.problem}" if record.problem else ""
     steps = f" after step {record.steps} of {record.planned_steps}" if record.state in ("stopped", "running") else ""
     return f"{record.folder}: {record.state}{steps}{problem}"

@@ -5,7 +5,8 @@ pair of arms is compared, and a tie counts half. The strengths s are those of th
 in which arm i is better than arm j with probability 1 / (1 + exp(s_j - s_i)). Two arms without a common block are
 compared through arms that share blocks with both.
 
-A failed run counts as worse than every finished run of its block. Missing and unfinished runs are left out.
+A diverged run counts as worse than every finished run of its block. Other runs without a result are left out and named,
+because their failure says nothing about the arm.
 """
 
 import statistics
@@ -18,6 +19,7 @@ import numpy as np
 from scipy import stats
 
 from raylt.errors import ConfigError
+from raylt.studies.analysis.comparison import unfinished
 from raylt.studies.analysis.costs import client_passes
 from raylt.studies.analysis.measures import At, measure_of, value_of
 from raylt.studies.analysis.statistics import Interval
@@ -29,7 +31,7 @@ MAX_STEPS = 100  # limit on Newton steps; fits need fewer
 MAX_CHANGE = 2.0  # maximum change of a strength in one Newton step, to prevent overshooting
 TOLERANCE = 1e-8  # the fit ends when no strength changes by more
 BASELINE = "fedavg"  # arm whose runs are the unit of durations
-Block = Mapping[str, float | None]  # value by arm; None for a failed run
+Block = Mapping[str, float | None]  # value by arm; None for a diverged run
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Ranked:
         chance: Probability of being better than a random other arm.
         finished: Number of finished runs.
         planned: Number of seeds in the cells in which the arm has a run in any state.
-        failed: Number of failed runs.
+        diverged: Number of diverged runs.
         time: Duration of a run, including the server's work, as a multiple of FedAvg's in the same block. Median over
             blocks, or None if no block has both.
         cost: Forward and backward passes of a client in a run, as a multiple of FedAvg's; None if not measured.
@@ -52,7 +54,7 @@ class Ranked:
     chance: float
     finished: int
     planned: int
-    failed: int
+    diverged: int
     time: float | None
     cost: float | None = None
 
@@ -65,6 +67,7 @@ class Ranking:
         studies: Names of the studies.
         cells: Number of cells over all studies.
         blocks: Number of blocks with at least two arms.
+        left_out: One line for each run that neither finished nor diverged, with the reason.
     """
 
     measure: str
@@ -74,6 +77,7 @@ class Ranking:
     cells: int
     blocks: int
     arms: list[Ranked]
+    left_out: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return the ranking as JSON values."""
@@ -119,14 +123,24 @@ def rank(
             float(np.delete(chances[i], i).mean()),
             sum(record.arm == arm and record.state == "done" for record in records),
             planned[arm],
-            sum(record.arm == arm and record.state == "failed" for record in records),
+            sum(record.arm == arm and record.diverged for record in records),
             times.get(arm),
         )
         for i, arm in enumerate(arms)
     ]
     # rounded, since the last bit of equal strengths depends on the processor
     ranked.sort(key=lambda each: (-round(each.strength.estimate, 9), each.arm))
-    return Ranking(measure, at, level, list(studies), len(cells), len(blocks), ranked)
+    return Ranking(measure, at, level, list(studies), len(cells), len(blocks), ranked, _left_out(studies))
+
+
+def _left_out(studies: Mapping[str, Sequence[RunRecord]]) -> list[str]:
+    """Return a line for each run that neither finished nor diverged."""
+    return [
+        f"{name}, {unfinished(record)}"
+        for name, records in studies.items()
+        for record in records
+        if record.state != "done" and not record.diverged
+    ]
 
 
 def _relative_times(studies: Mapping[str, Sequence[RunRecord]]) -> dict[str, float]:
@@ -248,7 +262,7 @@ def _cells(
     for name, records in studies.items():
         for record in records:
             value = value_of(record, measure, at) if record.state == "done" else None
-            if value is not None or record.state == "failed":
+            if value is not None or record.diverged:
                 cells.setdefault((name, record.cell), {}).setdefault(record.seed, {})[record.arm] = value
     kept = {key: [block for block in each.values() if len(block) > 1] for key, each in cells.items()}
     return {key: each for key, each in kept.items() if each}
@@ -274,7 +288,7 @@ def _wins(block: Block, arms: Sequence[str], higher: bool) -> np.ndarray:
 
 
 def _signed(value: float | None, higher: bool) -> float:
-    """Return a value with its sign changed if lower is better; a failed run counts as minus infinity."""
+    """Return a value with its sign changed if lower is better; a diverged run counts as minus infinity."""
     if value is None:
         return -np.inf
     return value if higher else -value

@@ -8,7 +8,7 @@ from raylt.runs.callbacks.console import UNSAFE
 from raylt.studies.analysis.measures import measure_of
 from raylt.studies.analysis.ranking import Ranked, Ranking
 from raylt.studies.analysis.statistics import Interval
-from raylt.studies.report.comparison_tables import HEADINGS, PASSES
+from raylt.studies.report.comparison_tables import HEADINGS, PASSES, one_line_per_failure
 from raylt.studies.report.text_table import TextTable
 
 SECONDS = (
@@ -45,7 +45,7 @@ def ranking_table(ranking: Ranking) -> TextTable:
         ]
         for arm in ranking.arms
     ]
-    failed = [f"{arm.arm}: {arm.failed} of {arm.planned} runs" for arm in ranking.arms if arm.failed]
+    diverged = [f"{arm.arm}: {arm.diverged} of {arm.planned} runs" for arm in ranking.arms if arm.diverged]
     return TextTable(
         title=_title(ranking),
         head=[
@@ -63,7 +63,8 @@ def ranking_table(ranking: Ranking) -> TextTable:
         notes={
             "time": [SECONDS] if times else [],
             "passes": [PASSES] if costs else [],
-            "failed runs, which count as worse than every finished run of the same seed": failed,
+            "diverged runs, which count as worse than every finished run of the same seed": diverged,
+            "left out": one_line_per_failure(ranking.left_out),
         },
     )
 
@@ -86,9 +87,9 @@ def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
             "strength. Intervals account for the dependence between the comparisons of a block. In simulations with",
             "three and six seeds they cover at least 94 % at a level of 95 %. They hold for these grounds. An arm that",
             "was run on only one ground has its strength from that ground. Arms with overlapping intervals cannot be",
-            "told apart. A failed run counts as worse than every finished run of its seed. Runs that are missing from",
-            "the record are left out, which favours arms that diverged before raylt recorded such runs. Recorded runs",
-            "count even if the code of their method has changed since.",
+            "told apart. A diverged run counts as worse than every finished run of its seed. Runs that are missing",
+            "from the record are left out, which favours arms that diverged before raylt recorded such runs. Recorded",
+            "runs count even if the code of their method has changed since.",
             "",
             f"![Strengths of the arms with intervals]({picture})",
             "",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made import record as whole_record
 from refusals import refused
 from scipy import optimize, stats
 
@@ -25,6 +26,11 @@ def record(
 ) -> RunRecord:
     summary = None if value is None else {"accuracy": {"last": value}, "bytes": {"up": up}}
     return RunRecord(cell, arm, seed, f"{arm}-{seed}", state, summary=summary)
+
+
+def ended(arm: str, seed: int, error: str | None) -> RunRecord:
+    """Return the record of a run that failed with an error code."""
+    return replace(record(arm, seed, None, "failed"), config={"seed": seed}, error=error, problem="why")
 
 
 def most_likely(wins: np.ndarray) -> np.ndarray:
@@ -84,7 +90,7 @@ def test_arms_with_the_same_wins_are_ordered_by_name_on_every_processor(ulp, mon
 def test_order_and_counts():
     ranking = rank({"ground": RUNS})
     assert [arm.arm for arm in ranking.arms] == ["a", "c", "b"]
-    assert [(arm.finished, arm.planned, arm.failed) for arm in ranking.arms] == [(2, 2, 0)] * 3
+    assert [(arm.finished, arm.planned, arm.diverged) for arm in ranking.arms] == [(2, 2, 0)] * 3
     assert (ranking.blocks, ranking.cells, ranking.studies) == (2, 1, ["ground"])
     assert ranking.arms[0].chance > 0.7 > 0.5 > ranking.arms[2].chance
 
@@ -102,14 +108,19 @@ def test_a_tie_is_half_a_win():
     assert [arm.strength.estimate for arm in rank({"ground": runs}).arms] == pytest.approx(expected)
 
 
-def test_a_failed_run_is_worse_than_all_and_a_missing_one_is_none():
-    failed = [*RUNS, record("d", 0, 0.9), record("d", 1, None, "failed")]
-    missing = [*RUNS, record("d", 0, 0.9), record("d", 1, None, "stopped")]
-    (lost,) = [arm for arm in rank({"g": failed}).arms if arm.arm == "d"]
-    (left_out,) = [arm for arm in rank({"g": missing}).arms if arm.arm == "d"]
-    assert (lost.finished, lost.planned, lost.failed) == (1, 2, 1)
-    assert (left_out.finished, left_out.planned, left_out.failed) == (1, 2, 0)
-    assert lost.strength.estimate < left_out.strength.estimate
+@pytest.mark.parametrize(
+    "left_out", [record("d", 1, None, "stopped"), ended("d", 1, None), ended("d", 1, "client.failed")]
+)
+def test_a_diverged_run_is_worse_than_all_and_another_failed_or_stopped_one_is_missing(left_out):
+    diverged = rank({"g": [*RUNS, record("d", 0, 0.9), ended("d", 1, "training.diverged")]})
+    missing = rank({"g": [*RUNS, record("d", 0, 0.9), left_out]})
+    (lost,) = [arm for arm in diverged.arms if arm.arm == "d"]
+    (of_one_seed,) = [arm for arm in missing.arms if arm.arm == "d"]
+    assert (lost.finished, lost.planned, lost.diverged) == (1, 2, 1)
+    assert (of_one_seed.finished, of_one_seed.planned, of_one_seed.diverged) == (1, 2, 0)
+    assert lost.strength.estimate < of_one_seed.strength.estimate
+    assert diverged.left_out == []
+    assert [line.partition(": ")[0] for line in missing.left_out] == ["g, d-1"]
 
 
 def test_arms_that_never_met_are_compared_through_others():
@@ -196,7 +207,7 @@ def test_nothing_to_compare_is_refused():
 
 
 def test_table_page_and_picture_name_every_arm():
-    ranking = rank({"g": [*RUNS, record("d & e", 1, None, "failed")]})
+    ranking = rank({"g": [*RUNS, ended("d & e", 1, "training.diverged"), ended("gone", 0, None)]})
     page, picture = leaderboard_page(ranking, "x.svg", "raylt rank g"), ranking_svg(ranking)
     for arm in ("a", "b", "c"):
         assert f">{arm}</text>" in picture
@@ -207,6 +218,7 @@ def test_table_page_and_picture_name_every_arm():
     assert 0 in ticks
     assert all(tick % 3 == 0 for tick in ticks)
     assert "0 of 2" in page
+    assert "- g, gone-0: failed: why" in page
     assert "![Strengths of the arms with intervals](x.svg)" in page
     assert any("d & e: 1 of 2 runs" in line for lines in ranking_table(ranking).notes.values() for line in lines)
 
@@ -275,7 +287,8 @@ def test_the_picture_of_ground_two_is_that_of_its_record(tmp_path, monkeypatch):
 
 def test_command_writes_the_page_and_its_picture(tmp_path, capsys, monkeypatch):
     definition = Definition(name="ground", arms={arm: {} for arm in "abc"}, seeds=[0, 1])
-    monkeypatch.setattr("raylt.cli.studies.compare.open_any", lambda paths: Study(definition, None, RUNS))
+    runs = [whole_record(run.arm, run.seed, run.summary["accuracy"]["last"]) for run in RUNS]
+    monkeypatch.setattr("raylt.cli.studies.compare.open_any", lambda paths: Study(definition, None, runs))
     app(["rank", "ground.json", "--to", str(tmp_path / "board.md")], standalone_mode=False)
     assert "better than another arm" in capsys.readouterr().out
     assert "(board.svg)" in (tmp_path / "board.md").read_text()

@@ -254,7 +254,7 @@ def test_a_diverged_run_is_on_record_as_a_result_and_is_run_again(tmp_path, code
     assert [each.state for each in kept_runs.records] == states
     assert list(load_planned(record, study.planned, mix_versions=True).records) == [("", "fedavg", 0)]
     if code != "client.failed":
-        ranked = {arm.arm: (arm.finished, arm.failed) for arm in rank({"s": kept_runs.records}).arms}
+        ranked = {arm.arm: (arm.finished, arm.diverged) for arm in rank({"s": kept_runs.records}).arms}
         assert ranked == {"fedavg": (1, 0), "per": (0, 1)}
 
 
