@@ -24,10 +24,12 @@ from raylt.studies.running.tuning import UNITS, Tuned, Tuning, applying
 from tune.asha import rungs
 from tune.loop import sizes
 from tune.plan import SearchPlan, cost_of, with_validation
-from tune.search import resume, search
+from tune.search import SearchResult, resume, search
 from tune.space import Space, axis_of, space
 
 NAME = "search"
+# Keys of a study, by the option of `raylt tune` that they set.
+KEYS = {"--budget": "study.tune.runs", "--metric": "study.tune.metric", "--splits": "study.tune.splits"}
 
 
 def tune_arm(
@@ -75,28 +77,10 @@ def tune_arm(
             value=tuning.runs,
             cost=cost,
         )
-    if (folder / NAME / "search.json").exists():
-        _check_same_search(folder / NAME, base.method["name"], arm_space, budget, tuning)
-        result = resume(folder / NAME, fleet=fleet, address=address)
-    else:
-        with folder_for(folder) as arm_folder:
-            arm_folder.remove(NAME)  # a process may have died before it wrote search.json
-        result = search(
-            base,
-            arm_space,
-            None if cost else ceil(tuning.runs),  # a budget does not limit runs without rounds
-            out=folder,
-            name=NAME,
-            metric=tuning.metric,
-            searcher=tuning.searcher,
-            scheduler="asha" if rungs(base.federation.rounds, None) else "none",
-            budget=budget or None,
-            count=tuning.count,
-            seed=base.seed,
-            splits=tuning.splits,
-            fleet=fleet,
-            address=address,
-        )
+    try:
+        result = _search(folder, base, arm_space, budget, tuning, fleet, address, limited=cost > 0)
+    except ConfigError as error:
+        raise _of_study(error) from None
     assert result.best.outcome is not None
     return {
         **outcome,
@@ -105,6 +89,53 @@ def tune_arm(
         "trials": len(result.trials),
         "client_steps": sum(record.spent for record in result.trials),
     }
+
+
+def _search(
+    folder: Path,
+    base: Config,
+    arm_space: Space,
+    budget: int,
+    tuning: Tuning,
+    fleet: Any,
+    address: str | None,
+    limited: bool,
+) -> SearchResult:
+    """Run or continue the search of an arm; see `tune_arm`.
+
+    Args:
+        limited: Whether the budget limits the trials, which it does not without rounds.
+    """
+    if (folder / NAME / "search.json").exists():
+        _check_same_search(folder / NAME, base.method["name"], arm_space, budget, tuning)
+        return resume(folder / NAME, fleet=fleet, address=address)
+    with folder_for(folder) as arm_folder:
+        arm_folder.remove(NAME)  # a process may have died before it wrote search.json
+    return search(
+        base,
+        arm_space,
+        None if limited else ceil(tuning.runs),
+        out=folder,
+        name=NAME,
+        metric=tuning.metric,
+        searcher=tuning.searcher,
+        scheduler="asha" if rungs(base.federation.rounds, None) else "none",
+        budget=budget or None,
+        count=tuning.count,
+        seed=base.seed,
+        splits=tuning.splits,
+        fleet=fleet,
+        address=address,
+    )
+
+
+def _of_study(error: ConfigError) -> ConfigError:
+    """Return an error of `search` that names the study's key in place of the option of `raylt tune`."""
+    key = KEYS.get(str(error.details.get("key")))
+    if key is None:
+        return error
+    _, _, fault = str(error).partition(": ")
+    return ConfigError(f"{key}: {fault}", code=error.code, **error.details | {"key": key})
 
 
 def check_searches(definition: Definition) -> None:

@@ -99,6 +99,26 @@ def test_a_range_for_one_of_several_methods_is_taken():
     check_searches(define(TUNED | {"tune": {"runs": 3, "ranges": {"method.mu": "uniform(0, 1)"}}}))
 
 
+@pytest.mark.parametrize(
+    ("tune", "code", "key"),
+    [
+        # one run of the reference, with one epoch, pays for no trial of three
+        ({"runs": 1, "ranges": {"local.epochs": "choice(3)"}}, "search.budget-too-small", "study.tune.runs"),
+        (
+            {"runs": 1, "ranges": {"local.lr": "uniform(0.1, 0.2)"}, "metric": "few"},
+            "search.no-class",
+            "study.tune.metric",
+        ),
+    ],
+)
+def test_an_error_of_a_search_names_the_key_of_the_study(tmp_path, tune, code, key):
+    tree = TUNED | {"base": TUNED["base"] | {"data.groups": [0, 1]}, "tune": tune}
+    base = define(tree).bases()["", "fedavg"]
+    with refused(code, ConfigError, key=key) as caught:
+        tune_arm(tmp_path, base, base, define(tree).tune, "fedavg")
+    assert str(caught.value).startswith(f"{key}: ")
+
+
 def test_arms_without_rounds_are_searched_and_are_no_unit_of_a_budget(tmp_path):
     exchange = {"method": "fed3r", "federation.rounds": 0}
     base = TUNED["base"] | {"trainable": "classifier"}
