@@ -1,6 +1,6 @@
 """Checks of a search before it starts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from raylt.config.sections import LAST_SEED
 from raylt.data.label_maps import class_counts
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, spoken
-from raylt.hyper import Choice
+from raylt.hyper import Choice, Range
 from raylt.metrics import GROUPS
 from raylt.runs.callbacks.trackers import check_trackers
 from raylt.runs.start import preview_run
@@ -58,7 +58,6 @@ def check_arguments(plan: SearchPlan, parallel: int | None) -> None:
             key=key,
             value=first["input"],
         ) from None
-    check_metrics(plan.metrics)
     if parallel is not None and parallel < 1:
         raise ConfigError(
             f"parallel: below 1 ({parallel}). Give at least 1.",
@@ -68,8 +67,57 @@ def check_arguments(plan: SearchPlan, parallel: int | None) -> None:
         )
 
 
+def check_spaces(config: Any, spaces: Any) -> None:
+    """Raise ConfigError if `search` is not given a configuration and spaces, as from `space` or `spaces_of`.
+
+    Raises:
+        ConfigError: An argument has another type, or no setting has a range.
+    """
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config: is not a configuration ({config!r}). Give the result of raylt.load_config.",
+            code="config.wrong-type",
+            key="config",
+            value=repr(config),
+        )
+    if not isinstance(spaces, Mapping):
+        raise ConfigError(
+            f"spaces: is not a mapping ({spaces!r}). Give the result of tune.space.",
+            code="config.wrong-type",
+            key="spaces",
+            value=repr(spaces),
+        )
+    axes = [
+        axis
+        for key, value in spaces.items()
+        for axis in (value.items() if isinstance(value, Mapping) else [(key, value)])
+    ]
+    for key, axis in axes:
+        if not isinstance(axis, Range | Grid):
+            raise ConfigError(
+                f"{key}: is not a range ({axis!r}). Give the result of tune.space, which reads ranges from texts.",
+                code="search.bad-range",
+                key=key,
+                value=repr(axis),
+            )
+    if not axes:
+        raise ConfigError(
+            f"spaces: there is nothing to search, because no setting has a range ({spaces!r}). Give the result of "
+            "tune.space.",
+            code="search.nothing-to-search",
+            key="spaces",
+        )
+
+
 def check_metrics(metrics: Sequence[str]) -> None:
-    """Raise ConfigError if a metric is given twice."""
+    """Raise ConfigError if there is no metric, or one is given twice."""
+    if not metrics:
+        raise ConfigError(
+            "metric: names no metric ([]). Give one, or leave it out.",
+            code="config.out-of-range",
+            key="metric",
+            value=[],
+        )
     for metric in metrics:
         if metrics.count(metric) > 1:
             raise ConfigError(

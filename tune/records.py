@@ -77,7 +77,7 @@ class SearchPlanJson(TypedDict):
     grace: int | None
     metric: Metric
     other_metrics: NotRequired[list[Metric]]
-    seed: int
+    seed: Annotated[int, Field(ge=0)]
     lag: Annotated[int, Field(ge=0)]
     retries: Annotated[int, Field(ge=0)]
     splits: NotRequired[Annotated[int, Field(ge=1, le=MOST_SPLITS)]]

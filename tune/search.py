@@ -31,7 +31,7 @@ from raylt.runs.callbacks.notebook_progress import observer
 from raylt.runs.runner import check_fleet
 from raylt.store import Folder, folder_for, followed
 from raylt.studies.running.tuning import Count
-from tune.checks import check_arguments, check_plan, check_tracked
+from tune.checks import check_arguments, check_metrics, check_plan, check_spaces, check_tracked
 from tune.loop import SearchLoop, holders, sizes
 from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, default_metric, front_of, with_validation
 from tune.records import Metric, TrialRecord
@@ -149,12 +149,15 @@ def search(
         RayltError: No trial reached its end.
     """
     check_tracked(track, fleet)
+    check_spaces(config, spaces)
     config = with_validation(config)
     by_method = _spaces_by_method(config, spaces)
     if samples is None and budget is None:
         samples = SAMPLES
-    metric = metric or default_metric(config, by_method)
+    if metric is None:
+        metric = default_metric(config, by_method)
     metrics: tuple[Any, ...] = (metric,) if isinstance(metric, str) else tuple(metric)
+    check_metrics(metrics)
     plan = SearchPlan(
         config,
         by_method,

@@ -21,6 +21,7 @@ from actors.capacity import Need
 from raylt.config import load
 from raylt.config.sections import LAST_SEED
 from raylt.errors import CheckpointError, ConfigError, DiskFull, RayltError
+from raylt.hyper import Uniform
 from raylt.runs.callbacks.base import Callback
 from tune import resume, search, space, spaces_of
 from tune.checks import check_trials
@@ -320,15 +321,34 @@ def test_a_search_folder_is_not_used_twice(undisturbed):
         ({"parallel": -1}, "config.out-of-range", "parallel"),
         ({"fleet": "Local"}, "config.unknown-name", "fleet"),
         ({"retries": -1}, "config.wrong-type", "retries"),
+        ({"seed": -1}, "config.wrong-type", "seed"),
+        ({"metric": []}, "config.out-of-range", "metric"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_starts(tmp_path, changes, code, key):
     config = load(None, [*SETTINGS, "data.groups=[0, 1]"])
     arguments = {"samples": 8, "out": tmp_path, "name": "s", "fleet": "local", **changes}
     value = changes.get(key.partition(".")[0].removeprefix("--"), changes.get("metric"))
-    with refused(code, ConfigError, key=key, value=value[-1] if isinstance(value, list) else value):
+    with refused(code, ConfigError, key=key, value=value[-1] if isinstance(value, list) and value else value):
         search(config, space(config, RANGES), **arguments)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "spaces", "code", "key"),
+    [
+        ({"method": "fedavg"}, {"local.lr": Uniform(0.1, 0.2)}, "config.wrong-type", "config"),
+        (load(None, SETTINGS), ["local.lr"], "config.wrong-type", "spaces"),
+        (load(None, SETTINGS), {"local.lr": "uniform(0.1, 0.2)"}, "search.bad-range", "local.lr"),
+        (load(None, SETTINGS), {"fedavg": {"local.lr": 0.1}}, "search.bad-range", "local.lr"),
+        (load(None, SETTINGS), {}, "search.nothing-to-search", "spaces"),
+        (load(None, SETTINGS), {"fedavg": {}}, "search.nothing-to-search", "spaces"),
+    ],
+)
+def test_what_is_no_configuration_or_space_is_refused_before_anything_starts(tmp_path, config, spaces, code, key):
+    with refused(code, ConfigError, key=key):
+        search(config, spaces, samples=1, out=tmp_path, name="s", fleet="local")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
