@@ -25,7 +25,7 @@ from tune.report.pareto import pareto_front
 from tune.space import Grid, Space, combinations, configure, draw, parse, readable, to_text
 
 SAMPLES = 20
-VALIDATION = 0.2  # share of the training samples for validation, unless data.validation is set
+VALIDATION = 0.2  # share of the training samples for validation where data.validation is 0
 OVER = "over"  # No more trials will start.
 WAIT = "wait"  # The next trial depends on trials that are running.
 Sizes = Callable[[Config], list[int]]
@@ -365,7 +365,10 @@ def _propose(space: dict[str, Range], earlier: list[TrialRecord], seed: int) -> 
 
 
 def with_validation(config: Config) -> Config:
-    """Return the configuration, with a default validation share if it has none."""
+    """Return the configuration, with the default validation share if its share is 0.
+
+    A share of 0 that the user wrote cannot be told from the default, because files of runs contain all settings.
+    """
     if config.data.validation:
         return config
     return config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})

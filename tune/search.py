@@ -117,7 +117,8 @@ def search(
     """Search for the configuration whose final model is best on validation samples.
 
     Args:
-        config: The settings that all trials share.
+        config: The settings that all trials share. If `data.validation` is 0, a fifth of the training samples is for
+            validation.
         spaces: The space of the method that `config` names, from `space`; or spaces by method, from `spaces_of`.
         samples: Trials per method; by default 20, or as many as the budget allows.
         out, name: The search's folder is `out/name`.
