@@ -3,7 +3,8 @@
 ASHA compares a trial at a rung with the trials that reached the rung before it. In other implementations these depend
 on which process was faster. Here they are the trials with smaller numbers, whenever they arrive. No process waits for
 them: a trial continues while it is unknown whether an earlier one reaches the rung. If it is then stopped at the rung,
-its later steps do not count. So the outcome of a search depends only on its seed, even if it was killed and resumed.
+its later steps do not count. So these decisions follow from the trials' values alone, even if the search was killed and
+resumed.
 """
 
 import math

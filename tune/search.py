@@ -133,13 +133,13 @@ def search(
         count: "steps", or "passes" for a budget in which a step costs the passes over samples that its method makes,
             as a multiple of FedAvg's.
         seed: Seed of the draws of values.
-        parallel: Trials at once at most; by default as many as the cluster holds. It influences the result of a search
-            with TPE, see plan.py.
+        parallel: Trials at once at most; by default as many as the cluster holds. TPE learns from the trials that are
+            this many back, so a search with TPE gives the same result elsewhere only with the same number.
         retries: Number of times that a failed trial is continued from its own checkpoint.
         splits: Number of splits on which a trial runs, with `data.seed` and the seeds that follow it. The score of a
             finished trial is the worst of them; a trial that fails on one has failed. Trials are stopped early by the
             first split alone.
-        fleet: "local" runs the trials one after another in this process, with the same result.
+        fleet: "local" runs the trials one after another in this process; with TPE, `parallel` is then 1 by default.
         address: Address of a Ray cluster, see `actors.cluster.access.cluster_to_join`.
         track: Trackers that Ray logs trials to: "mlflow", "wandb".
         callbacks: Observers of the search; by default a progress bar in a notebook, and none elsewhere.
@@ -270,7 +270,8 @@ def _run(folder: Path, plan: SearchPlan, execution: Execution) -> SearchResult:
         if nodes is not None:
             placement, at_once = _place(plan, nodes, execution.parallel)
         if plan.lag == 0:  # a new search; a resumed one keeps its lag
-            plan = replace(plan, lag=at_once, start=os.getcwd())
+            # not `at_once`, which is smaller if the cluster is, so that `parallel` gives one search on all clusters
+            plan = replace(plan, lag=execution.parallel or at_once, start=os.getcwd())
             _create(folder, plan)
         with _locked(folder), continuable(folder, _resume_call(folder)):
             loop = SearchLoop(folder, plan, callback)

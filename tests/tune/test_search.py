@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -349,6 +350,15 @@ def test_what_is_no_configuration_or_space_is_refused_before_anything_starts(tmp
     with refused(code, ConfigError, key=key):
         search(config, spaces, samples=1, out=tmp_path, name="s", fleet="local")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("parallel", "lag"), [(3, 3), (None, 2)])
+def test_the_lag_of_tpe_is_the_given_number_of_parallel_trials_on_every_cluster(tmp_path, monkeypatch, parallel, lag):
+    module = sys.modules["tune.search"]
+    monkeypatch.setattr(module, "_open_cluster", lambda fleet, address: nullcontext([]))
+    monkeypatch.setattr(module, "_place", lambda *_: (None, 2))  # the cluster holds two trials
+    settings = {"samples": 2, "scheduler": "none", "fleet": "ray", "parallel": parallel}
+    assert small_search(tmp_path, "federation.rounds=1", **settings).plan.lag == lag
 
 
 @pytest.mark.parametrize(

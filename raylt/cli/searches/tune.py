@@ -72,8 +72,8 @@ def tune(
     scheduler: Annotated[
         Literal["asha", "none", "pbt", "hyperband", "median"],
         typer.Option(
-            help="Rule that stops trials early. asha and none give the same search for the same seed; pbt, hyperband "
-            "and median are Ray Tune's own, whose decisions depend on timing."
+            help="Rule that stops trials early. asha and none give the same search for the same seed, and with tpe the "
+            "same --parallel; pbt, hyperband and median are Ray Tune's own, whose decisions depend on timing."
         ),
     ] = "asha",
     grace: Annotated[
@@ -99,7 +99,14 @@ def tune(
     ] = 1,
     retries: Annotated[int, typer.Option(min=0, help="Number of times to continue a failed trial.")] = 2,
     resume: Annotated[Path | None, typer.Option(help="Folder of a search to continue.")] = None,
-    parallel: Annotated[int | None, typer.Option(min=1, help="Largest number of trials at once.")] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Largest number of trials at once; by default as many as the cluster holds, and 1 with --fleet local. "
+            "With tpe, another number gives another search.",
+        ),
+    ] = None,
     track: TrackOption = None,
     fleet: Annotated[
         FleetName, typer.Option(help="Run trials on Ray, or one after another in this process (local).")
