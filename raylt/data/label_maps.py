@@ -10,6 +10,7 @@ view relabels the client's training labels, and in evaluations both the true and
 removes labels (some classes are VOID for a client), the client is evaluated on the classes themselves.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -20,16 +21,22 @@ Erased = Literal["background", "unlabelled"]
 
 VOID = 255  # label of a pixel without a class, which is neither trained on nor counted
 BACKGROUND = "background"
-CHUNK_SIZE = 2**24  # labels that are counted at once
+CHUNK_SIZE = 2**24  # labels that are read at once
 
 
 def class_counts(labels: Stored, classes: int) -> np.ndarray:
     """Count the images or labelled pixels of each class, int64 [C]."""
-    per_row = int(np.prod(labels.shape[1:]))
     total = np.zeros(classes, dtype=np.int64)
-    for rows in np.array_split(np.arange(len(labels)), 1 + len(labels) * per_row // CHUNK_SIZE):
-        total += np.bincount(load(take(labels, rows)).ravel(), minlength=classes)[:classes]
+    for part in label_chunks(labels):
+        total += np.bincount(part.ravel(), minlength=classes)[:classes]
     return total
+
+
+def label_chunks(labels: Stored) -> Iterator[np.ndarray]:
+    """Yield labels or label maps in parts of limited size, so that mapped ones are not read at once."""
+    per_row = int(np.prod(labels.shape[1:]))
+    for rows in np.array_split(np.arange(len(labels)), 1 + len(labels) * per_row // CHUNK_SIZE):
+        yield load(take(labels, rows))
 
 
 def shown(maps: Stored, classes: int) -> np.ndarray:

@@ -36,6 +36,11 @@ class Mapped:
         """Return the shape that the rows have in memory."""
         return (len(self.rows), *self._open().shape[1:])
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Return the type of the array."""
+        return self._open().dtype
+
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -1,6 +1,7 @@
 """Data sets as arrays: `Source` is a data set before it is split, `Arrays` is the content of an npz file."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -8,13 +9,11 @@ import numpy as np
 
 from raylt.data.images.cache import Stored, load, take
 from raylt.data.images.decoding import eight_bits, read_npz
-from raylt.data.label_maps import VOID
+from raylt.data.sources.checks import SCOPE, Fault, check_clients, check_names, check_parts_fit, checked_labels
 from raylt.errors import DataError
 
 KEYS = "x_train", "y_train", "x_test", "y_test", "class_names"
 CLIENTS = "id_train", "id_test", "client_names"
-
-SCOPE = "raylt does image classification and segmentation"  # part of messages about other problems
 
 Channels = tuple[float, ...]
 #: The problem of a task: one class for each image, or a label map.
@@ -111,41 +110,33 @@ def read_arrays(path: Path, depth: int | None = None) -> Arrays:
     Raises:
         DataError: The file cannot be read, or its arrays are missing or do not fit each other.
     """
+    fault = partial(_malformed, path)
     entries = read_npz(path, (*KEYS, *CLIENTS))
     missing = [key for key in KEYS if key not in entries]
     if missing:
-        raise _malformed(
-            path,
+        raise fault(
             f"the file has no {', '.join(missing)}. Give {', '.join(KEYS)}; {', '.join(CLIENTS)} are optional.",
             missing[0],
         )
-    names = _checked_names(path, "class_names", entries["class_names"])
+    class_names = _names(fault, "class_names", entries["class_names"])
     x = {}
     y = {}
     for part in ("train", "test"):
-        x[part] = _checked_images(path, f"x_{part}", entries[f"x_{part}"], depth)
-        y[part] = _checked_labels(path, f"y_{part}", entries[f"y_{part}"], x[part].shape[:3], len(names))
-    if y["train"].ndim != y["test"].ndim:
-        raise _malformed(
-            path,
-            f"y_train is {list(y['train'].shape)} and y_test {list(y['test'].shape)}. Give labels of images in both, "
-            "or label maps in both.",
-            "y_test",
-        )
-    if x["train"].shape[1:] != x["test"].shape[1:]:
-        raise _malformed(
-            path,
-            f"images of x_train are {list(x['train'].shape[1:])}, images of x_test {list(x['test'].shape[1:])}. "
-            "Give images of one shape.",
-            "x_test",
-        )
-    ids, test_ids, client_names = _checked_clients(path, entries, len(y["train"]), len(y["test"]))
+        x[part] = _checked_images(fault, f"x_{part}", entries[f"x_{part}"], depth)
+        y[part] = checked_labels(fault, f"y_{part}", entries[f"y_{part}"], x[part].shape[:3], len(class_names))
+    check_parts_fit(fault, x["train"], x["test"], y["train"], y["test"])
+    ids, test_ids, names = map(entries.get, CLIENTS)
+    client_names = None if names is None else _names(fault, "client_names", names)
+    check_clients(fault, CLIENTS, ids, test_ids, client_names, (len(x["train"]), len(x["test"])))
+    if client_names is None and ids is not None:
+        client_names = _names_of(ids)
+        check_names(fault, "id_train", client_names or ())
     return Arrays(
         x_train=x["train"],
         y_train=y["train"],
         x_test=x["test"],
         y_test=y["test"],
-        class_names=tuple(names.tolist()),
+        class_names=class_names,
         ids=ids,
         test_ids=test_ids,
         client_names=client_names,
@@ -177,101 +168,30 @@ def _malformed(path: Path, problem: str, array: str) -> DataError:
     return DataError(f"{path}: {problem}", code="data.malformed", path=str(path), array=array)
 
 
-def _checked_clients(
-    path: Path, entries: dict[str, np.ndarray], training: int, tests: int
-) -> tuple[np.ndarray | None, np.ndarray | None, tuple[str, ...] | None]:
-    """Return the client ids of training and test images as numbers, and the name of each distinct id.
-
-    Args:
-        training: Number of training images.
-        tests: Number of test images.
-    """
-    ids = _checked_ids(path, "id_train", entries.get("id_train"), training)
-    test_ids = _checked_ids(path, "id_test", entries.get("id_test"), tests)
-    names = entries.get("client_names")
-    if ids is None:
-        if test_ids is not None or names is not None:
-            extra = "id_test" if test_ids is not None else "client_names"
-            raise _malformed(path, f"{extra} needs id_train, which is missing. Add id_train.", "id_train")
-        return None, None, None
+def _names_of(ids: np.ndarray) -> tuple[str, ...] | None:
+    """Return the ids of clients as their names; None if the ids are 0, 1, 2 and so on."""
     unique_ids = np.unique(ids)
-    if test_ids is not None:
-        untrained = np.setdiff1d(test_ids, unique_ids)
-        if len(untrained):
-            raise _malformed(
-                path,
-                f"id_test has an id that is not in id_train ({untrained[0].item()!r}). Give every client training "
-                "images.",
-                "id_test",
-            )
-    if names is not None and len(_checked_names(path, "client_names", names)) != len(unique_ids):
-        raise _malformed(
-            path,
-            f"client_names has {len(names)} names for {len(unique_ids)} different ids in id_train. Give one name for "
-            "each id, in the sorted order of the ids.",
-            "client_names",
-        )
-    if names is None and unique_ids.dtype.kind == "U":
-        names = _checked_names(path, "id_train", unique_ids)
-    elif names is None and not np.array_equal(unique_ids, np.arange(len(unique_ids))):
-        names = unique_ids.astype(str)  # clients keep their recorded numbers
-    return ids, test_ids, None if names is None else tuple(names.tolist())
-
-
-def _checked_ids(path: Path, key: str, ids: np.ndarray | None, images: int) -> np.ndarray | None:
-    if ids is None:
+    if unique_ids.dtype.kind != "U" and np.array_equal(unique_ids, np.arange(len(unique_ids))):
         return None
-    if ids.shape != (images,):
-        raise _malformed(path, f"{key} is {list(ids.shape)}. Give one id for each of the {images} images.", key)
-    if ids.dtype.kind not in "iuU":
-        hint = " (.astype(str) converts bytes)" if ids.dtype.kind == "S" else ""
-        raise _malformed(path, f"{key} is {ids.dtype}. Give integers or strings{hint}.", key)
-    return ids
+    return tuple(unique_ids.astype(str).tolist())
 
 
-def _checked_names(path: Path, key: str, names: np.ndarray) -> np.ndarray:
+def _names(fault: Fault, key: str, names: np.ndarray) -> tuple[str, ...]:
     if names.ndim != 1 or names.dtype.kind != "U" or not len(names):
-        raise _malformed(
-            path, f"{key} is {names.dtype} {list(names.shape)}. Give a one-dimensional array of strings.", key
-        )
-    unprintable = [name for name in names.tolist() if not name.strip() or not name.isprintable()]
-    if unprintable:
-        raise _malformed(path, f"{key} has a name that cannot be printed ({unprintable[0]!a}). Rename it.", key)
-    distinct, counts = np.unique(names, return_counts=True)
-    if counts.max() > 1:
-        raise _malformed(
-            path,
-            f"{key} has a name twice ({str(distinct[counts > 1][0])!r}). Give each class or client its own name.",
-            key,
-        )
-    return names
+        raise fault(f"{key} is {names.dtype} {list(names.shape)}. Give a one-dimensional array of strings.", key)
+    check_names(fault, key, names.tolist())
+    return tuple(names.tolist())
 
 
-def _check_problem(path: Path, key: str, y: np.ndarray, images: tuple[int, ...]) -> None:
-    """Raise an error if the labels belong to a problem that raylt does not support.
-
-    Raises:
-        DataError: The labels are floats, as in regression, or each image has several labels.
-    """
-    several = y.ndim == 2 and len(images) == 3 and y.shape[0] == images[0] and y.shape[1:] != (1,)
-    if y.dtype.kind == "f" or (several and y.dtype.kind in "iub"):
-        problem = "several labels for each image" if several else "floating-point numbers"
-        raise _malformed(
-            path, f"{key} is {y.dtype} {list(y.shape)}, {problem}. {SCOPE}: give one class for each image.", key
-        )
-
-
-def _checked_images(path: Path, key: str, x: np.ndarray, depth: int | None) -> np.ndarray:
+def _checked_images(fault: Fault, key: str, x: np.ndarray, depth: int | None) -> np.ndarray:
     if x.ndim < 3 or x.dtype.kind in "USO":
-        raise _malformed(
-            path,
+        raise fault(
             f"{key} is not an array of images ({x.dtype} {list(x.shape)}). {SCOPE}: give uint8 [N, H, W] or [N, H, W, "
             "channels].",
             key,
         )
     if x.dtype.kind not in "iuf" or x.ndim not in (3, 4) or not x.size or (x.ndim == 4 and x.shape[3] > 4):
-        raise _malformed(
-            path,
+        raise fault(
             f"{key} is {x.dtype} {list(x.shape)}. Give numbers [N, H, W] or [N, H, W, channels], best as uint8, with "
             "at least one image and at most 4 channels.",
             key,
@@ -280,29 +200,5 @@ def _checked_images(path: Path, key: str, x: np.ndarray, depth: int | None) -> n
         try:
             x = eight_bits(x, depth)
         except ValueError as error:
-            raise _malformed(path, f"{key} is {x.dtype} and has {error}, or give uint8 values.", key) from None
+            raise fault(f"{key} is {x.dtype} and has {error}, or give uint8 values.", key) from None
     return x if x.ndim == 4 else x[..., None]
-
-
-def _checked_labels(path: Path, key: str, y: np.ndarray, images: tuple[int, ...], classes: int) -> np.ndarray:
-    maps = y.dtype == np.uint8 and y.shape == images
-    _check_problem(path, key, y, images)
-    if not maps and (y.dtype.kind not in "iu" or y.shape != images[:1]):
-        raise _malformed(
-            path,
-            f"{key} is {y.dtype} {list(y.shape)}. Give one integer label for each of the {images[0]} images, or label "
-            f"maps uint8 {list(images)}.",
-            key,
-        )
-    labels = y[y != VOID] if maps else y
-    if labels.size and (labels.min() < 0 or labels.max() >= classes):
-        void = f", or {VOID} for no class" if maps else ""
-        raise _malformed(
-            path,
-            f"{key} has labels from {labels.min()} to {labels.max()}, class_names has {classes} names. Give labels "
-            f"from 0 to {classes - 1}{void}.",
-            key,
-        )
-    if maps and not labels.size:
-        raise _malformed(path, f"{key} has no labelled pixel, all are {VOID}. Give maps with labels.", key)
-    return y if maps else y.astype(np.int64)

@@ -16,7 +16,8 @@ from raylt.config import DataConfig
 from raylt.data.images.cache_builder import place_of
 from raylt.data.images.decoding import Undecodable
 from raylt.data.images.image_trees import FORMAT, How, decode_all
-from raylt.data.sources.arrays import SCOPE, Source
+from raylt.data.sources.arrays import Source
+from raylt.data.sources.checks import SCOPE
 from raylt.data.sources.folders import CodedLabels, assemble_coded
 from raylt.data.sources.ray_data import NameCodes
 from raylt.errors import ConfigError, DataError

@@ -26,7 +26,8 @@ from raylt.data.images.cache_builder import BAD, COLOUR, GREY, bad_rows, place_o
 from raylt.data.images.decoding import Undecodable, eight_bits, fitted_image, is_deep, read_npz
 from raylt.data.images.image_files import SUFFIXES, Listing, shown_name
 from raylt.data.images.image_trees import FORMAT, How, usable
-from raylt.data.sources.arrays import SCOPE, Source
+from raylt.data.sources.arrays import Source
+from raylt.data.sources.checks import SCOPE
 from raylt.data.sources.folders import CodedLabels, Part, assemble_coded, check_same_names, part_of
 from raylt.errors import ConfigError, DataError, RayltError, count_of
 from raylt.own_code.child_process import start_python

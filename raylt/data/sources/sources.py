@@ -15,9 +15,11 @@ import numpy as np
 from raylt import store
 from raylt.config import DataConfig
 from raylt.data.images.image_trees import How, decode_tree
-from raylt.data.sources.arrays import PUBLISHED, SCOPE, Arrays, ProblemKind, Source, channel_statistics, read_arrays
+from raylt.data.sources.arrays import PUBLISHED, Arrays, ProblemKind, Source, channel_statistics, read_arrays
+from raylt.data.sources.checks import SCOPE
 from raylt.data.sources.folders import open_parts, read_parts
 from raylt.data.sources.huggingface import open_hub
+from raylt.data.sources.own import checked_source
 from raylt.data.sources.ray_data import open_ray
 from raylt.data.sources.scenes import camvid, cityscapes, shapes
 from raylt.errors import CheckpointError, ConfigError, DataError, did_you_mean, own_function, spoken
@@ -50,11 +52,12 @@ def open_source(config: DataConfig) -> Source:
 
     Raises:
         ConfigError: The source is unknown.
-        DataError: The source's files are missing or malformed.
+        DataError: The source's files are missing or malformed, or the user's function returned unusable data.
     """
     if config.source in SOURCES:
         with own_function("data.source", config.source):
-            return SOURCES[config.source](config)
+            source = SOURCES[config.source](config)
+        return checked_source(config.source, source)
     kind, _, address = config.source.partition(":")
     root = Path(config.root).expanduser()
     path = Path(address).expanduser()
@@ -212,7 +215,33 @@ def _torchvision(name: str, root: Path, download: bool) -> Source:
         x_test = x_test[..., None]
     y_train = np.asarray(train.targets, dtype=np.int64)
     y_test = np.asarray(test.targets, dtype=np.int64)
-    return _source(name, Arrays(x_train, y_train, x_test, y_test, tuple(train.classes)))
+    classes = tuple(train.classes)
+    for part, x, y in (("training", x_train, y_train), ("test", x_test, y_test)):
+        problem = _mismatch(x, y, len(classes))
+        if problem is not None:
+            raise DataError(
+                f"data.source: the copy of {name} under {root.resolve()} is damaged ({part} part: {problem}). Remove "
+                "it, and set data.download=true.",
+                code="data.malformed",
+                key="data.source",
+                value=name,
+                path=str(root),
+            )
+    return _source(name, Arrays(x_train, y_train, x_test, y_test, classes))
+
+
+def _mismatch(x: np.ndarray, y: np.ndarray, classes: int) -> str | None:
+    """Return why labels are not those of the images; None if they may be.
+
+    torchvision checks the length of each file, but does not compare files with each other.
+    """
+    if len(y) != len(x):
+        return f"{len(y)} labels for {len(x)} images"
+    if not len(y):
+        return "no image"
+    if y.min() < 0 or y.max() >= classes:
+        return f"labels from {y.min()} to {y.max()} for {classes} classes"
+    return None
 
 
 def _cinic10(folder: Path, config: DataConfig, cache: Path) -> Source:

@@ -121,6 +121,22 @@ def test_a_damaged_torchvision_set_is_refused(fashion_mnist, tmp_path):
         open_source(fashion_mnist)
 
 
+@pytest.mark.parametrize(
+    ("part", "labels", "words"),
+    [
+        ("train", [0, 1], "training part: 2 labels for 3 images"),
+        ("t10k", [0, 1, 2], "test part: 3 labels for 2 images"),
+        ("train", [0, 255, 1], "labels from 0 to 255 for 10 classes"),
+    ],
+)
+def test_a_torchvision_set_whose_labels_do_not_fit_its_images_is_refused(fashion_mnist, tmp_path, part, labels, words):
+    header = b"\0\0\x08\x01" + np.array([len(labels)], ">i4").tobytes()
+    (tmp_path / f"FashionMNIST/raw/{part}-labels-idx1-ubyte").write_bytes(header + bytes(labels))
+    with refused("data.malformed", DataError, value="fashion_mnist") as caught:
+        open_source(fashion_mnist)
+    assert words in str(caught.value)
+
+
 def test_classes_of_a_folder_are_sorted_and_its_images_mapped(config, pets):
     source = open_source(config)
     assert source.class_names == ("cat", "dog")
