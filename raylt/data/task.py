@@ -17,7 +17,7 @@ from raylt.data.label_maps import BACKGROUND, VOID, class_counts, class_views, r
 from raylt.data.sources.arrays import ProblemKind, Source, channel_statistics
 from raylt.data.sources.sources import group_thresholds, open_source
 from raylt.data.splits.auxiliary import auxiliary_rows
-from raylt.data.splits.check import check, drawn_otherwise, own_tests
+from raylt.data.splits.check import check, overridden, own_tests
 from raylt.data.splits.draw import draw, hold_out_validation, notes
 from raylt.data.splits.imported import open_split
 from raylt.data.splits.long_tail import shot_groups
@@ -219,6 +219,7 @@ def build_task(config: DataConfig, split: Split | None = None, start: Path | Non
     kept, validation_rows = _hold_out(source, split, config)
     shards = Holdings(_shard(source, kept.flat), kept.ends, views)
     new_clients = split.judged or draw_new_clients(kept, config)
+    _check_training(kept, new_clients, config)
     auxiliary = None
     if config.auxiliary:
         reserved = [rows for rows in (validation_rows, *(split.test or ())) if rows is not None]
@@ -278,14 +279,14 @@ def _check_lengths(owner: str, names: Sequence[str]) -> None:
 
 
 def _split_of(source: Source, config: DataConfig, split: Split | None) -> tuple[Split, list[str]]:
-    """Return the split of a task (given, read from a file, or drawn), and a notice if it contradicts `config`."""
+    """Return the split of a task (given, read from a file, or drawn), and notices if it contradicts `config`."""
     if split is not None:
         check(split, source, config, "the split of this run")
         return split, []
     if config.split is not None:
         split = open_split(Path(config.split).expanduser(), source, config)
         check(split, source, config, config.split)
-        return split, drawn_otherwise(split, config)
+        return split, overridden(split, config)
     return draw(source, config), []
 
 
@@ -318,6 +319,20 @@ def _hold_out(source: Source, split: Split, config: DataConfig) -> tuple[IndexLi
         return hold_out_validation(split.clients, source.strata, config.validation, config.seed)
     clients = split.clients
     return clients if isinstance(clients, IndexLists) else IndexLists.of(clients), None
+
+
+def _check_training(kept: IndexLists, new_clients: Sequence[int], config: DataConfig) -> None:
+    """Raise an error if no client that trains has a sample."""
+    if np.delete(kept.sizes, new_clients).any():
+        return
+    key = "data.partition" if config.split is None else "data.split"
+    raise DataError(
+        f"{key}: no client that trains has a training image ({len(kept) - len(new_clients)} clients). Give such a "
+        "client images.",
+        code="data.too-few",
+        key=key,
+        value=len(kept) - len(new_clients),
+    )
 
 
 def _clients_of(rows: np.ndarray, clients: Sequence[np.ndarray]) -> np.ndarray:

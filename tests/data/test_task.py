@@ -150,6 +150,9 @@ def test_an_imported_split_is_used_whatever_the_other_settings(task, split_file)
         f"{drawn.alpha} (not 9.0), and is recorded so"
     )
     assert not any("was drawn with" in note for note in build_task(completed).notes)
+    assert not any("no effect" in note for note in imported.notes)
+    (note,) = (note for note in build_task(config.model_copy(update={"min_size": 3})).notes if "no effect" in note)
+    assert note == f"data.min_size = 3 has no effect, since {split_file} lists the samples of each client"
 
 
 def test_a_run_on_a_split_from_a_file_is_the_one_that_its_study_planned(task, split_file):

@@ -104,18 +104,34 @@ def complete(config: DataConfig, split: Split) -> DataConfig:
     return config.model_copy(update=filled | ({} if config.split is None else _drawn_with(split)))
 
 
-def drawn_otherwise(split: Split, config: DataConfig) -> list[str]:
-    """Return a notice about settings of a loaded split that differ from the configuration; empty if none do."""
-    if split.partition == "imported":  # not drawn by raylt
-        return []
+def overridden(split: Split, config: DataConfig) -> list[str]:
+    """Return notices about settings of the configuration that a split from a file overrides; empty if none do."""
+    notices = []
+    drawn = {} if split.partition == "imported" else _drawn_with(split)
     differences = []
-    for key, value in _drawn_with(split).items():
+    for key, value in drawn.items():
         configured = getattr(config, key)
         if configured not in (None, value):
             differences.append(f"data.{key} = {value} (not {configured})")
-    if not differences:
-        return []
-    return [f"{config.split} was drawn with {', '.join(differences)}, and is recorded so"]
+    if differences:
+        notices.append(f"{config.split} was drawn with {', '.join(differences)}, and is recorded so")
+    unused = [f"data.{key} = {getattr(config, key)}" for key in _unused(split, config)]
+    if unused:
+        have = "has" if len(unused) == 1 else "have"
+        notices.append(f"{', '.join(unused)} {have} no effect, since {config.split} lists the samples of each client")
+    return notices
+
+
+def _unused(split: Split, config: DataConfig) -> list[str]:
+    """Return the settings that differ from their defaults, but that nothing uses with a split from a file."""
+    keys = ["min_size"]
+    if split.test_share is None:  # the split or the source has test samples
+        keys += ["test", "test_share"]
+    if split.partition == "imported":  # raylt did not draw it
+        keys += DRAWN
+    usual = DataConfig(source=config.source, split=config.split)
+    recorded = {"imbalance": split.imbalance, "partition": split.partition}
+    return [key for key in keys if getattr(config, key) not in (None, getattr(usual, key), recorded.get(key))]
 
 
 def _drawn_with(split: Split) -> dict[str, Any]:

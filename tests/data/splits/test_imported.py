@@ -98,6 +98,51 @@ def test_clients_may_only_be_judged(npz, content):
         imported(npz, content, new_clients=2)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"clients": {"wien": [0, 1], "linz": []}, "judged": ["wien"]},
+        "sample,client,part\n0,wien,judged\n1,wien,judged\n2,linz,test\n",
+    ],
+)
+def test_lists_without_an_image_to_train_on_are_refused(tmp_path, content):
+    lists = tmp_path / "lists"
+    lists.write_text(content if isinstance(content, str) else json.dumps(content))
+    with refused("data.too-few", DataError, key="data.split", value=1):
+        build_task(DataConfig(**pets(tmp_path), split=str(lists)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "unused"),
+    [
+        ({}, None),
+        ({"partition": "imported", "imbalance": 1, "clients": 3, "seed": 5}, None),
+        ({"min_size": 3}, "data.min_size = 3 has no effect"),
+        ({"test_share": 0.5}, "data.test_share = 0.5 has no effect"),  # the file has a test part
+        (
+            {"partition": "iid", "imbalance": 5, "tail": "local", "alpha": 9, "per_client": 1},
+            "data.imbalance = 5.0, data.partition = iid, data.alpha = 9.0, data.tail = local, data.per_client = 1 have "
+            "no effect",
+        ),
+    ],
+)
+def test_a_notice_names_settings_that_lists_override(npz, settings, unused):
+    task = imported(npz, LISTS, **settings)
+    notices = [note for note in task.notes if "no effect" in note]
+    since = f", since {npz.parent / 'lists.json'} lists the samples of each client"
+    assert notices == ([] if unused is None else [unused + since])
+    config = DataConfig(source=f"npz:{npz}", split=str(npz.parent / "lists.json"), **settings)
+    recorded = complete(config, task.split)
+    assert (recorded.imbalance, recorded.partition, recorded.tail) == (1, "imported", "global")
+    assert not [note for note in build_task(recorded).notes if "data.partition" in note]
+
+
+def test_the_usual_settings_of_a_benchmark_are_not_named_with_lists(tmp_path):
+    (tmp_path / "lists.json").write_text("[[0, 1, 2], [3, 4]]")
+    task = build_task(DataConfig(split=str(tmp_path / "lists.json")))
+    assert not any("no effect" in note for note in task.notes)
+
+
 def test_clients_may_have_test_images_of_their_own(tmp_path):
     settings = pets(tmp_path)
     lists = {"wien": {"train": [0, 1, 6], "test": [2, 7]}, "linz": {"train": [3, 8], "test": [9]}}
