@@ -302,7 +302,9 @@ def _classes(
     if source.kind == "segmentation":
         thresholds = group_thresholds(config, 0, int(counts.sum()))
     else:
-        thresholds = group_thresholds(config, int(class_counts(load(source.y_train), len(names)).max()))
+        y = load(source.y_train)
+        training = y if split.test is None else np.delete(y, np.concatenate(split.test))
+        thresholds = group_thresholds(config, int(class_counts(training, len(names)).max()))
     groups = tuple(shot_groups(counts, *thresholds))
     if split.beta is None:
         return names, groups, thresholds, None

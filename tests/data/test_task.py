@@ -320,6 +320,15 @@ def test_the_same_images_have_the_same_groups_however_they_were_loaded(tmp_path)
     assert set(built_in.groups) == {"many", "medium", "few"}
 
 
+def test_default_thresholds_do_not_count_images_that_become_test_images(no_guests):
+    y = np.arange(440) % 2  # 220 images of each class, 176 of which stay training images
+    x = np.random.default_rng(0).integers(0, 256, (440, 2, 2, 1), dtype=np.uint8)
+    whole = raylt.Source("halves", x, y, x[:0], y[:0], ("left", "right"), (0.5,), (0.25,))
+    raylt.register(lambda config: whole, "halves", kind="source")
+    assert build_task(DataConfig(source="halves", clients=2)).thresholds == (20, 60)
+    assert build_task(DataConfig(source="halves", clients=2, test_share=0.05)).thresholds == (20, 100)
+
+
 def test_judged_images_are_counted_by_group_and_client(tmp_path):
     make_pictures(tmp_path / "it.npz")
     config = DataConfig(source=f"npz:{tmp_path / 'it.npz'}", partition="by_id", imbalance=1, groups=(4, 6))

@@ -116,7 +116,8 @@ def group_thresholds(config: DataConfig, largest: int, pixels: int | None = None
 
     Args:
         config: The settings in `data`.
-        largest: Number of training images of the source's largest class, before the data are thinned.
+        largest: Number of training images of the source's largest class, without those that become test images, before
+            the data are thinned.
         pixels: Number of labelled pixels of label maps; the defaults are then 1 % and 5 % of them, a choice of this
             project.
 
@@ -131,8 +132,10 @@ def group_thresholds(config: DataConfig, largest: int, pixels: int | None = None
         usual = (20, 100) if largest < 2000 else (200, 1000)
     low, high = config.groups or usual
     if not 0 <= low <= high:
+        problem = "numbers of samples are not negative" if low < 0 else "few < first and many > second overlap"
+        remedy = "Give numbers from 0" if low < 0 else "Put the smaller number first"
         raise ConfigError(
-            f"data.groups: few < first and many > second overlap ([{low}, {high}]). Put the smaller number first.",
+            f"data.groups: {problem} ([{low}, {high}]). {remedy}.",
             code="config.out-of-range",
             key="data.groups",
             value=[low, high],

@@ -373,8 +373,16 @@ def test_group_thresholds_are_the_literature_s_unless_configured():
     assert group_thresholds(DataConfig(), 153) == (20, 60)
     assert group_thresholds(DataConfig(), 500) == group_thresholds(DataConfig(), 1280) == (20, 100)
     assert group_thresholds(DataConfig(groups=(3, 4)), 5000) == (3, 4)
-    with refused("config.out-of-range", ConfigError, key="data.groups", value=[9, 4]):
-        group_thresholds(DataConfig(groups=(9, 4)), 100)
+
+
+@pytest.mark.parametrize(
+    ("groups", "remedy"),
+    [((9, 4), "Put the smaller number first."), ((-5, 19), "Give numbers from 0."), ((3, -1), "smaller number first")],
+)
+def test_group_thresholds_that_are_out_of_order_or_negative_are_refused(groups, remedy):
+    with refused("config.out-of-range", ConfigError, key="data.groups", value=[*groups]) as caught:
+        group_thresholds(DataConfig(groups=groups), 100)
+    assert remedy in str(caught.value)
 
 
 def test_imagenet_lt_is_fitted_as_the_settings_say(imagenet_lt):
