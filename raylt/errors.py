@@ -142,7 +142,7 @@ CODES: dict[str, str] = {
     "model.wrong-width": "The model's features and the teacher's differ in their number of dimensions.",
     # plugin
     "plugin.changed": "A run was made with another version of a plugin.",
-    "plugin.failed": "A plugin's file raised an exception while it was imported, or one of its functions did.",
+    "plugin.failed": "A plugin's file or one of its functions raised an exception, or a function's result is unusable.",
     "plugin.missing": "A run was made with a plugin that is not registered.",
     "plugin.name-taken": "A user's file has the name of a package of raylt.",
     "plugin.no-method": "A file defines no method.",

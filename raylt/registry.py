@@ -23,7 +23,7 @@ from raylt.config import Config
 from raylt.core.method import Method
 from raylt.core.setup import Setup
 from raylt.core.training.schedules import SCHEDULES
-from raylt.data.augment import AUGMENTATIONS, in_turn
+from raylt.data.augment import AUGMENTATIONS, Augmentation, Checked, in_turn
 from raylt.data.sources.sources import NAMES, SOURCES
 from raylt.data.splits.partitions import PARTITIONS
 from raylt.errors import ConfigError, did_you_mean, spoken
@@ -161,8 +161,15 @@ def resolve_setup(config: Config) -> Setup:
     model = partial(
         build, name=config.model, factory=MODELS.get(config.model), weights=config.weights, side=config.input
     )
-    augment = in_turn([AUGMENTATIONS[name] for name in config.augment.split("+")])
+    augment = in_turn([_augmentation(name) for name in config.augment.split("+")])
     return Setup(config, make_method(config.method), model, augment, SCHEDULES[config.local.schedule])
+
+
+def _augmentation(name: str) -> Augmentation | None:
+    augmentation = AUGMENTATIONS[name]
+    if augmentation is None or not is_plugin("augmentation", name):
+        return augmentation
+    return Checked(name, augmentation)
 
 
 def seek(config: Config, kinds: Collection[PluginKind] = frozenset(TABLES)) -> None:

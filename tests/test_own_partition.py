@@ -8,11 +8,12 @@ import sys
 import cloudpickle
 import numpy as np
 import pytest
+import torch
 from refusals import refused
 
 import raylt
 from raylt import registry
-from raylt.config import DataConfig, load
+from raylt.config import DataConfig, LocalConfig, load
 from raylt.core.training.schedules import scheduled_rate
 from raylt.data.task import build_task
 from raylt.errors import ConfigError, DataError
@@ -110,6 +111,7 @@ def takes_none():
     [
         ("partition", "data.partition"),
         ("schedule", "local.schedule"),
+        ("augmentation", "augment"),
         ("source", "data.source"),
         ("model", "model"),
     ],
@@ -119,6 +121,38 @@ def test_a_function_that_raises_is_refused_before_the_run(no_guests, tmp_path, k
     with refused("plugin.failed", ConfigError, key=key, value="own") as caught:
         raylt.run("fedavg", overrides={key: "own"}, out=tmp_path, fleet="local")
     assert ("test_own_partition.py" in str(caught.value)) == (function is fails)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -0.1, None, "0.1", True, 1j, torch.tensor([0.1])])
+def test_a_schedule_that_returns_no_rate_is_refused_before_the_run(no_guests, tmp_path, rate):
+    raylt.register(lambda local, round, rounds: rate if round == 3 else 0.1, "own", kind="schedule")
+    with refused("plugin.failed", ConfigError, key="local.schedule", value="own", round=3) as caught:
+        raylt.run("fedavg", rounds=3, schedule="own", out=tmp_path, fleet="local")
+    assert repr(rate) in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rate", [0, 0.5, np.float32(0.5), torch.tensor(0.5)])
+def test_a_rate_may_be_any_real_number(rate):
+    scheduled = scheduled_rate(lambda local, round, rounds: rate, LocalConfig(), 1, 1)
+    assert type(scheduled) is float
+    assert scheduled == float(rate)
+
+
+@pytest.mark.parametrize(
+    ("augment", "words"),
+    [
+        (lambda x, y, generator: (x[:1], y[:1]), "mine returned images [1, 8, 8, 1] for images [8, 8, 8, 1]"),
+        (lambda x, y, generator: (x * float("nan"), y), "mine returned images with values from nan to nan"),
+        (lambda x, y, generator: (x, y + 100), "labels outside of 0..9 were returned (100 to"),
+    ],
+)
+def test_an_augmentation_that_returns_other_data_is_refused_before_the_run(no_guests, tmp_path, augment, words):
+    raylt.register(augment, "mine", kind="augmentation")
+    with refused("plugin.failed", ConfigError, key="augment") as caught:
+        raylt.run("fedavg", augment="crop_flip+mine", out=tmp_path, fleet="local")
+    assert words in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 

@@ -20,12 +20,15 @@ from torch import Tensor
 from raylt.data.colour_jitter import color_jitter
 from raylt.data.label_maps import VOID
 from raylt.data.rand_augment import rand_augment
+from raylt.errors import ConfigError
 from raylt.recordability import is_recordable, recordable
 
 #: A function (x, y, generator) -> (x, y) on images uint8 [B, H, W, channels] and their labels.
 Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
 PADDING = 4
+TRIED = 8  # images on which an augmentation is tried
+ROUNDING = 0.5  # grey levels by which interpolated images may exceed 0..255
 
 
 def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -324,6 +327,82 @@ class InTurn:
         for step in self.steps:
             x, y = step(x, y, generator)
         return x, y
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A user's own augmentation, whose results are checked.
+
+    Args:
+        name: Name of the augmentation.
+        function: The user's function.
+    """
+
+    name: str
+    function: Augmentation
+
+    @property
+    def recordable(self) -> bool:
+        """Return whether the user's function is recordable, see `raylt.recordability.recordable`."""
+        return is_recordable(self.function)
+
+    def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        result = self.function(x, y, generator)
+        problem = _problem(result, x, y)
+        if problem is not None:
+            raise ConfigError(
+                f"augment: {self.name} returned {problem}. Return the images and labels of the batch, with values of 0 "
+                "to 255.",
+                code="plugin.failed",
+                key="augment",
+                value=self.name,
+            )
+        return result
+
+
+def try_augmentation(augment: Augmentation, shape: tuple[int, int, int], classes: int, maps: bool) -> None:
+    """Raise an error if an augmentation returns unusable images or labels for a batch of random ones.
+
+    Args:
+        augment: The augmentation.
+        shape: Height, width and channels of an image.
+        classes: Number of classes.
+        maps: Whether labels are label maps.
+
+    Raises:
+        ConfigError: An augmentation of the user's own returned something that cannot be used.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (TRIED, *shape), generator=generator).to(torch.uint8)
+    y = torch.randint(0, min(classes, VOID), (TRIED, *shape[:2]) if maps else (TRIED,), generator=generator)
+    _, labels = augment(x, y.to(torch.uint8) if maps else y, generator)
+    labels = labels[labels != VOID] if maps else labels
+    if not labels.is_floating_point() and ((labels < 0) | (labels >= classes)).any():
+        raise ConfigError(
+            f"augment: labels outside of 0..{classes - 1} were returned ({labels.min()} to {labels.max()}). Return the "
+            "labels of the batch.",
+            code="plugin.failed",
+            key="augment",
+            value=[int(labels.min()), int(labels.max())],
+        )
+
+
+def _problem(result: object, x: Tensor, y: Tensor) -> str | None:
+    """Return why the result of an augmentation cannot be used, in a few words; None if it can."""
+    if not isinstance(result, tuple | list) or len(result) != 2 or not all(isinstance(part, Tensor) for part in result):
+        return f"a {type(result).__name__} instead of two tensors"
+    images, labels = result
+    if images.shape != x.shape:
+        return f"images {list(images.shape)} for images {list(x.shape)}"
+    soft = y.ndim == 1 and labels.ndim == 2 and len(labels) == len(y) and labels.is_floating_point()
+    if not soft and (labels.shape != y.shape or labels.dtype != y.dtype):
+        return f"labels {labels.dtype} {list(labels.shape)} for labels {y.dtype} {list(y.shape)}"
+    # on a GPU, reading a value would wait for all earlier work in every step
+    if images.device.type == "cpu" and images.dtype != torch.uint8 and len(images):
+        low, high = (bound.item() for bound in images.aminmax())
+        if not (low >= -ROUNDING and high <= 255 + ROUNDING):  # also if one is NaN
+            return f"images with values from {low:.4g} to {high:.4g}"
+    return None
 
 
 def in_turn(steps: Sequence[Augmentation | None]) -> Augmentation | None:

@@ -10,6 +10,7 @@ from raylt.core.method import Method
 from raylt.core.protection.protection import check_delta
 from raylt.core.setup import Setup
 from raylt.core.training.schedules import scheduled_rate
+from raylt.data.augment import try_augmentation
 from raylt.data.fingerprint import hash_data
 from raylt.data.sources.sources import check_size
 from raylt.data.splits.check import complete
@@ -139,7 +140,9 @@ def lacks_files(error: RayltError) -> bool:
 
 
 def check_setup(setup: Setup, spec: TaskSpec) -> SplitModel:
-    """Raise an error for conflicting settings or a custom model that cannot be trained, before anything starts.
+    """Raise an error for conflicting settings or own functions that do not work, before anything starts.
+
+    The user's own model, schedule and augmentation are tried.
 
     Returns:
         The untrained model.
@@ -152,7 +155,11 @@ def check_setup(setup: Setup, spec: TaskSpec) -> SplitModel:
     config = setup.config
     if is_plugin("schedule", config.local.schedule):
         with own_function("local.schedule", config.local.schedule):
-            scheduled_rate(setup.schedule, config.local, 1, config.federation.rounds)
+            for round in range(1, max(config.federation.rounds, 1) + 1):
+                scheduled_rate(setup.schedule, config.local, round, config.federation.rounds)
+    if setup.augment is not None and any(is_plugin("augmentation", name) for name in config.augment.split("+")):
+        with own_function("augment", config.augment), seeded(config.seed, "trial of the augmentation"):
+            try_augmentation(setup.augment, spec.shape, spec.classes, spec.kind == "segmentation")
     name = config.model
     if is_plugin("model", name):
         with seeded(setup.config.seed, "trial of the model"):

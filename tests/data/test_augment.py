@@ -1,10 +1,13 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from refusals import refused
 from torchvision.transforms import v2
 
 from raylt.data.augment import (
     AUGMENTATIONS,
+    Checked,
     apply_boxes,
     apply_boxes_to_maps,
     apply_crops,
@@ -19,8 +22,10 @@ from raylt.data.augment import (
     needs_grey_or_colour,
     normalise,
     resized_crop_flip,
+    try_augmentation,
 )
 from raylt.data.label_maps import VOID
+from raylt.errors import ConfigError
 from raylt.recordability import is_recordable
 
 Y = torch.arange(8)
@@ -314,3 +319,45 @@ def test_cutout_blackens_a_square_about_a_drawn_pixel(shape):
         expected[max(row - height // 4, 0) : row + height // 4, max(column - width // 4, 0) : column + width // 4] = 0
         assert torch.equal(made, expected)
     assert torch.equal(labels, torch.arange(40))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x, y: None, "a NoneType instead of two tensors"),
+        (lambda x, y: (x.numpy(), y), "a tuple instead of two tensors"),
+        (lambda x, y: (x[:2], y[:2]), "images [2, 5, 4, 3] for images [6, 5, 4, 3]"),
+        (lambda x, y: (x[:, 1:], y), "images [6, 4, 4, 3]"),
+        (lambda x, y: (x, y[:2]), "labels torch.int64 [2] for labels torch.int64 [6]"),
+        (lambda x, y: (x, y.float()), "labels torch.float32 [6]"),
+        (lambda x, y: (x - 300.0, y), "images with values from -300"),
+        (lambda x, y: (x + 256.0, y), "images with values from 2"),
+        (lambda x, y: (x * float("nan"), y), "from nan to nan"),
+    ],
+)
+def test_an_augmentation_of_ones_own_that_returns_other_data_is_named(change, words):
+    mine = Checked("mine", lambda x, y, generator: change(x, y))
+    x = torch.randint(0, 256, (6, 5, 4, 3), generator=seeded(0)).to(torch.uint8)
+    with refused("plugin.failed", ConfigError, key="augment", value="mine") as caught:
+        in_turn([mine, OWN["crop_flip"]])(x, torch.arange(6), seeded(1))
+    assert words in str(caught.value)
+
+
+def test_an_augmentation_of_ones_own_may_return_floats_and_soft_labels():
+    x = torch.randint(0, 256, (6, 5, 4, 3), generator=seeded(0)).to(torch.uint8)
+    mine = Checked("mine", lambda x, y, generator: (x + 0.4, F.one_hot(y).float()))
+    images, labels = mine(x, torch.arange(6), seeded(1))
+    assert images.dtype == labels.dtype == torch.float32
+    assert not is_recordable(mine)
+    assert is_recordable(Checked("mine", OWN["crop_flip"]))
+    assert not is_own(mine)
+
+
+def test_the_labels_of_a_batch_are_compared_with_the_classes_once_before_a_run():
+    def of_another_class(x, y, generator):
+        return x, torch.where(y == 255, y, 7 * torch.ones_like(y))
+
+    for maps in (False, True):
+        try_augmentation(of_another_class, (5, 4, 3), 8, maps)
+        with refused("plugin.failed", ConfigError, key="augment", value=[7, 7]):
+            try_augmentation(of_another_class, (5, 4, 3), 7, maps)
