@@ -240,18 +240,22 @@ def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -
         uint8 of the same shape.
 
     Raises:
-        ValueError: A value is negative, NaN or greater than white, or the integers need a depth.
+        ValueError: A value is negative, not finite or greater than white, or the integers need a depth.
     """
     bits = (8 * pixels.dtype.itemsize - (pixels.dtype.kind == "i")) if bits is None else bits
     low = float(pixels.min())
     high = float(pixels.max())
-    if depth is None and pixels.dtype.kind != "f" and bits > 16 and low >= 0:
+    if not math.isfinite(low + high):
+        raise ValueError("pixels that are NaN or infinite: replace them by numbers")
+    if low < 0:
+        raise ValueError(f"greys from {low:g} to {high:g}, of which some are negative: let black be 0")
+    if depth is None and pixels.dtype.kind != "f" and bits > 16:
         raise ValueError(
             "a type of more than 16 bits, which has no usual full scale: set data.depth to the bits of a pixel"
         )
     full_scale = 1.0 if pixels.dtype.kind == "f" else float(2**bits - 1)
     white = full_scale if depth is None else float(2**depth - 1)
-    if not 0 <= low <= high <= white:
+    if high > white:
         raise ValueError(
             f"greys from {low:g} to {high:g}, outside of 0..{white:g}: set data.depth to the bits of a pixel"
         )

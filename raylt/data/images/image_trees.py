@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from raylt.data.images.cache import Mapped, load, take
+from raylt.data.images.cache import Mapped, take
 from raylt.data.images.cache_builder import pack, place_of
 from raylt.data.images.decoding import Fit, Fitted, is_deep
 from raylt.data.images.image_files import shown_name
@@ -92,11 +92,20 @@ def decode_all(
         grey=channels is None,
         whole=how.bad == "stop",
     )
-    return usable(path, count, bad, how, lambda row: is_deep(file(row)))
+    return usable(path, count, bad, how, lambda row: is_deep(file(row)), lambda row: _name(row, file(row)))
+
+
+def _name(row: int, file: str | bytes) -> str:
+    return f"row {row}" if isinstance(file, bytes) else shown_name(file)
 
 
 def usable(
-    path: Path, count: int, bad: dict[int, str], how: How, deep: Callable[[int], bool]
+    path: Path,
+    count: int,
+    bad: dict[int, str],
+    how: How,
+    deep: Callable[[int], bool],
+    name: Callable[[int], str] = "row {}".format,
 ) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
     """Return a cache's images, except those that could not be decoded; see `decode_tree`.
 
@@ -105,7 +114,8 @@ def usable(
         count: The number of all images, N.
         bad: The rows that could not be decoded, with the reason.
         how: Settings for decoding.
-        deep: Row -> whether its file has greys of more than 8 bits; called for the first usable row.
+        deep: Row -> whether its file has greys of more than 8 bits; called for the first usable row and dark ones.
+        name: Row -> name of the image in a notice.
 
     Raises:
         DataError: Images could not be decoded and `how` does not skip them, or no image could be decoded.
@@ -116,7 +126,7 @@ def usable(
     x = Mapped(str(path), rows)
     notes = (f"left out: {_describe(bad, path)}",) if bad else ()
     if how.depth is None and deep(int(rows[0])):
-        notes += _dark_note(x)
+        notes += _dark_note(x, deep, name)
     return x, rows, notes
 
 
@@ -135,14 +145,20 @@ def undecodable(bad: dict[int, str], path: Path) -> DataError:
     )
 
 
-def _dark_note(x: Mapped) -> tuple[str, ...]:
-    """Return a notice if images of more than 8 bits use less than half of their range and would look dark."""
-    brightest = int(load(take(x, np.linspace(0, len(x) - 1, min(len(x), 2000)).astype(np.int64))).max())
-    if brightest > 127:
+def _dark_note(x: Mapped, deep: Callable[[int], bool], name: Callable[[int], str]) -> tuple[str, ...]:
+    """Return a notice of images of more than 8 bits that use less than half of their range and would look dark.
+
+    At most 2,000 evenly spaced images are read.
+    """
+    sample = take(x, np.linspace(0, len(x) - 1, min(len(x), 2000)).astype(np.int64))
+    assert isinstance(sample, Mapped)
+    dark = sample.rows[sample.load().max((1, 2, 3)) <= 127][:MAX_LISTED]
+    names = [name(row) for row in dark.tolist() if deep(row)]
+    if not names:
         return ()
     return (
-        f"the brightest pixel of the images, which have greys of more than 8 bits, is {brightest} of 255; set "
-        "data.depth if their greys have fewer bits than their files",
+        f"images with greys of more than 8 bits use less than half of their full scale ({', '.join(names[:3])}"
+        f"{', ..' * (len(names) > 3)}); set data.depth if their greys have fewer bits than their files",
     )
 
 

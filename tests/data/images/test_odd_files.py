@@ -65,7 +65,7 @@ DAMAGED = {
     ),
     "really a zip.png": (b"PK\x03\x04" + b"\0" * 500, "not an image, or of an"),
     "really a drawing.png": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not an image, or of an"),
-    "not a number.tif": (encoded(Image.fromarray(np.full((8, 8), np.nan, np.float32)), "TIFF"), "greys from nan"),
+    "not a number.tif": (encoded(Image.fromarray(np.full((8, 8), np.nan, np.float32)), "TIFF"), "NaN or infinite"),
     "no pixels.png": (PNG[:16] + b"\0" * 8 + PNG[24:], "."),
     "text of megabytes.png": (
         PNG[:33] + chunk(b"zTXt", b"a\0\0" + zlib.compress(b"x" * 2**21)) + PNG[33:],
@@ -254,9 +254,10 @@ def test_a_pgm_is_scaled_by_the_largest_value_of_its_header(tmp_path):
     [
         (np.full((8, 8), 4200, np.uint16), 12, "4200"),
         (np.full((8, 8), 3000, np.int32), None, "data.depth"),  # the scale of the type would make the whole image black
-        (np.full((8, 8), -5, np.int32), 16, "-5"),
+        (np.full((8, 8), -5, np.int32), 16, "greys from -5 to -5, of which some are negative: let black be 0"),
         (np.full((8, 8), 1.5, np.float32), None, "1.5"),
-        (np.full((8, 8), np.nan, np.float32), 8, "nan"),
+        (np.full((8, 8), np.nan, np.float32), 8, "NaN or infinite: replace them"),
+        (np.full((8, 8), np.inf, np.float32), None, "NaN or infinite: replace them"),
     ],
 )
 def test_greys_beyond_the_scale_are_refused_by_name(tmp_path, pixels, depth, why):
@@ -264,6 +265,22 @@ def test_greys_beyond_the_scale_are_refused_by_name(tmp_path, pixels, depth, why
     with refused("data.undecodable", path=str(tmp_path / "it.tif")) as caught:
         fitted_image(tmp_path / "it.tif", 8, None, depth=depth)
     assert why in str(caught.value)
+
+
+def test_a_notice_names_the_dark_images_of_more_than_8_bits(tmp_path):
+    """One scanner of 12 bits among others of 16 is dark, although other images are bright."""
+    for number in range(12):
+        file = tmp_path / "it" / ("bright", "dark")[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), 4095 if number in (3, 5) else 60_000 + number, np.uint16)).save(file)
+    Image.fromarray(np.full((8, 8), 30, np.uint8)).save(tmp_path / "it" / "dark" / "7.png")  # 8 bits
+    source = DataConfig(source=f"folder:{tmp_path / 'it'}", root=str(tmp_path / "root"), size=8)
+    (note,) = open_source(source).notes
+    dark = [str(tmp_path / "it" / "dark" / f"{number}.png") for number in (3, 5)]
+    assert note.startswith(
+        f"images with greys of more than 8 bits use less than half of their full scale ({', '.join(dark)}); set"
+    )
+    assert not open_source(source.model_copy(update={"depth": 16})).notes
 
 
 @pytest.mark.parametrize(("colour", "values"), [(2, 3), (4, 2), (6, 4)])
