@@ -121,7 +121,7 @@ class _Search:
 
 
 def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
-    """Describe, in sentences, the files and folders that the given listings left out."""
+    """Describe, in sentences, the files and folders that the given listings left out or count as one."""
     notes = []
     ignored = sum((listing.ignored for _, listing in listings), Counter[str]())
     if ignored:
@@ -140,7 +140,23 @@ def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
             names = ", ".join(map(shown_name, folders[:5])) + ", .." * (len(folders) > 5)
             what = one if len(folders) == 1 else f"{len(folders)} {several}"
             notes.append(f"{what} left out: {names}")
+    for folder, listing in listings:
+        notes += [
+            f"folders below {shown_name(folder)} count as one, since their names differ only in their Unicode form: "
+            f"{', '.join(map(ascii, names))}"
+            for names in _one_name(listing)
+        ]
     return notes
+
+
+def _one_name(listing: Listing) -> list[list[str]]:
+    """Return the folders in one folder whose names `plain_name` makes equal, relative to the top folder."""
+    folders = {file.parts[:-1] for file in listing.files}
+    spellings: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for parts in sorted({folder[:depth] for folder in folders for depth in range(1, len(folder) + 1)}):
+        key = parts[:-1], unicodedata.normalize("NFC", parts[-1])
+        spellings.setdefault(key, []).append("/".join(parts))
+    return [names for names in spellings.values() if len(names) > 1]
 
 
 def plain_name(folder: Path, name: str) -> str:

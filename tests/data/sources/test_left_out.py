@@ -51,6 +51,22 @@ def test_who_lost_all_training_images_is_left_out_and_the_others_keep_their_name
     )
 
 
+def test_a_notice_names_clients_that_count_as_one(tmp_path):
+    """In Unicode e with an accent is one character, or e and the accent."""
+    names = {"caf\u00e9": "anna", "cafe\u0301": "bert", "cora": "cora"}
+    classes = {"th\u00e9": 4, "lait": 4}  # a class may be written differently at each client
+    write(tmp_path / "it", dict.fromkeys(LEVELS, classes))
+    for name, client in names.items():
+        (tmp_path / "it" / client).rename(tmp_path / "it" / name)
+    (tmp_path / "it/cora/th\u00e9").rename(tmp_path / "it/cora/the\u0301")
+    task = build_task(config(tmp_path / "it"))
+    assert task.client_names == ("caf\u00e9", "cora")
+    assert [note for note in task.notes if "Unicode" in note] == [
+        f"folders below {tmp_path / 'it'} count as one, since their names differ only in their Unicode form: "
+        r"'cafe\u0301', 'caf\xe9'"
+    ]
+
+
 @pytest.mark.parametrize(("part", "kind"), [("train", "training"), ("test", "test")])
 def test_a_part_that_is_lost_is_not_made_up_from_the_other(tmp_path, part, kind):
     for name in ("train", "test"):
