@@ -610,6 +610,12 @@ def shorten(text: str, length: int = 80, mark: str = "...") -> str:
     return text if len(text) <= length else text[: length - len(mark)] + mark
 
 
+def type_name(value: object) -> str:
+    """Return the class of a value as `a list` or `an int`, without calling any of the value's methods."""
+    name = "".join(letter for letter in type(value).__name__[:60] if letter.isprintable())
+    return "None" if value is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 def describe_error(error: BaseException) -> str:
     """Describe any error in one line: raylt's own errors by their message, others by `one_line`."""
     return str(error) if isinstance(error, RayltError) else one_line(error)

@@ -11,7 +11,7 @@ from raylt.core.method import Method
 from raylt.core.training.schedules import Schedule
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, type_name
 from raylt.models import ModelFactory
 from raylt.models.image_text import PREFIX, start_from_texts
 from raylt.models.split import SplitModel, StateDict, running_statistics
@@ -48,6 +48,14 @@ class Setup:
             base = self._base(spec)
             parts = {name for name, _ in base.named_children()}
             model = self.method.build(spec, base)
+        if not isinstance(model, SplitModel):
+            raise ConfigError(
+                f"method: build of {self.method.name} returned {type_name(model)}. Return a raylt.SplitModel, such as "
+                "its argument `base`.",
+                code="model.wrong-type",
+                key="method",
+                value=self.method.name,
+            )
         model.method_heads = frozenset(name for name, _ in model.named_children() if name not in parts)
         if self.config.federation.batchnorm == "local":
             # the state dict does not contain frozen statistics
@@ -90,7 +98,29 @@ class Setup:
         check_exclusions(PlannedRun(self.config, self.method, spec, model, self.augment))
 
 
+def shared_entries(method: Method, model: SplitModel) -> StateDict:
+    """Return the model's state-dict entries that are sent.
+
+    Raises:
+        ConfigError: `Method.shared` does not return entries of the model by name.
+    """
+    shared: object = method.shared(model)
+    if not isinstance(shared, dict):
+        problem = f"returned {type_name(shared)}"
+    elif unknown := shared.keys() - model.state_dict().keys():
+        problem = f"returned an entry that the model does not have ({min(map(str, unknown))})"
+    else:
+        return shared
+    raise ConfigError(
+        f"method: shared of {method.name} {problem}. Return a dict of the model's entries by name, such as "
+        'model.entries("encoder.").',
+        code="model.wrong-type",
+        key="method",
+        value=method.name,
+    )
+
+
 def private_entries(method: Method, model: SplitModel) -> StateDict:
     """Return the model's state-dict entries that are never sent."""
-    shared = method.shared(model).keys()
+    shared = shared_entries(method, model).keys()
     return {name: value for name, value in model.state_dict().items() if name not in shared}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raylt.core.client import Reply
 from raylt.core.device import is_full
-from raylt.errors import CODES, RayltError, one_line, shorten
+from raylt.errors import CODES, RayltError, one_line, shorten, type_name
 from raylt.tree import Tree, map_tensors, to, to_arrays, view
 
 MAX_DEPTH = 16  # nested dicts; a model's entries are one dict, with dotted names
@@ -108,7 +108,7 @@ def plain(reply: Any, private: Tree, room: int) -> tuple[Reply | Unusable, Tree]
         The reply and the state. If either cannot be sent, `Unusable` with the reason and an empty state.
     """
     if not isinstance(reply, Reply):
-        text = f"the reply is {_type_name(reply)}; a client function returns client.reply(...)"
+        text = f"the reply is {type_name(reply)}; a client function returns client.reply(...)"
         return Unusable(Fault("reply.not-sendable", text)), {}
     try:
         walk = _Walk(lambda value: _outgoing(_number(value)), room)
@@ -137,7 +137,7 @@ def unpacked(sent: Any) -> Reply | Unusable:
     if type(sent) is Unusable:
         return Unusable(_checked_fault(sent.fault), sent.nbytes if type(sent.nbytes) is int else 0)
     if type(sent) is not Reply:
-        return Unusable(Fault("reply.not-sendable", f"the reply is {_type_name(sent)}"))
+        return Unusable(Fault("reply.not-sendable", f"the reply is {type_name(sent)}"))
     try:
         return Reply(sent.weight, _Walk(_incoming, None).over(sent.tree))
     except _NotSendable as error:
@@ -159,7 +159,7 @@ def shown(value: Any, length: int = 60) -> str:
     if type(value) is int and abs(value) >= 10**20:
         return f"a number of {value.bit_length()} bits"
     if type(value) not in (str, int, float, bool, type(None)):
-        return _type_name(value)
+        return type_name(value)
     text = str(value) if type(value) is not str else "".join(c if c.isprintable() else "?" for c in value[: length + 1])
     return shorten(text, length, " ...")
 
@@ -194,7 +194,7 @@ class _Walk:
         """
         # a state_dict is an OrderedDict; the receiver gets plain dicts
         if not isinstance(tree, dict) or (self._room is None and type(tree) is not dict):
-            name = _type_name(tree)
+            name = type_name(tree)
             raise _NotSendable(f"{dotted(path)} is {name}" if path else f"the parts are {name}")
         if len(path) > MAX_DEPTH:
             raise _NotSendable(f"{dotted(path)} is nested more than {MAX_DEPTH} dicts deep", "reply.too-large")
@@ -206,7 +206,7 @@ class _Walk:
 
     def _name(self, key: Any, path: Path) -> str | int:
         if type(key) is not str and (type(key) is not int or self._texts_only):
-            raise _NotSendable(f"a name{_inside(path)} is {_type_name(key)}")
+            raise _NotSendable(f"a name{_inside(path)} is {type_name(key)}")
         if key == "" or (len(key) > MAX_NAME if isinstance(key, str) else abs(key) >= 2**63):
             raise _NotSendable(f"a name{_inside(path)} is empty or too long")
         return key
@@ -272,16 +272,10 @@ def _incoming(value: Any) -> Any:
 
 def _simple(value: Any) -> Any:
     if type(value) not in (str, int, float, bool, type(None)):
-        raise _NotSendable(f"{_type_name(value)}; send tensors, numbers and texts")
+        raise _NotSendable(f"{type_name(value)}; send tensors, numbers and texts")
     if type(value) is str:
         if len(value) > MAX_TEXT:
             raise _NotSendable(f"a text of {len(value)} characters; the limit is {MAX_TEXT}", "reply.too-large")
         if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
             raise _NotSendable("a text that is not Unicode")
     return value
-
-
-def _type_name(value: Any) -> str:
-    """Return the class of a value as `a list` or `an int`, without calling any of the value's methods."""
-    name = "".join(letter for letter in type(value).__name__[:60] if letter.isprintable())
-    return "None" if value is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
