@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from raylt.config import Config, apply, assign, check, overlay, override, read
+from raylt.core.exchange import check_exchange
 from raylt.core.method import Method
 from raylt.core.protection.protection import check_delta
-from raylt.core.setup import Setup
+from raylt.core.setup import Setup, shared_entries
 from raylt.core.training.schedules import scheduled_rate
 from raylt.data.augment import try_augmentation
 from raylt.data.fingerprint import hash_data
@@ -20,7 +21,7 @@ from raylt.disk import check_name
 from raylt.errors import ConfigError, RayltError, no_exit, own_function
 from raylt.methods import METHODS
 from raylt.models import try_model
-from raylt.models.split import SplitModel
+from raylt.models.split import SplitModel, StateDict
 from raylt.registry import PluginKind, is_plugin, origins, register, resolve
 from raylt.runs import continuation
 from raylt.runs.callbacks.base import Callback, Callbacks, checked
@@ -161,9 +162,13 @@ def check_setup(setup: Setup, spec: TaskSpec) -> SplitModel:
         with own_function("augment", config.augment), seeded(config.seed, "trial of the augmentation"):
             try_augmentation(setup.augment, spec.shape, spec.classes, spec.kind == "segmentation")
     name = config.model
+    trained: StateDict = {}
     if is_plugin("model", name):
         with seeded(setup.config.seed, "trial of the model"):
-            try_model(name, setup.model(spec.classes, spec.shape), spec.shape)
+            tried = setup.model(spec.classes, spec.shape)
+            try_model(name, tried, spec.shape)
+            trained = tried.state_dict()
+    check_exchange(config, checked, shared_entries(setup.method, checked), trained)
     return checked
 
 

@@ -164,6 +164,8 @@ class FixedPoint:
                 vector.append(np.zeros(entry.size, dtype=np.int64))
                 continue
             values = torch.as_tensor(value).detach().reshape(-1)
+            if values.dtype == torch.bool:
+                values = values.to(torch.uint8)
             largest = float(values.abs().max()) if len(values) else 0.0
             if not largest <= entry.largest:
                 path = ".".join(map(str, entry.path))
