@@ -6,6 +6,9 @@
 one reply after the other and keep none, so their memory does not grow with the number of clients. They can be
 aggregated securely, robustly or with noise without any change to a method.
 
+The `mean` of an integer or boolean tensor is its maximum, as BatchNorm's counters need: in a model, such tensors are
+counters. Secure sums give the rounded mean, and robust rules the median. A method that needs a mean sends floats.
+
 The server knows how many samples each client has, and checks a `total` against this number. By default, whole numbers
 in a `total` count samples: they must not be negative, and their sum must not exceed the number of samples. The number
 also bounds the magnitude of floats. `counting` names the counts that must add up to the number of samples, and
@@ -129,7 +132,7 @@ class Reduction:
         return replace(self, per_sample=per_sample, mend=mend)
 
 
-#: The mean of a part over clients, weighted by their samples.
+#: The mean of a part over clients, weighted by their samples; of an integer or boolean tensor, the maximum.
 mean = Reduction("mean")
 #: The sum of a part over clients; a missing entry counts as zero.
 total = Reduction("total")
