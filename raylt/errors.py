@@ -123,6 +123,8 @@ CODES: dict[str, str] = {
     "job.file-elsewhere": "A file that a job needs is not below the folder that goes to the cluster.",
     "job.not-found": "The cluster has no job of raylt with this id or run.",
     "job.not-sent": "The working directory cannot be sent to a cluster.",
+    # method
+    "method.wrong-argument": "A method passes raylt a value that it cannot use.",
     # model
     "model.failed": "A forward or backward pass of the user's model raised an exception.",
     "model.images-too-small": "The images are too small for the model.",

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from raylt.core.server import Timings
+from raylt.errors import ConfigError, one_line
 
 
 @dataclass(frozen=True, init=False)
@@ -18,7 +19,7 @@ class Cohort:
         everyone: Whether these are all clients, independent of sampling. They do not count as participants of a round.
 
     Raises:
-        ValueError: A client is named twice, or `needed` exceeds the number of clients.
+        ConfigError: The ids are not whole numbers, a client is named twice, or `needed` exceeds the number of clients.
     """
 
     ids: tuple[int, ...]
@@ -26,12 +27,29 @@ class Cohort:
     everyone: bool = False
 
     def __init__(self, ids: Iterable[int], needed: int | None = None, *, everyone: bool = False):
-        ordered = tuple(sorted(int(id) for id in ids))
+        try:
+            ordered = tuple(sorted(int(id) for id in ids))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"ids: a cohort is named by whole numbers ({one_line(error)}). Give ids of fleet.ids.",
+                code="method.wrong-argument",
+                key="ids",
+            ) from error
         twice = next((id for id, following in pairwise(ordered) if id == following), None)
         if twice is not None:
-            raise ValueError(f"ids: client {twice} is named twice. Name each client of a cohort once.")
+            raise ConfigError(
+                f"ids: client {twice} is named twice. Name each client of a cohort once.",
+                code="method.wrong-argument",
+                key="ids",
+                value=twice,
+            )
         if needed is not None and not 0 <= needed <= len(ordered):
-            raise ValueError(f"needed: {len(ordered)} clients cannot give {needed} answers. Give 0 to {len(ordered)}.")
+            raise ConfigError(
+                f"needed: {len(ordered)} clients cannot give {needed} answers. Give 0 to {len(ordered)}.",
+                code="method.wrong-argument",
+                key="needed",
+                value=needed,
+            )
         object.__setattr__(self, "ids", ordered)
         object.__setattr__(self, "needed", len(ordered) if needed is None else needed)
         object.__setattr__(self, "everyone", everyone)

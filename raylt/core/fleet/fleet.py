@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from raylt.core.fleet.wire import Fault, Unusable
 from raylt.core.protection.protection import Protection
 from raylt.core.server import ProgressHook, StageProgress
 from raylt.data.task import Task
-from raylt.errors import ClientError, Overflow, RayltError, TooFewReplies
+from raylt.errors import ClientError, ConfigError, Overflow, RayltError, TooFewReplies, shorten, type_name
 from raylt.tree import Tree
 
 ItemFunction = Callable[[Tree], Tree]
@@ -129,12 +130,14 @@ class Fleet(ABC):
 
         Raises:
             TooFewReplies: Fewer than `federation.quorum` of the clients replied usably, or the cohort is empty.
+            ConfigError: A client does not exist, a weight is missing, negative or not finite, or a part is not a
+                reduction.
             Diverged: The same, and most of the clients sent values that no model can have.
             RayltError: The message is not finite.
         """
         cohort = cohort if isinstance(cohort, Cohort) else Cohort(cohort)
         name = getattr(fn, "__name__", "call")
-        self._check_asked(name, cohort)
+        self._check_asked(name, cohort, weights, parts)
         check_finite(message, f"round {self.round}, {name}: the message to the clients", self.config)
         parts = self.protection.with_templates(parts, message)
         schema = Schema(parts, self.all_sizes, weights, self._labels)
@@ -150,6 +153,7 @@ class Fleet(ABC):
         valid = 0 if usual is None else len(usual.weights)
         self._quorum.check(self.config, Call(self.round, name, cohort, message), valid, errors)
         assert usual is not None
+        self._check_total_weight(name, usual, parts)
         self._commit({id: privates[id] for id in usual.weights}, cohort)
         return self._result(name, usual)
 
@@ -265,7 +269,10 @@ class Fleet(ABC):
                 traffic.replies += 1
             yield answer
 
-    def _check_asked(self, name: str, cohort: Cohort) -> None:
+    def _check_asked(
+        self, name: str, cohort: Cohort, weights: Mapping[int, float] | None, parts: Mapping[str, Any]
+    ) -> None:
+        """Check the arguments of a call, before any client is asked."""
         if not cohort.ids:
             raise TooFewReplies(
                 f"round {self.round}, {name}: fleet.ask got an empty cohort (0 clients). Pass a client id, or "
@@ -275,6 +282,44 @@ class Fleet(ABC):
                 function=name,
                 asked=0,
             )
+        for id in cohort:
+            if id not in self.all_sizes:
+                raise self._wrong_call(
+                    name, f"a client that does not exist or has no samples ({id}). Name clients of fleet.ids", id=id
+                )
+        for part, reduction in parts.items():
+            if not isinstance(reduction, Reduction):
+                raise self._wrong_call(
+                    name, f"{type_name(reduction)} for the part {part}. Give mean, total or each", part=part
+                )
+        if weights is None:
+            return
+        if not isinstance(weights, Mapping):
+            raise self._wrong_call(name, f"{type_name(weights)} as weights. Give a dict from client ids to weights")
+        for id in cohort:
+            if id not in weights:
+                raise self._wrong_call(name, f"no weight for client {id}. Give a weight for each client", id=id)
+            if not _is_weight(weights[id]):
+                raise self._wrong_call(
+                    name,
+                    f"the weight {shorten(str(weights[id]), 40)} for client {id}. Give finite numbers of at least 0",
+                    id=id,
+                )
+
+    def _check_total_weight(self, name: str, usual: Aggregator, parts: Mapping[str, Reduction]) -> None:
+        """Check that the usable replies have a mean, if the call asks for one."""
+        if any(part.kind == "mean" for part in parts.values()) and not any(usual.weights.values()):
+            raise self._wrong_call(name, "weights of 0 for all usable replies. Give at least one larger weight")
+
+    def _wrong_call(self, name: str, problem: str, **details: Any) -> ConfigError:
+        """Return the error for an argument of `ask`."""
+        return ConfigError(
+            f"round {self.round}, {name}: fleet.ask got {problem}.",
+            code="method.wrong-argument",
+            round=self.round,
+            function=name,
+            **details,
+        )
 
     def _collect(
         self, answers: Iterable[Answer], name: str, schema: Schema, vote: LayoutVote, outliers: Outliers
@@ -357,6 +402,11 @@ class Fleet(ABC):
         self.changed.update(privates)
         if not cohort.everyone:
             self.round_stats.participants.update(privates)
+
+
+def _is_weight(value: Any) -> bool:
+    """Return whether a value can be the weight of a client's reply."""
+    return isinstance(value, int | float | np.number) and bool(0 <= value < math.inf)
 
 
 def check_finite(parts: Tree, what: str, config: Config) -> None:

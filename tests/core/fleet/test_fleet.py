@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.reductions import Reduction, each, mean, total
 from raylt.core.server import Server
-from raylt.errors import TooFewReplies
+from raylt.errors import ConfigError, TooFewReplies
 from raylt.methods.fedavg import FedAvg
 
 IDS = [0, 1, 2, 3, 5]  # client 4 holds no samples
@@ -622,11 +623,47 @@ def test_sample_takes_every_client_equally_often(tiny_task):
 
 
 def test_a_cohort_names_each_client_once_and_needs_no_more_answers_than_clients():
-    with pytest.raises(ValueError, match="client 3 is named twice"):
+    with refused("method.wrong-argument", ConfigError, key="ids", value=3):
         Cohort([3, 1, 3])
-    with pytest.raises(ValueError, match="needed: 2 clients cannot give 3 answers"):
+    with refused("method.wrong-argument", ConfigError, key="needed", value=3):
         Cohort([1, 2], 3)
+    for ids in (None, 5, ["a"], [[1]]):
+        with refused("method.wrong-argument", ConfigError, key="ids"):
+            Cohort(ids)  # pyright: ignore[reportArgumentType]
     assert Cohort([2, 1], 1).ids == (1, 2)
+
+
+@pytest.mark.parametrize("id", [-1, 4, 99])  # client 4 has no samples
+def test_only_clients_with_samples_can_be_asked(make_fleet, id):
+    with refused("method.wrong-argument", ConfigError, function="tell", id=id):
+        make_fleet().ask(tell, [0, id], {}, **parts_of_tell(mean))
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, None, "1"])
+def test_a_weight_must_be_a_finite_number_of_at_least_0(make_fleet, weight):
+    with refused("method.wrong-argument", ConfigError, function="tell", id=1):
+        make_fleet().ask(tell, [0, 1], {}, {0: 1.0, 1: weight}, **parts_of_tell(mean))
+
+
+@pytest.mark.parametrize("weights", [{0: 1.0}, [1.0, 1.0]])
+def test_weights_must_name_every_client_that_is_asked(make_fleet, weights):
+    with refused("method.wrong-argument", ConfigError, function="tell"):
+        make_fleet().ask(tell, [0, 1], {}, weights, **parts_of_tell(mean))
+
+
+def test_replies_without_weight_have_no_mean(make_fleet):
+    def weightless(client, message):
+        return Reply(0.0, tell(client, message).tree)
+
+    fleet = make_fleet()
+    with refused("method.wrong-argument", ConfigError, function="weightless"):
+        fleet.ask(weightless, [0, 1], {}, {0: 0.0, 1: 0.0}, **parts_of_tell(mean))
+    fleet.ask(weightless, [0, 1], {}, {0: 0.0, 1: 0.0}, **parts_of_tell(total.up_to(9)))  # a sum has no weights
+
+
+def test_each_part_must_be_asked_for_by_a_reduction(make_fleet):
+    with refused("method.wrong-argument", ConfigError, function="tell", part="w"):
+        make_fleet().ask(tell, [0], {}, w="mean")
 
 
 def test_an_evaluation_leaves_its_clients_with_problems_in_the_statistics_and_no_bytes(make_fleet):
