@@ -27,7 +27,7 @@ from raylt.core.fleet.quorum import MAY_DIVERGE
 from raylt.core.protection.protection import check_delta
 from raylt.core.report import JUDGED, RoundReport
 from raylt.core.server import Server, Timings
-from raylt.core.setup import Setup
+from raylt.core.setup import Setup, check_model
 from raylt.data.samples import Samples
 from raylt.data.task import Task
 from raylt.errors import Diverged, RayltError, TooFewReplies, no_exit, one_line, spoken
@@ -171,6 +171,7 @@ class Experiment:
             self.method.round(server, fleet)
         else:
             self.method.finish(server, fleet)
+        server.check_state()
         check_finite(self._result(), f"step {self._step}: the result of the server", self.config)
         round_stats, trained = fleet.round_stats, time.perf_counter()
         timings = Timings(joined.timings)
@@ -233,7 +234,8 @@ class Experiment:
 
     def _result(self) -> Tree:
         """Return the state-dict entries of the global model as an exported file would contain them."""
-        return {"model": dict(self.method.global_model(self.server).state_dict())}
+        model = check_model(self.method, "global_model", self.method.global_model(self.server), "server.model")
+        return {"model": dict(model.state_dict())}
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:

@@ -5,12 +5,14 @@ model, Delta, as a negative gradient. Entries that are not trained (BatchNorm's 
 always the clients' mean.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from raylt.config import Config
 from raylt.core.training.schedules import Schedule
 from raylt.data.samples import Samples
 from raylt.data.task import TaskSpec
+from raylt.errors import ConfigError, type_name
 from raylt.models.split import SplitModel, StateDict, has_no_negative_features, load_entries, trained_names
 from raylt.seeds import seed_for
 from raylt.tree import Tree
@@ -224,5 +227,59 @@ class Server:
         }
 
     def log(self, **figures: Any) -> None:
-        """Add figures (numbers, strings, lists and dicts of them) to this round's line in metrics.jsonl."""
-        self.figures |= figures
+        """Add figures (numbers, strings, lists and dicts of them) to this round's line in metrics.jsonl.
+
+        A tensor or an array with one element is logged as a number.
+
+        Raises:
+            ConfigError: A figure is of another type.
+        """
+        self.figures |= {name: _figure(name, value) for name, value in figures.items()}
+
+    def check_state(self) -> None:
+        """Check that `state` can be saved.
+
+        Raises:
+            ConfigError: The state has another value than tensors, numbers, strings, None and dicts of them.
+        """
+        fault = _state_fault(self.state)
+        if fault is not None:
+            raise ConfigError(
+                f"server.state: {fault}. Keep tensors, numbers, strings, None, and dicts of them by name.",
+                code="method.wrong-argument",
+                key="server.state",
+            )
+
+
+def _state_fault(state: Tree, path: str = "") -> str | None:
+    """Return the first value or name in the server's state that cannot be saved, as a text, or None."""
+    for key, value in state.items():
+        place = f"{path}.{key}" if path else str(key)
+        if not isinstance(key, str):
+            return f"the name of {place} is {type_name(key)}"
+        if isinstance(value, dict):
+            fault = _state_fault(value, place)
+            if fault is not None:
+                return fault
+        elif not isinstance(value, Tensor | str | int | float | None):
+            return f"{place} is {type_name(value)}"
+    return None
+
+
+def _figure(name: str, value: Any) -> Any:
+    """Return a figure of a method in types that JSON has."""
+    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+        return {key: _figure(f"{name}.{key}", inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_figure(f"{name}[{number}]", inner) for number, inner in enumerate(value)]
+    if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
+        value = value.item()
+    if isinstance(value, str | int | float | None):
+        return value
+    raise ConfigError(
+        f"server.log: {name} is {type_name(value)}. Log numbers, strings, and lists and dicts of them; a tensor as "
+        "value.tolist().",
+        code="method.wrong-argument",
+        key="server.log",
+        value=name,
+    )

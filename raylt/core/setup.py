@@ -47,15 +47,7 @@ class Setup:
         with one_thread(), seeded(self.config.seed, "model"):
             base = self._base(spec)
             parts = {name for name, _ in base.named_children()}
-            model = self.method.build(spec, base)
-        if not isinstance(model, SplitModel):
-            raise ConfigError(
-                f"method: build of {self.method.name} returned {type_name(model)}. Return a raylt.SplitModel, such as "
-                "its argument `base`.",
-                code="model.wrong-type",
-                key="method",
-                value=self.method.name,
-            )
+            model = check_model(self.method, "build", self.method.build(spec, base), "the given one")
         model.method_heads = frozenset(name for name, _ in model.named_children() if name not in parts)
         if self.config.federation.batchnorm == "local":
             # the state dict does not contain frozen statistics
@@ -96,6 +88,29 @@ class Setup:
             ConfigError: Method, model, data and settings do not fit together.
         """
         check_exclusions(PlannedRun(self.config, self.method, spec, model, self.augment))
+
+
+def check_model(method: Method, function: str, model: object, example: str) -> SplitModel:
+    """Return the result of a method's function, after a check that it is a model.
+
+    Args:
+        method: The method.
+        function: Name of its function.
+        model: The result of the function.
+        example: A model that the function could return, in words.
+
+    Raises:
+        ConfigError: The function returned something else.
+    """
+    if isinstance(model, SplitModel):
+        return model
+    raise ConfigError(
+        f"method: {function} of {method.name} returned {type_name(model)}. Return a raylt.SplitModel, such as "
+        f"{example}.",
+        code="model.wrong-type",
+        key="method",
+        value=method.name,
+    )
 
 
 def shared_entries(method: Method, model: SplitModel) -> StateDict:

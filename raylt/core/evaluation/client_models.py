@@ -14,6 +14,7 @@ from raylt.core.evaluation.counts import NO_CLIENT, Counts, cell_type, cells_of
 from raylt.core.fleet.reductions import Reduction, each
 from raylt.core.method import Method
 from raylt.core.server import Server
+from raylt.core.setup import check_model
 from raylt.core.training.sgd import take_statistics
 from raylt.data.label_maps import class_counts
 from raylt.data.task import Shard
@@ -93,7 +94,9 @@ def judged_model(method: Method, client: Client, entries: StateDict, other: str 
     if method.personal:
         client.receive(entries)
         take_statistics(client)
-        return method.client_model(client) if other is None else method.other_model(client, other)
+        if other is None:
+            return check_model(method, "client_model", method.client_model(client), "client.model")
+        return check_model(method, "other_model", method.other_model(client, other), "client.model")
     classifier = {
         name.removeprefix("classifier."): value for name, value in entries.items() if name.startswith("classifier.")
     }

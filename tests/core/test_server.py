@@ -1,0 +1,71 @@
+"""What a method gives to the server: figures of a round, and the state between rounds."""
+
+import numpy as np
+import pytest
+import torch
+from refusals import refused
+from tiny import CPU, configure, make_experiment, make_setup
+
+from raylt.core.server import Server
+from raylt.errors import ConfigError
+from raylt.methods.fedavg import FedAvg
+
+
+@pytest.fixture
+def server(tiny_task):
+    config = configure()
+    return Server(config, tiny_task.spec, make_setup(config).new_model(tiny_task.spec), CPU)
+
+
+def test_numbers_of_torch_and_numpy_are_logged_as_plain_numbers(server):
+    server.log(
+        a=torch.tensor(2.5),
+        b=np.int64(3),
+        c=np.float64(0.5),
+        d=[torch.tensor([1]), (np.float32(2), "text")],
+        e={"inner": {1: torch.tensor(True)}},
+        f=None,
+    )
+    plain = {"a": 2.5, "b": 3, "c": 0.5, "d": [1, [2.0, "text"]], "e": {"inner": {1: True}}, "f": None}
+    assert server.figures == plain
+    assert type(server.figures["b"]) is int
+    assert type(server.figures["e"]["inner"][1]) is bool
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (torch.ones(2), "figure"),
+        (np.ones(2), "figure"),
+        (1j, "figure"),
+        ({1, 2}, "figure"),
+        ({(1, 2): 3}, "figure"),
+        ([1, object()], "figure[1]"),
+        ({"a": {"b": torch.zeros(0)}}, "figure.a.b"),
+    ],
+)
+def test_a_figure_that_json_does_not_have_is_named(server, value, name):
+    with refused("method.wrong-argument", ConfigError, key="server.log", value=name):
+        server.log(figure=value)
+
+
+@pytest.mark.parametrize("value", [[1], (1,), np.ones(1), {"a": {1: 2}}, {"a": {"b": [1]}}, {0: 1}])
+def test_a_state_that_cannot_be_saved_ends_the_round(value, tiny_task, tmp_path):
+    class Keeps(FedAvg):
+        def round(self, server, fleet):
+            server.state["v"] = value
+
+    with refused("method.wrong-argument", ConfigError, key="server.state") as caught:
+        make_experiment(configure(), tiny_task, tmp_path, Keeps()).step()
+    assert "server.state: " in str(caught.value)
+    assert "v" in str(caught.value)
+
+
+def test_a_global_model_that_is_none_is_named(tiny_task, tmp_path):
+    class Forgets(FedAvg):
+        def global_model(self, server):
+            return None
+
+    with refused("model.wrong-type", ConfigError, key="method") as caught:
+        make_experiment(configure(), tiny_task, tmp_path, Forgets()).step()
+    assert "global_model of fedavg returned None" in str(caught.value)
