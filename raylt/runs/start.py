@@ -246,6 +246,13 @@ def _tree_of(what: "str | Path | Config | Method") -> dict[str, Any]:
     if isinstance(what, Method):
         register(type(what))
         return {"method": {"name": what.name, **what.model_dump(mode="json")}}
+    if isinstance(what, type) and issubclass(what, Method):
+        raise ConfigError(
+            f"run: {what.__name__} is a class. Give a method with values for its fields: {what.__name__}().",
+            code="config.wrong-type",
+            key="run",
+            value=what.__name__,
+        )
     if not isinstance(what, str | Path):
         raise ConfigError(
             f"run: cannot run a {type(what).__name__} ({what!r}). Give a method's name, a Method, a Config, a YAML "

@@ -42,6 +42,7 @@ def test_a_file_by_its_path_and_a_recipe_by_its_name(tmp_path):
         ("configs/absent", ConfigError, "configs/absent"),
         ("recipe:dmo", ConfigError, "recipe:demo"),
         (3, ConfigError, "recipe:NAME"),
+        (FedProx, ConfigError, r"FedProx\(\)"),
     ],
 )
 def test_what_cannot_be_run_is_refused(what, error, message, tmp_path):
