@@ -20,7 +20,7 @@ from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.data.images.decoding import read_npz
 from raylt.data.samples import IGNORED, Batch, Samples
 from raylt.data.task import Shard, TaskSpec
-from raylt.errors import CheckpointError, DataError
+from raylt.errors import CheckpointError, ConfigError, DataError, type_name
 from raylt.machine import total_memory
 from raylt.metrics import confusion
 from raylt.models.split import SplitModel, with_encoder
@@ -137,7 +137,12 @@ class Counts:
         self.not_numbers = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
-        """Count the predictions for a batch, from logits [B, C] or [B, C, H, W]."""
+        """Count the predictions for a batch, from logits [B, C] or [B, C, H, W].
+
+        Raises:
+            ConfigError: The logits have another shape.
+        """
+        _check_logits(logits, [len(batch.y), self._classes, *batch.y.shape[1:]])
         unusable = logits.isnan().any(1)
         self.not_numbers += (unusable & (batch.y != IGNORED)).sum()
         # argmax of NaN would be the first class
@@ -160,6 +165,18 @@ class Counts:
             keys, counts = torch.cat(self._own_keys).cpu(), torch.cat(self._own_counts).cpu()
             self.own = CountsByClient.gathered(self._classes, keys, counts)
         return self
+
+
+def _check_logits(logits: object, expected: list[int]) -> None:
+    shape = list(logits.shape) if isinstance(logits, Tensor) else type_name(logits)
+    if shape != expected:
+        raise ConfigError(
+            f"method: predict returned {shape} for {expected[0]} images, expected {expected}. Return one logit for "
+            "each class.",
+            code="model.wrong-output",
+            key="method",
+            shape=shape,
+        )
 
 
 class EvaluationSet:

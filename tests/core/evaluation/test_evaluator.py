@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from refusals import refused
+from tiny import configure, make_experiment
 
 from raylt.contract.case import CPU, Case, make_scenes
 from raylt.core.evaluation.counts import Matrices
@@ -12,6 +14,7 @@ from raylt.core.evaluation.evaluator import validate
 from raylt.data.label_maps import class_counts, class_views
 from raylt.data.samples import IGNORED, Samples
 from raylt.data.task import Shard
+from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 
 
@@ -55,3 +58,13 @@ def test_the_mean_iou_on_validation_images_has_equal_classes_as_each_client_sees
     iou = (hits / (pairs.sum(0) + pairs.sum(1) - hits)).nanmean().item()
     figures = validate(experiment.method, experiment.server, experiment.fleet, task)
     assert figures["miou"] == pytest.approx(iou)
+
+
+@pytest.mark.parametrize("cut", [lambda logits: logits[:, :3], lambda logits: logits[:1], lambda logits: [logits]])
+def test_a_prediction_without_one_logit_per_class_ends_the_evaluation(cut, tiny_task, tmp_path):
+    class Cuts(FedAvg):
+        def predict(self, model, x):
+            return cut(model(x))
+
+    with refused("model.wrong-output", ConfigError, key="method"):
+        make_experiment(configure(), tiny_task, tmp_path, Cuts()).step()
