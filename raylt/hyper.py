@@ -119,4 +119,4 @@ def in_range(value: Any, range: Range) -> bool:
     """Return whether a value lies in a search range."""
     if isinstance(range, Choice):
         return value in range.values
-    return math.isfinite(value) and range.low <= value <= range.high
+    return isinstance(value, int | float) and math.isfinite(value) and range.low <= value <= range.high

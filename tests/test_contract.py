@@ -164,6 +164,42 @@ class Undeclared(Base):
     strength: float = 1.0
 
 
+class DefaultOutside(Base):
+    strength: float | None = hp(None, Uniform(0.0, 1.0), "of the loss")
+
+
+class UnknownStage(Base):
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"ending": ()}
+
+
+class UnknownField(Base):
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("weight",)}
+
+
+class TextOfAField(Base):
+    later: ClassVar[Mapping[str, Any]] = {"finish": "weight"}
+
+
+class UnknownMethod(Base):
+    trains_as: ClassVar[str | None] = "fedavgg"
+
+
+class CountsOnClient(Base):
+    """Method that keeps a number in an attribute of the client, which changes no result."""
+
+    def train(self, client, message):
+        client.calls = getattr(client, "calls", 0) + 1
+        return super().train(client, message)
+
+
+class CountsOnModule(Base):
+    """Method that keeps a tensor in a buffer of a layer."""
+
+    def train(self, client, message):
+        client.model.classifier.register_buffer("calls", torch.zeros(1), persistent=False)
+        return super().train(client, message)
+
+
 class ActsEarly(Base):
     """Method with a field of the last phase that acts in every round."""
 
@@ -194,6 +230,13 @@ class WritesMessage(Base):
         (NeedsACohort, "plain_list_of_clients", "a list is no cohort"),
         (FinishesUnsaid, "says_whether_it_finishes", "`finish` does something"),
         (Undeclared, "declares_its_fields", "strength is not declared by hp"),
+        (DefaultOutside, "declares_its_fields", "the default None is outside its range"),
+        (UnknownStage, "names_stages_and_methods", "no stage 'ending'"),
+        (UnknownField, "names_stages_and_methods", "'weight', which is not a field"),
+        (TextOfAField, "names_stages_and_methods", "not a tuple of names"),
+        (UnknownMethod, "names_stages_and_methods", "names no method: 'fedavgg'"),
+        (CountsOnClient, "sets_no_attributes", "train sets client.calls"),
+        (CountsOnModule, "sets_no_attributes", "train sets client.model.classifier.calls"),
         (ActsEarly, "acts_from_its_stage_on", "weight = 0.5 acts before the stage 'finish' of `later`"),
         (WritesMessage, "leaves_messages_alone", "train changed its message"),
     ],

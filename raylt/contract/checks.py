@@ -18,7 +18,14 @@ from torch import Tensor
 from raylt import metrics, tree
 from raylt.contract.arrival import bits_elsewhere
 from raylt.contract.case import CPU, SOME, Case
-from raylt.contract.declarations import Violation, declares_its_fields, expect, has_a_name_and_a_paper, is_a_value
+from raylt.contract.declarations import (
+    Violation,
+    declares_its_fields,
+    expect,
+    has_a_name_and_a_paper,
+    is_a_value,
+    names_stages_and_methods,
+)
 from raylt.contract.fields import acts_from_its_stage_on
 from raylt.contract.hosts import Backwards, FailsFirst, InStacks, NewHosts, OwnHosts
 from raylt.contract.lies import LIAR, Asked, Lies, counts_of_part, wrong_leaves, wrong_weights
@@ -68,6 +75,14 @@ def says_whether_it_finishes(case: Case) -> None:
 def is_left_as_it_was(case: Case) -> None:
     """A run does not change the method."""
     expect(case.straight.experiment.method == type(case.method)(**case.method.model_dump()), "a field has changed")
+
+
+def sets_no_attributes(case: Case) -> None:
+    """Client functions set no attributes on a client or its model."""
+    for trace in (case.straight, case.partial):
+        host = trace.experiment.fleet._host  # pyright: ignore[reportAttributeAccessIssue]
+        for function, attribute in host.attributes.items():
+            raise Violation(f"{function} sets {attribute}. Keep it in client.state, or in a local variable")
 
 
 def same_seed_same_bits(case: Case) -> None:
@@ -330,6 +345,7 @@ CHECKS: tuple[Check, ...] = (
     has_a_name_and_a_paper,
     is_a_value,
     declares_its_fields,
+    names_stages_and_methods,
     acts_from_its_stage_on,
     ends_with_a_judged_model,
     says_whether_it_finishes,
@@ -337,6 +353,7 @@ CHECKS: tuple[Check, ...] = (
     lies_blame_nobody_else,
     hands_over_values,
     is_left_as_it_was,
+    sets_no_attributes,
     same_seed_same_bits,
     other_seed_other_bits,
     order_of_clients,

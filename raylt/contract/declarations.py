@@ -2,6 +2,7 @@
 
 from raylt.contract.case import Case
 from raylt.hyper import in_range, range_of
+from raylt.methods import METHODS
 
 
 class Violation(AssertionError):
@@ -35,8 +36,24 @@ def declares_its_fields(case: Case) -> None:
     """The method declares each field with hp(): a source, and a search range that contains the default."""
     for name, field in type(case.method).model_fields.items():
         try:
-            default_in_range = in_range(field.default, range_of(field))
+            searched = range_of(field)
         except (KeyError, TypeError):
             raise Violation(f"{name} is not declared by hp(default, range, source)") from None
-        expect(default_in_range, f"{name}: the default {field.default!r} is outside its range {range_of(field)}")
+        expect(
+            in_range(field.default, searched), f"{name}: the default {field.default!r} is outside its range {searched}"
+        )
         expect(field.description, f"{name}: hp() needs a source: its meaning, and its equation or section")
+
+
+def names_stages_and_methods(case: Case) -> None:
+    """`later` names stages and fields of the method, and `trains_as` names a method."""
+    method = case.method
+    stages = method.stages(case.config().federation.rounds)
+    for stage, names in method.later.items():
+        expect(stage in stages, f"`later` has no stage {stage!r}; the stages are {', '.join(stages)}")
+        expect(not isinstance(names, str), f"`later` has a text for the stage {stage!r}, not a tuple of names")
+        for name in names:
+            expect(name in type(method).model_fields, f"`later` names {name!r}, which is not a field")
+    expect(
+        method.trains_as is None or method.trains_as in METHODS, f"`trains_as` names no method: {method.trains_as!r}"
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raylt import tree
 from raylt.contract.trace import fingerprint
-from raylt.core.client import Reply
+from raylt.core.client import Client, Reply
 from raylt.core.fleet.client_host import ClientHost, Outcome
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.setup import Setup
@@ -36,13 +36,22 @@ def noting(run: Callable[..., Any], raised: list[Exception]) -> Callable[..., An
 
 
 class Recorder(ClientHost):
-    """Client host that records messages, replies, and the names of functions that change their message."""
+    """Client host that records messages and replies.
+
+    Attributes:
+        messages: The messages to the clients, in the order of the calls.
+        replies: The name of the function, the round, the client and the reply of each call.
+        changed: Names of functions that change their message.
+        attributes: Names of functions that set new attributes on a client or its model, with one such attribute each.
+    """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.messages: list[Tree] = []
-        self.replies: list[tuple[str, int, int, Tree]] = []  # function, round, client, tree
+        self.replies: list[tuple[str, int, int, Tree]] = []
         self.changed: set[str] = set()
+        self.attributes: dict[str, str] = {}
+        self._attributes_before: set[str] = set()
 
     def run(self, fn, message, round, id, shard, private):
         self.messages.append(message)
@@ -51,9 +60,26 @@ class Recorder(ClientHost):
         reply, after = super().run(fn, message, round, id, shard, private)
         if fingerprint(message) != before:
             self.changed.add(name)
+        if new := _attributes_of(self.clients[id]) - self._attributes_before:
+            self.attributes[name] = min(new)
         if isinstance(reply, Reply):  # for any other value the fleet reports the error
             self.replies.append((name, round, id, tree.snapshot(reply.tree)))
         return reply, after
+
+    def _begun(self, fn, round, call):
+        client, entries = super()._begun(fn, round, call)
+        self._attributes_before = _attributes_of(client)
+        return client, entries
+
+
+def _attributes_of(client: Client) -> set[str]:
+    """Return the names of all attributes of a client and of the modules of its model."""
+    names = {f"client.{name}" for name in vars(client)}
+    for path, module in client.model.named_modules():
+        prefix = f"client.model.{path}." if path else "client.model."
+        entries = vars(module) | module._parameters | module._buffers | module._modules
+        names |= {prefix + name for name in entries}
+    return names
 
 
 class Backwards(LocalFleet):
