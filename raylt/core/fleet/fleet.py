@@ -130,14 +130,15 @@ class Fleet(ABC):
 
         Raises:
             TooFewReplies: Fewer than `federation.quorum` of the clients replied usably, or the cohort is empty.
-            ConfigError: A client does not exist, a weight is missing, negative or not finite, or a part is not a
-                reduction.
+            ConfigError: A client does not exist, a weight is missing, negative or not finite, a part is not a
+                reduction, or the message cannot be sent.
             Diverged: The same, and most of the clients sent values that no model can have.
             RayltError: The message is not finite.
         """
         cohort = cohort if isinstance(cohort, Cohort) else Cohort(cohort)
         name = getattr(fn, "__name__", "call")
         self._check_asked(name, cohort, weights, parts)
+        self._check_message(name, message)
         check_finite(message, f"round {self.round}, {name}: the message to the clients", self.config)
         parts = self.protection.with_templates(parts, message)
         schema = Schema(parts, self.all_sizes, weights, self._labels)
@@ -304,6 +305,19 @@ class Fleet(ABC):
                     name,
                     f"the weight {shorten(str(weights[id]), 40)} for client {id}. Give finite numbers of at least 0",
                     id=id,
+                )
+
+    def _check_message(self, name: str, message: Any) -> None:
+        """Check that a message can be sent to other processes."""
+        if not isinstance(message, dict):
+            raise self._wrong_call(
+                name, f"{type_name(message)} as message. Give a dict of tensors, numbers and strings"
+            )
+        for path, leaf in tree.leaves(message):
+            if isinstance(leaf, Tensor) and (leaf.requires_grad or leaf.device.type != "cpu"):
+                problem = "requires gradients" if leaf.requires_grad else f"is on {leaf.device}"
+                raise self._wrong_call(
+                    name, f"a message with a tensor that {problem} ({path}). Send tree.snapshot(...) of it", path=path
                 )
 
     def _check_total_weight(self, name: str, usual: Aggregator, parts: Mapping[str, Reduction]) -> None:

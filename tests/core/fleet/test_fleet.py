@@ -666,6 +666,14 @@ def test_each_part_must_be_asked_for_by_a_reduction(make_fleet):
         make_fleet().ask(tell, [0], {}, w="mean")
 
 
+@pytest.mark.parametrize(
+    "wrong", [None, [1], {"w": torch.nn.Parameter(torch.ones(1))}, {"w": torch.ones(1, device="meta")}]
+)
+def test_a_message_that_cannot_be_sent_is_refused(make_fleet, wrong):
+    with refused("method.wrong-argument", ConfigError, function="tell"):
+        make_fleet().ask(tell, [0], wrong, **parts_of_tell(mean))
+
+
 def test_an_evaluation_leaves_its_clients_with_problems_in_the_statistics_and_no_bytes(make_fleet):
     fleet = make_fleet(retries=0)
     fleet.ask(tell, IDS, {}, **parts_of_tell(each))
