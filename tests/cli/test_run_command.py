@@ -53,8 +53,9 @@ def test_interrupted_run_or_search_is_named(raylt, monkeypatch, tmp_path):
             callback.on_start(tmp_path / "my run", None, [])
         raise KeyboardInterrupt
 
-    def interrupt_search(*_, callback, **__):
-        callback.on_search_start(tmp_path / "search", ["fedprox"], 2, 1)
+    def interrupt_search(*_, callbacks, **__):
+        for callback in callbacks:
+            callback.on_search_start(tmp_path / "search", ["fedprox"], 2, 1)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("raylt.runs.start.run", interrupt_run)

@@ -22,6 +22,7 @@ from raylt.hyper import Choice, hp
 from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
 from raylt.models import MODELS
+from raylt.models.split import SplitModel
 from tune.asha import Outcome
 from tune.loop import sizes
 from tune.plan import client_steps, default_metric
@@ -69,10 +70,9 @@ class Personal(FedAvg):
         return {key: value for key, value in super().shared(model).items() if key.startswith("encoder")}
 
 
-class _Constant(torch.nn.Module):
+class _Constant(SplitModel):
     def __init__(self, classes):
-        super().__init__()
-        self.classes = classes
+        super().__init__(torch.nn.Flatten(), 1, classes)
 
     def forward(self, x):
         return torch.zeros(len(x), self.classes)
