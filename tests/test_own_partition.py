@@ -133,7 +133,7 @@ def test_a_schedule_that_returns_no_rate_is_refused_before_the_run(no_guests, tm
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("rate", [0, 0.5, np.float32(0.5), torch.tensor(0.5)])
+@pytest.mark.parametrize("rate", [0, 0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5)])
 def test_a_rate_may_be_any_real_number(rate):
     scheduled = scheduled_rate(lambda local, round, rounds: rate, LocalConfig(), 1, 1)
     assert type(scheduled) is float

@@ -275,7 +275,8 @@ class FederationConfig(Section):
     )
     deadline_s: float | None = setting(
         None,
-        "Seconds after which a round continues without late clients. Null waits for all.",
+        "Seconds after which a round continues without late clients. Null waits for all. With the local fleet, whose "
+        "clients run one after another, it is a client's own time.",
         gt=0,
         le=MAX_COUNT,
     )

@@ -188,7 +188,8 @@ class FeatureCache:
         entries = {name: value.detach().cpu().contiguous() for name, value in frozen_entries(self.encoder).items()}
         entries["output for fixed images"] = torch.from_numpy(self._fixed)
         about = f"{self.spec.mean}{self.spec.std}{self.spec.shape}{self.precision}{self.device.type}{torch.__version__}"
-        return hashlib.sha256(f"{hash_tensors(entries)}{about}".encode()).hexdigest()
+        layout = f"{KEY_BYTES}+{CHECKSUM_BYTES}"
+        return hashlib.sha256(f"{hash_tensors(entries)}{about}{layout}".encode()).hexdigest()
 
     @cached_property
     def _fixed(self) -> np.ndarray:

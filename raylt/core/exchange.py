@@ -39,15 +39,16 @@ def check_exchange(config: Config, model: nn.Module, shared: StateDict, trained:
 
 def _fault_of_reply(entry: str, value: Tensor, secure: bool) -> str | None:
     """Return the fault of a client's reply with this value of an entry, as a text, or None."""
-    parts = {entry: mean.like(value)}
-    fault = Schema(parts, {0: 1}).fault(0, Reply(1.0, {entry: value}))
+    model = {entry: value}
+    parts = {"model": mean.like(model)}
+    fault = Schema(parts, {0: 1}).fault(0, Reply(1.0, {"model": model}))
     if fault is not None:
-        return str(fault).removeprefix(f"{entry} ")
+        return str(fault).removeprefix(f"model.{entry} ")
     if secure:
         from raylt.core.protection.secure_sum import FixedPoint  # imported lazily, since few runs need its library
 
         try:
-            FixedPoint(parts, 1, 1.0).encode({entry: value}, 1.0)
+            FixedPoint(parts, 1, 1.0).encode({"model": model}, 1.0)
         except Overflow as error:
             return f"holds {error.details['value']:.3g}, which does not fit into a secure sum"
     return None

@@ -268,7 +268,7 @@ def _state_fault(state: Tree, path: str = "") -> str | None:
 
 def _figure(name: str, value: Any) -> Any:
     """Return a figure of a method in types that JSON has."""
-    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+    if isinstance(value, Mapping) and all(isinstance(key, str | int | float | None) for key in value):
         return {key: _figure(f"{name}.{key}", inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_figure(f"{name}[{number}]", inner) for number, inner in enumerate(value)]

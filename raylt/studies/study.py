@@ -41,7 +41,6 @@ from raylt.studies.running.tuning import (
     Outcomes,
     check_same_searches,
     describe,
-    hashes_of,
     joined,
     read_tuned,
     search_arms,
@@ -619,8 +618,8 @@ class Study:
         """Check that the arms were tuned as the study plans."""
         definition = self.definition
         if definition.tune is not None and self.tuned:
-            hashes = hashes_of(definition.bases(), definition.tune, definition.compared_to)
-            check_same_searches(self.tuned, hashes, self.folder or Path())
+            accepted = recorded_runs.accepted_searches(definition, self.records)
+            check_same_searches(self.tuned, accepted, self.folder or Path())
 
     def _check_runs(self, mix_versions: bool) -> None:
         """Check that no run is damaged, and that all runs were made by one version of the code.

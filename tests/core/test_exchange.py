@@ -53,6 +53,16 @@ def test_a_buffer_that_no_reply_may_have_is_refused(no_guests, value, code):
     assert "persistent=False" in str(caught.value)
 
 
+def test_a_negative_variance_is_refused_before_the_run(no_guests):
+    def with_variance(classes, shape):
+        encoder = nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], DIM))
+        encoder.register_buffer("running_var", torch.tensor([-0.5]))
+        return SplitModel(encoder, DIM, classes)
+
+    with refused("model.out-of-range", ConfigError, key="model", entry="encoder.running_var"):
+        plan_run(configure("fedavg", (), {"model": with_variance, "clients": 3}))
+
+
 def test_a_counter_that_is_too_large_for_secure_sums_is_refused(no_guests):
     planned(2**40)
     with refused("model.out-of-range", ConfigError, entry="encoder.extra"):

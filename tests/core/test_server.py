@@ -23,10 +23,10 @@ def test_numbers_of_torch_and_numpy_are_logged_as_plain_numbers(server):
         b=np.int64(3),
         c=np.float64(0.5),
         d=[torch.tensor([1]), (np.float32(2), "text")],
-        e={"inner": {1: torch.tensor(True)}},
+        e={"inner": {1: torch.tensor(True)}, 0.5: 1},
         f=None,
     )
-    plain = {"a": 2.5, "b": 3, "c": 0.5, "d": [1, [2.0, "text"]], "e": {"inner": {1: True}}, "f": None}
+    plain = {"a": 2.5, "b": 3, "c": 0.5, "d": [1, [2.0, "text"]], "e": {"inner": {1: True}, 0.5: 1}, "f": None}
     assert server.figures == plain
     assert type(server.figures["b"]) is int
     assert type(server.figures["e"]["inner"][1]) is bool

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 from raylt.core.server import Timings
@@ -28,8 +29,8 @@ class Cohort:
 
     def __init__(self, ids: Iterable[int], needed: int | None = None, *, everyone: bool = False):
         try:
-            ordered = tuple(sorted(int(id) for id in ids))
-        except (TypeError, ValueError) as error:
+            ordered = tuple(sorted(map(index, ids)))
+        except TypeError as error:
             raise ConfigError(
                 f"ids: a cohort is named by whole numbers ({one_line(error)}). Give ids of fleet.ids.",
                 code="method.wrong-argument",

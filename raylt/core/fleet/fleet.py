@@ -321,8 +321,12 @@ class Fleet(ABC):
                 )
 
     def _check_total_weight(self, name: str, usual: Aggregator, parts: Mapping[str, Reduction]) -> None:
-        """Check that the usable replies have a mean, if the call asks for one."""
-        if any(part.kind == "mean" for part in parts.values()) and not any(usual.weights.values()):
+        """Check that the usable replies have a mean, if the call asks for one; robust rules need no weights."""
+        if (
+            self.config.federation.robust is None
+            and any(part.kind == "mean" for part in parts.values())
+            and not any(usual.weights.values())
+        ):
             raise self._wrong_call(name, "weights of 0 for all usable replies. Give at least one larger weight")
 
     def _wrong_call(self, name: str, problem: str, **details: Any) -> ConfigError:
@@ -420,7 +424,8 @@ class Fleet(ABC):
 
 def _is_weight(value: Any) -> bool:
     """Return whether a value can be the weight of a client's reply."""
-    return isinstance(value, int | float | np.number) and bool(0 <= value < math.inf)
+    is_number = isinstance(value, int | float | np.number) or (isinstance(value, Tensor) and value.ndim == 0)
+    return is_number and bool(0 <= value < math.inf)
 
 
 def check_finite(parts: Tree, what: str, config: Config) -> None:

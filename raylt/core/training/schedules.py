@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
+import numpy as np
 from torch import Tensor
 
 from raylt.config import LocalConfig
@@ -44,7 +45,7 @@ def scheduled_rate(schedule: Schedule | None, local: LocalConfig, round: int, ro
 
 def _checked(rate: object, name: str, round: int) -> float:
     """Return the learning rate that a schedule returned for a round, as a float."""
-    rate = rate.item() if isinstance(rate, Tensor) and rate.ndim == 0 else rate
+    rate = rate.item() if isinstance(rate, Tensor | np.ndarray) and rate.ndim == 0 else rate
     if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= float(rate) < math.inf:
         raise ConfigError(
             f"local.schedule: {name} returned no learning rate for round {round} ({rate!a:.80}). Return a finite "

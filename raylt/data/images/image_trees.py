@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,8 +153,8 @@ def _dark_note(x: Mapped, deep: Callable[[int], bool], name: Callable[[int], str
     """
     sample = take(x, np.linspace(0, len(x) - 1, min(len(x), 2000)).astype(np.int64))
     assert isinstance(sample, Mapped)
-    dark = sample.rows[sample.load().max((1, 2, 3)) <= 127][:MAX_LISTED]
-    names = [name(row) for row in dark.tolist() if deep(row)]
+    dark = sample.rows[sample.load().max((1, 2, 3)) <= 127]
+    names = [name(row) for row in islice(filter(deep, dark.tolist()), 4)]
     if not names:
         return ()
     return (

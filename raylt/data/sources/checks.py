@@ -105,6 +105,8 @@ def check_clients(
     unique_ids = np.unique(ids)
     if test_ids is not None:
         _check_ids(fault, test_key, test_ids, images[1])
+        if (test_ids.dtype.kind == "U") != (ids.dtype.kind == "U"):
+            raise fault(f"{test_key} is {test_ids.dtype} and {key} {ids.dtype}. Give ids of one type.", test_key)
         untrained = np.setdiff1d(test_ids, unique_ids)
         if len(untrained):
             raise fault(

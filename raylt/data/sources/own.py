@@ -10,7 +10,7 @@ import numpy as np
 from raylt.data.images.cache import Mapped, Stored
 from raylt.data.sources.arrays import Channels, Source
 from raylt.data.sources.checks import Fault, check_clients, check_names, check_parts_fit, checked_labels
-from raylt.errors import DataError
+from raylt.errors import DataError, type_name
 
 
 def checked_source(name: str, source: Any) -> Source:
@@ -79,8 +79,8 @@ def _check_images(fault: Fault, key: str, x: Stored) -> None:
 
 def _strings(fault: Fault, key: str, values: Any) -> tuple[str, ...]:
     """Return names as a tuple of different, printable strings."""
-    if not isinstance(values, tuple | list | np.ndarray) or not len(values):
-        raise fault(f"{key} is a {type(values).__name__} without names ({values!a:.80}). Return a tuple of names.", key)
+    if not _is_row(values) or not len(values):
+        raise fault(f"{key} is {type_name(values)} ({values!a:.80}). Return a tuple of names, at least one.", key)
     others = [value for value in values if not isinstance(value, str)]
     if others:
         raise fault(f"{key} has a name that is not a string ({others[0]!a:.80}). Return strings.", key)
@@ -102,13 +102,21 @@ def _ids(fault: Fault, key: str, ids: Any) -> np.ndarray | None:
         return None
     if not isinstance(ids, np.ndarray):
         raise fault(f"{key} is a {type(ids).__name__}. Return a numpy array.", key)
-    # arrays of Python's strings, as pandas has them
-    return ids.astype(str) if ids.dtype == object and all(isinstance(id, str) for id in ids.flat) else ids
+    # arrays of Python's own values, as pandas has them
+    for kind in (str, int):
+        if ids.dtype == object and all(isinstance(id, kind) for id in ids.flat):
+            return ids.astype(kind)
+    return ids
+
+
+def _is_row(values: Any) -> bool:
+    """Return whether values are a tuple, a list or an array of one dimension."""
+    return isinstance(values, tuple | list) or (isinstance(values, np.ndarray) and values.ndim == 1)
 
 
 def _per_channel(fault: Fault, key: str, values: Any, channels: int, above: float) -> Channels:
     """Return the mean or deviation of each channel as floats, all finite and greater than `above`."""
-    is_row = isinstance(values, tuple | list | np.ndarray) and len(values) == channels
+    is_row = _is_row(values) and len(values) == channels
     numbers = int, float, np.integer, np.floating
     if not is_row or not all(isinstance(value, numbers) and above < value < math.inf for value in values):
         limit = " above 0" if above == 0 else ""

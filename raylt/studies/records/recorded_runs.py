@@ -471,6 +471,12 @@ def _versions(records: Iterable[RunRecord]) -> set[frozenset[str]]:
     return {frozenset(flat(record.config)) for record in records if record.config}
 
 
+def accepted_searches(definition: Definition, records: Iterable[RunRecord]) -> dict[tuple[str, str], set[str]]:
+    """Return the hashes of each arm's search by cell and arm, as this version and those of the runs compute them."""
+    versions = _versions(records)
+    return {(cell, arm): _search_hashes(definition, cell, arm, versions) for cell, arm in definition.bases()}
+
+
 def _search_hashes(definition: Definition, cell: str, arm: str, versions: Iterable[frozenset[str]]) -> set[str]:
     """Return the hashes of an arm's search as computed by this version and by each given version."""
     return {

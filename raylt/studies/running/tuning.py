@@ -134,8 +134,8 @@ def search_arms(
         RayltError: A search failed. The message names the arm.
     """
     outcomes = read_tuned(folder)
-    hashes = hashes_of(bases, tuning, reference)
-    check_same_searches(outcomes, hashes, folder)
+    hashes = {key: search_hash(tuning, key[1], base, bases[key[0], reference]) for key, base in bases.items()}
+    check_same_searches(outcomes, {key: {expected} for key, expected in hashes.items()}, folder)
     waiting = [(cell, arm) for cell, arm in bases if arm not in outcomes.get(cell, {})]
     if not waiting:
         return outcomes
@@ -164,25 +164,20 @@ def search_arms(
     return outcomes
 
 
-def hashes_of(bases: Mapping[tuple[str, str], Config], tuning: Tuning, reference: str) -> dict[tuple[str, str], str]:
-    """Return the hash of each arm's search by cell and arm; arguments as for `search_arms`."""
-    return {key: search_hash(tuning, key[1], base, bases[key[0], reference]) for key, base in bases.items()}
-
-
-def check_same_searches(outcomes: Outcomes, hashes: Mapping[tuple[str, str], str], folder: Path) -> None:
-    """Check that the outcomes are of the searches with these hashes.
+def check_same_searches(outcomes: Outcomes, accepted: Mapping[tuple[str, str], Collection[str]], folder: Path) -> None:
+    """Check that the outcomes are of the study's searches.
 
     Args:
         outcomes: The outcomes by cell and arm.
-        hashes: Hashes by cell and arm, see `search_hash`.
+        accepted: Hashes of the searches that count, by cell and arm, see `search_hash`.
         folder: The study's folder.
 
     Raises:
         CheckpointError: An arm was tuned with other settings.
     """
-    for (cell, arm), expected in hashes.items():
+    for (cell, arm), hashes in accepted.items():
         outcome = outcomes.get(cell, {}).get(arm)
-        if outcome is not None and outcome["asked"] != expected:
+        if outcome is not None and outcome["asked"] not in hashes:
             raise CheckpointError(
                 f"{folder / FILE}: arm {arm!r} was tuned with other settings. Give the study another name, or remove "
                 "that file and the folder of the arm.",

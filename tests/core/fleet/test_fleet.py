@@ -627,7 +627,7 @@ def test_a_cohort_names_each_client_once_and_needs_no_more_answers_than_clients(
         Cohort([3, 1, 3])
     with refused("method.wrong-argument", ConfigError, key="needed", value=3):
         Cohort([1, 2], 3)
-    for ids in (None, 5, ["a"], [[1]]):
+    for ids in (None, 5, ["a"], [[1]], [0.7, 1.2], "56"):
         with refused("method.wrong-argument", ConfigError, key="ids"):
             Cohort(ids)  # pyright: ignore[reportArgumentType]
     assert Cohort([2, 1], 1).ids == (1, 2)
@@ -659,6 +659,8 @@ def test_replies_without_weight_have_no_mean(make_fleet):
     with refused("method.wrong-argument", ConfigError, function="weightless"):
         fleet.ask(weightless, [0, 1], {}, {0: 0.0, 1: 0.0}, **parts_of_tell(mean))
     fleet.ask(weightless, [0, 1], {}, {0: 0.0, 1: 0.0}, **parts_of_tell(total.up_to(9)))  # a sum has no weights
+    median = make_fleet(robust="median")
+    median.ask(weightless, [0, 1], {}, {0: 0.0, 1: 0.0}, **parts_of_tell(mean))  # nor has a median
 
 
 def test_each_part_must_be_asked_for_by_a_reduction(make_fleet):

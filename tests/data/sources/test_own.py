@@ -59,7 +59,10 @@ IDS = {"ids": np.arange(6) % 3, "test_ids": np.arange(4) % 3}
         ({"class_names": ("a", "a")}, "class_names", "a name twice ('a')"),
         ({"class_names": ("a", "\x1b[31m")}, "class_names", "cannot be printed"),
         ({"class_names": (1, 2)}, "class_names", "a name that is not a string (1)"),
-        ({"class_names": "ab"}, "class_names", "class_names is a str"),
+        ({"class_names": "ab"}, "class_names", "class_names is a str ('ab'). Return a tuple of names"),
+        ({"class_names": np.array("a")}, "class_names", "class_names is a ndarray"),
+        ({"mean": np.array(0.5)}, "mean", "mean is array(0.5)."),
+        ({**IDS, "test_ids": np.array(["0", "1", "2", "0"])}, "test_ids", "Give ids of one type."),
         ({"class_names": ("a",)}, "y_train", "class_names has 1 names"),
         ({"mean": (float("nan"),)}, "mean", "mean is (nan,). Return a finite number for each channel"),
         ({"mean": (0.5, 0.5)}, "mean", "of the images (1)."),
@@ -112,10 +115,12 @@ def test_lists_become_tuples_and_numpy_s_numbers_floats():
     assert type(checked.mean[0]) is type(checked.std[0]) is float
 
 
-def test_strings_in_an_array_of_objects_are_ids():
-    checked = checked_source("mine", source(ids=np.array(["x", "y"] * 3, dtype=object)))
+@pytest.mark.parametrize("values", [["x", "y"], [4, 7]])
+def test_strings_or_integers_in_an_array_of_objects_are_ids(values):
+    checked = checked_source("mine", source(ids=np.array(values * 3, dtype=object)))
     assert checked.ids is not None
-    assert checked.ids.tolist() == ["x", "y"] * 3
+    assert checked.ids.dtype.kind in "iU"
+    assert checked.ids.tolist() == values * 3
 
 
 def test_a_source_without_test_images_gives_empty_arrays():
