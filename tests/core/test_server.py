@@ -1,4 +1,4 @@
-"""What a method gives to the server: figures of a round, and the state between rounds."""
+"""Figures and states that a method gives to the server."""
 
 import numpy as np
 import pytest

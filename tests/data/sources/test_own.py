@@ -1,4 +1,4 @@
-"""What the function of a user's own source returns is checked, and converted where nothing is lost."""
+"""A source of the user's own is checked, and converted where nothing is lost."""
 
 import numpy as np
 import pytest
