@@ -357,6 +357,8 @@ def arrays(value, path=""):
 def sent(monkeypatch):
     """Return a set that collects the names of the arrays that clients send from here on."""
     names, fault = set(), Schema.fault
+    # the check before a run tries replies that no client sends
+    monkeypatch.setattr("raylt.runs.start.check_exchange", lambda *_: None)
     monkeypatch.setattr(
         Schema, "fault", lambda schema, id, reply: names.update(arrays(reply.tree)) or fault(schema, id, reply)
     )
