@@ -287,6 +287,17 @@ def test_a_study_that_was_tuned_otherwise_is_refused_before_its_file_changes(tmp
     assert {file.name: file.read_bytes() for file in study.folder.iterdir()} == before
 
 
+def test_searches_of_earlier_versions_count_with_the_settings_of_their_runs():
+    results = Path(__file__).parents[3] / "studies/results/ground_own.json"
+    study = Study.open(results)
+    study.check_tuned()
+    assert study.definition.tune is not None
+    changed = study.definition.tune.model_copy(update={"runs": study.definition.tune.runs + 1})
+    study.definition = study.definition.model_copy(update={"tune": changed})
+    with refused("study.changed", CheckpointError):
+        study.check_tuned()
+
+
 def test_a_setting_that_was_tuned_is_not_called_the_arms_own(tmp_path):
     arms = TUNED["arms"] | {"prox": {"method": "fedprox", "local.lr": 0.5}}
     definition = define(TUNED | {"arms": arms, "seeds": 1})
