@@ -28,7 +28,7 @@ def followed(config: Config, recorded: Config) -> Config:
     data = config.data
     source = recorded.data
     keys = [key for key in FOLLOWS if getattr(data, key) is None and data.source == source.source]
-    keys += (*DRAWN, "new_clients") if data.split is not None and source.split is not None else ()
+    keys += (*DRAWN, "new_clients", "test", "test_share") if data.split is not None and source.split is not None else ()
     return config.model_copy(update={"data": data.model_copy(update={key: getattr(source, key) for key in keys})})
 
 

@@ -189,7 +189,12 @@ class Server:
         return seed_for(self.config.seed, "server", purpose, self.round)
 
     def receive(self, params: StateDict) -> None:
-        """Load entries into the global model; its other entries do not change."""
+        """Load entries into the global model; its other entries do not change.
+
+        Raises:
+            ConfigError: These are not entries of the model.
+        """
+        self._check_entries("receive", params)
         load_entries(self.model, tree.to(params, self.device))
 
     @torch.no_grad()
@@ -198,7 +203,11 @@ class Server:
 
         Args:
             mean: Entries of the model; entries that are not trained are loaded as they are.
+
+        Raises:
+            ConfigError: These are not entries of the model.
         """
+        self._check_entries("step", mean)
         if self.optimiser is None:
             self.receive(mean)
             return
@@ -236,6 +245,18 @@ class Server:
         """
         self.figures |= {name: _figure(name, value) for name, value in figures.items()}
 
+    def _check_entries(self, function: str, params: Any) -> None:
+        """Raise ConfigError if the argument of `receive` or `step` is not a dict of the global model's entries."""
+        fault = _entries_fault(self.model.state_dict(), params)
+        if fault is not None:
+            raise ConfigError(
+                f"round {self.round}: server.{function} got {fault}. Give entries of the global model by name, such as "
+                "a mean that fleet.ask returned.",
+                code="method.wrong-argument",
+                round=self.round,
+                function=f"server.{function}",
+            )
+
     def check_state(self) -> None:
         """Check that `state` can be saved.
 
@@ -249,6 +270,20 @@ class Server:
                 code="method.wrong-argument",
                 key="server.state",
             )
+
+
+def _entries_fault(entries: StateDict, params: Any) -> str | None:
+    """Return why these are not entries of a model, as a text, or None."""
+    if not isinstance(params, Mapping):
+        return type_name(params)
+    for name, value in params.items():
+        if name not in entries:
+            return f"{name!r}, which the model does not have"
+        if not isinstance(value, Tensor):
+            return f"{type_name(value)} as {name}"
+        if value.shape != entries[name].shape:
+            return f"{name} of shape {list(value.shape)}, which is {list(entries[name].shape)} in the model"
+    return None
 
 
 def _state_fault(state: Tree, path: str = "") -> str | None:

@@ -5,7 +5,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from raylt.errors import ConfigError, user_fault
+from raylt.errors import ConfigError, type_name, user_fault
 from raylt.models.split import SplitModel
 
 IMAGES = 2  # BatchNorm needs two values per channel in training mode
@@ -22,8 +22,8 @@ def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None
         shape: Height, width and channels of an image.
 
     Raises:
-        ConfigError: A weight is not float32, entries share memory, a pass fails, or features or logits have another
-            shape than the model declares.
+        ConfigError: A weight is not float32, an entry is not a tensor, entries share memory, a pass fails, or features
+            or logits have another shape than the model declares.
     """
     _check_types(name, model)
     _check_memory(name, model)
@@ -75,6 +75,17 @@ def _check_types(name: str, model: SplitModel) -> None:
                 value=name,
                 entry=entry,
                 dtype=_shown(value.dtype),
+            )
+    for entry, value in model.state_dict().items():
+        if not isinstance(value, Tensor):  # from get_extra_state
+            raise ConfigError(
+                f"model: {entry} of {name} is {type_name(value)}, and raylt exchanges and saves tensors. Register a "
+                "buffer, or leave get_extra_state out.",
+                code="model.wrong-dtype",
+                key="model",
+                value=name,
+                entry=entry,
+                dtype=type(value).__name__,
             )
 
 

@@ -112,6 +112,15 @@ def test_the_page_of_a_ranking_has_the_command_that_writes_it(folder, capsys, tm
     assert page.read_text() == written
 
 
+def test_run_folders_are_ranked_as_one_study(folder, capsys):
+    runs = sorted(folder.glob("if10/*/seed-*"))
+    content = json.loads(printed(capsys, "rank", *runs, "--format", "json"))
+    whole = json.loads(printed(capsys, "rank", folder, "--format", "json"))
+    assert len(runs) == 4
+    assert [each["arm"] for each in content["arms"]] == ["fedprox", "fedavg"]
+    assert whole["arms"][0]["arm"] == "prox"
+
+
 def test_compare_takes_runs_by_themselves(folder, capsys):
     out = printed(
         capsys, "compare", *sorted(folder.glob("if10/*/seed-*")), "--reference", "fedprox", "--format", "markdown"

@@ -6,7 +6,7 @@ import torch
 from refusals import refused
 from tiny import CPU, configure, make_experiment, make_setup
 
-from raylt.core.server import Server
+from raylt.core.server import Server, ServerMomentum
 from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 
@@ -59,6 +59,32 @@ def test_a_state_that_cannot_be_saved_ends_the_round(value, tiny_task, tmp_path)
         make_experiment(configure(), tiny_task, tmp_path, Keeps()).step()
     assert "server.state: " in str(caught.value)
     assert "v" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        (lambda mean: None, "None"),
+        (list, "a list"),
+        (lambda mean: mean | {"head.weight": torch.ones(2)}, "'head.weight', which the model does not have"),
+        (lambda mean: mean | {"classifier.bias": 0.0}, "a float as classifier.bias"),
+        (lambda mean: mean | {"classifier.bias": torch.ones(2)}, "classifier.bias of shape [2], which is ["),
+    ],
+)
+@pytest.mark.parametrize("optimiser", [None, ServerMomentum()])
+@pytest.mark.parametrize("function", ["step", "receive"])
+def test_what_is_no_entry_of_the_model_is_named(tiny_task, tmp_path, function, optimiser, changed, fault):
+    class Returns(FedAvg):
+        def server_optimiser(self):
+            return optimiser
+
+        def round(self, server, fleet):
+            averaged = dict(server.model.state_dict())
+            getattr(server, function)(changed(averaged))
+
+    with refused("method.wrong-argument", ConfigError, round=1, function=f"server.{function}") as caught:
+        make_experiment(configure(), tiny_task, tmp_path, Returns()).step()
+    assert f"round 1: server.{function} got {fault}" in str(caught.value)
 
 
 def test_a_global_model_that_is_none_is_named(tiny_task, tmp_path):

@@ -354,3 +354,25 @@ def make_pictures(path):
         class_names=np.array(["a", "b"]),
         client_names=np.array(["Wien", "Bern"]),
     )
+
+
+def test_the_share_of_test_images_is_that_of_the_split_from_a_file(no_guests, tmp_path):
+    y = np.arange(60) % 3
+    x = np.random.default_rng(0).integers(0, 256, (60, 4, 4, 1), dtype=np.uint8)
+    thirds = raylt.Source("thirds", x, y, x[:0], y[:0], ("a", "b", "c"), (0.5,), (0.25,))
+    raylt.register(lambda config: thirds, "thirds", kind="source")
+    split_file = tmp_path / "split.json"
+    config = DataConfig(source="thirds", clients=2, test_share=0.5)
+    task = build_task(config)
+    task.split.save(split_file)
+    other = config.model_copy(update={"split": str(split_file), "test_share": 0.25})
+    loaded = build_task(other)
+    assert len(loaded.test) == len(task.test) == 30
+    assert complete(other, loaded.split).test_share == 0.5
+    assert f"{split_file} was drawn with data.test_share = 0.5 (not 0.25), and is recorded so" in loaded.notes
+    unused = other.model_copy(update={"test": 0.1, "test_share": None})
+    (note,) = (note for note in build_task(unused).notes if "no effect" in note)
+    assert note == f"data.test = 0.1 has no effect, since {split_file} lists the samples of each client"
+    planned = configure(data={"source": other.source, "clients": 2, "split": str(split_file), "test_share": 0.25})
+    made = planned.model_copy(update={"data": complete(planned.data, task.split)})
+    assert list(differences(settled(made), settled(followed(planned, made)))) == []

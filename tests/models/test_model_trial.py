@@ -59,6 +59,13 @@ class Detached(nn.Module):
         return self.layer(x.flatten(1).detach()).detach()
 
 
+class Counted(nn.Flatten):
+    """A layer with a state that is not a tensor."""
+
+    def get_extra_state(self):
+        return {"calls": 1}
+
+
 def linear(width=DIM, **options):
     return nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, width, **options))
 
@@ -98,6 +105,7 @@ def infinite():
         (lambda: split(linear()).bfloat16(), "model.wrong-dtype", {"dtype": "bfloat16"}),
         (lambda: split(linear()).half(), "model.wrong-dtype", {"dtype": "float16"}),
         (lambda: split(linear()).double(), "model.wrong-dtype", {"dtype": "float64"}),
+        (lambda: split(nn.Sequential(*linear(), Counted())), "model.wrong-dtype", {"entry": "encoder.2._extra_state"}),
         (lambda: split(nn.Sequential(nn.Flatten(), nn.Linear(PIXELS + 1, DIM))), "model.failed", {}),
         (without_gradients, "model.failed", {}),
     ],

@@ -134,7 +134,10 @@ def compare(
 
 def rank(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="STUDY ...", help="Folders of studies, or their results.json.")
+        list[Path],
+        typer.Argument(
+            metavar="STUDY ...", help="Folders of studies, or their results.json; or run folders, which are one study."
+        ),
     ],
     measure: Annotated[str, typer.Option(help="Rank by this measure, such as accuracy, few or matched.")] = "accuracy",
     at: At = None,
@@ -220,7 +223,7 @@ def open_any(paths: Sequence[Path]) -> "Study":
     """
     from raylt.studies.study import FILE, of_runs
 
-    if len(paths) == 1 and not is_file(paths[0] / "config.yaml"):
+    if len(paths) == 1 and not _is_run(paths[0]):
         return _open_study(paths[0])
     for path in paths:
         if path.suffix == ".json" or is_file(path / FILE):
@@ -240,6 +243,10 @@ def results_read_once() -> Iterator[None]:
         yield
     finally:
         _opened.reset(token)
+
+
+def _is_run(path: Path) -> bool:
+    return is_file(path / "config.yaml")
 
 
 def _open_study(path: Path) -> "Study":
@@ -269,15 +276,16 @@ def _by_name(paths: Sequence[Path], subject: str) -> dict[str, "Study"]:
     """Open studies, and return them by name.
 
     Args:
-        paths: Folders of studies, or their results files.
+        paths: Folders of studies, or their results files. Run folders are one study together.
         subject: Argument or option that takes the studies, for the error.
 
     Raises:
         ConfigError: Two studies have the same name.
     """
+    runs = [path for path in paths if _is_run(path)]
     studies: dict[str, Study] = {}
-    for path in paths:
-        study = open_any([path])
+    for group in [*([path] for path in paths if path not in runs), *([runs] if runs else [])]:
+        study = open_any(group)
         name = study.definition.name
         if name in studies:
             raise ConfigError(

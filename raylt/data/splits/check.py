@@ -98,7 +98,7 @@ def complete(config: DataConfig, split: Split) -> DataConfig:
         "clients": len(split.clients),
         "imbalance": split.imbalance,
         "partition": split.partition,
-        "test_share" if split.test_pooled else "test": split.test_share,
+        _share_key(split): split.test_share,
     }
     filled = {key: value for key, value in decided.items() if getattr(config, key) is None}
     return config.model_copy(update=filled | ({} if config.split is None else _drawn_with(split)))
@@ -124,9 +124,9 @@ def overridden(split: Split, config: DataConfig) -> list[str]:
 
 def _unused(split: Split, config: DataConfig) -> list[str]:
     """Return the settings that differ from their defaults, but that nothing uses with a split from a file."""
-    keys = ["min_size"]
-    if split.test_share is None:  # the split or the source has test samples
-        keys += ["test", "test_share"]
+    keys = ["min_size", "test", "test_share"]
+    if split.test_share is not None and split.partition != "imported":  # otherwise raylt drew no test samples
+        keys.remove(_share_key(split))
     if split.partition == "imported":  # raylt did not draw it
         keys += DRAWN
     usual = DataConfig(source=config.source, split=config.split)
@@ -137,5 +137,11 @@ def _unused(split: Split, config: DataConfig) -> list[str]:
 def _drawn_with(split: Split) -> dict[str, Any]:
     """Return the settings by which a split's samples were drawn, without the seed, which also affects other draws."""
     drawn = {key: getattr(split, key) for key in DRAWN if getattr(split, key) is not None}
+    tested = {} if split.test_share is None else {_share_key(split): split.test_share}
     judged = {} if split.judged is None else {"new_clients": len(split.judged)}
-    return drawn | judged | {"tail": split.tail or "global"}
+    return drawn | tested | judged | {"tail": split.tail or "global"}
+
+
+def _share_key(split: Split) -> str:
+    """Return the setting under `data` that is the share of the test samples."""
+    return "test_share" if split.test_pooled else "test"
