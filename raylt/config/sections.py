@@ -509,6 +509,11 @@ class EvaluationConfig(Section):
         ge=0,
         le=MAX_COUNT,
     )
+    fresh: bool = setting(
+        False,
+        "After the last step, also evaluate clients' own models as they are after one more round with every client, "
+        "as the model fresh (measures matched@fresh, ...). That round is undone.",
+    )
     batch: int = setting(500, "Images per batch of an evaluation.", ge=1, le=MAX_COUNT)
 
 

@@ -310,6 +310,18 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "new clients train models of their own at the last round's learning rate, which the cosine has brought near 0",
         "Set local.schedule=step, or data.new_clients=0",
     ),
+    Exclusion(
+        "local.schedule",
+        "evaluation.fresh",
+        lambda run: (
+            run.config.local.schedule == "cosine"
+            and run.config.federation.rounds > 2
+            and run.config.evaluation.fresh
+            and run.method.personal
+        ),
+        "clients train once more at the last round's learning rate, which the cosine has brought near 0",
+        "Set local.schedule=step, or evaluation.fresh=false",
+    ),
     # client sampling
     Exclusion(
         "federation.sampling",

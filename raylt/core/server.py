@@ -5,6 +5,7 @@ model, Delta, as a negative gradient. Entries that are not trained (BatchNorm's 
 always the clients' mean.
 """
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -187,6 +188,18 @@ class Server:
     def seed(self, purpose: str) -> int:
         """Return the seed for a purpose in this round."""
         return seed_for(self.config.seed, "server", purpose, self.round)
+
+    def for_trial_round(self) -> "Server":
+        """Return a copy of the server for one more round, in which every client takes part.
+
+        The round changes the copy's model, state and figures, not those of this server.
+        """
+        other = copy.copy(self)
+        federation = self.config.federation.model_copy(update={"participation": 1.0})
+        other.config = self.config.model_copy(update={"federation": federation})
+        other.model, other.state = copy.deepcopy(self.model), copy.deepcopy(self.state)
+        other.round, other.figures, other.timings = self.round + 1, {}, Timings()
+        return other
 
     def receive(self, params: StateDict) -> None:
         """Load entries into the global model; its other entries do not change.

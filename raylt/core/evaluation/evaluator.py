@@ -44,6 +44,7 @@ from raylt.tree import view
 
 # With more clients, only the last evaluation lists metrics by client: for 1,000,000 clients these are 80 MB of JSON.
 MAX_LISTED_CLIENTS = 10_000
+FRESH = "fresh"  # name of clients' own models after one more round, among the other models of the report
 
 
 class Evaluator:
@@ -87,6 +88,8 @@ class Evaluator:
             self.server.figures["validation"] = validate(self.method, self.server, self.fleet, self.task)
         if own_models and done:
             judged["others"] = {name: self._figures_of_other(name) for name in self.method.other_models}
+            if self._config.fresh:
+                judged["others"][FRESH] = self._figures_when_fresh()
         if done and self.fleet.new_clients:
             self.server.figures["new_clients"] = self._judge_new_clients(None if own_models else deployed)
         if shared is None and clients is None:
@@ -197,6 +200,18 @@ class Evaluator:
 
     def _figures_of_other(self, name: str) -> dict[str, Any]:
         return self._figures(self._judge_clients(self.fleet.everyone, name), self.fleet.ids)
+
+    def _figures_when_fresh(self) -> dict[str, Any]:
+        """Compute the metrics of clients' own models after one more round with every client, which is then undone.
+
+        The last phase of a method trains every client, so no round follows it.
+        """
+        if self.method.finishes:
+            return self._figures(self._judge_clients(self.fleet.everyone), self.fleet.ids)
+        server = self.server.for_trial_round()
+        with self.fleet.judging(server.round):
+            self.method.round(server, self.fleet)
+            return self._figures(self._judge_clients(self.fleet.everyone), self.fleet.ids)
 
     def _figures(self, matrices: Matrices, ids: Collection[int]) -> dict[str, Any]:
         """Compute the accuracies and IoU of clients' models, with classes merged that a client does not distinguish.

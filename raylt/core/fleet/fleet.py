@@ -190,13 +190,17 @@ class Fleet(ABC):
             self._private, self.changed, self.round, self.round_stats = before
 
     @contextmanager
-    def judging(self) -> Iterator[None]:
+    def judging(self, round: int | None = None) -> Iterator[None]:
         """Run calls inside the block as the researcher's evaluation: without masks or changes of private states.
 
         The round's statistics get the clients with problems, and neither traffic nor durations, since a federation
         would not make these calls.
+
+        Args:
+            round: The number of the round inside the block, on which seeds depend; by default the current one.
         """
         with self.rehearsing(), self.protection.judging():
+            self.round = self.round if round is None else round
             self.round_stats = judged = RoundStats()
             yield
         self.round_stats.add_troubles(judged)
