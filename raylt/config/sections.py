@@ -511,8 +511,8 @@ class EvaluationConfig(Section):
     )
     fresh: bool = setting(
         False,
-        "After the last step, also evaluate clients' own models as they are after one more round with every client, "
-        "as the model fresh (measures matched@fresh, ...). That round is undone.",
+        "After the last step, also evaluate clients' own models after one more round with every client. The measures "
+        "are matched@fresh, .... That round is undone.",
     )
     batch: int = setting(500, "Images per batch of an evaluation.", ge=1, le=MAX_COUNT)
 
