@@ -574,7 +574,7 @@ class Config(Section):
         "all",
         "Part of the model that is trained, and therefore sent. classifier: only the classifier. The others add to it: "
         "norm the normalisation layers, last:N the last N blocks of the encoder. lora:R adds two matrices of rank R "
-        "to each linear layer and 1x1 convolution.",
+        "to the weights of linear layers, attention and 1x1 convolutions.",
         "all, classifier, norm, last:N, lora:R",
     )
     method: dict[str, Any] = setting(

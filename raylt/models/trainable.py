@@ -4,7 +4,8 @@
     classifier     the classifier; the encoder is a `FrozenEncoder`
     norm           the classifier and the normalisation layers
     last:N         the classifier and the last N blocks of the encoder
-    lora:R         the classifier and, next to each linear layer and 1x1 convolution, two matrices of rank R
+    lora:R         the classifier and two matrices of rank R next to the weights of linear layers, attention and 1x1
+                   convolutions
 
 Frozen entries are hidden from `state_dict`: they are not sent, not aggregated, get no noise and are in no checkpoint.
 Every process builds them from the same weights. `whole_model` returns a plain model with all entries. Every frozen
@@ -12,18 +13,17 @@ layer stays in evaluation mode, such as BatchNorm, dropout and spectral normalis
 """
 
 import copy
-import math
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from raylt.errors import ConfigError
+from raylt.models.low_rank import LowRank, add_low_rank, widest_update
 from raylt.models.split import SplitModel, StateDict
 from raylt.recordability import recordable
 
@@ -72,7 +72,7 @@ def limit(model: SplitModel, trainable: str) -> SplitModel:
             )
             learning = [module for block in blocks[-int(number) :] for module in block]
         case "lora":
-            widest = max((min(layer.weight.shape[:2]) for _, layer in _adaptable(model.encoder)), default=0)
+            widest = widest_update(model.encoder)
             _expect(
                 widest > 0,
                 trainable,
@@ -84,7 +84,7 @@ def limit(model: SplitModel, trainable: str) -> SplitModel:
                 f"no layer of the encoder can have an update of more than rank {widest}. Give at most lora:{widest}, "
                 "or all",
             )
-            learning = list(_add_low_rank(model.encoder, int(number)))
+            learning = list(add_low_rank(model.encoder, int(number)))
     _freeze_all_but(model.encoder, learning)
     return model
 
@@ -283,130 +283,6 @@ def layer_remedy(encoder: nn.Module, layers: Sequence[str], give: str = "Give on
     return f"{give}: {', '.join(layers)}."
 
 
-class LowRank(nn.Module):
-    """Layer whose weight W has a low-rank update (LoRA; Hu et al., ICLR 2022): W + up @ down, initially up = 0.
-
-    The scale alpha / r is 1. The entries `weight` and `bias` keep the names of the original layer. The attribute
-    `weight` is the sum, because some attention modules multiply by it and never call the layer.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    down: nn.Parameter
-    up: nn.Parameter
-
-    def _adapt(self, layer: nn.Linear | nn.Conv2d, rank: int) -> None:
-        self.weight = layer.weight
-        self.bias = layer.bias
-        outputs, inputs = layer.weight.shape[:2]
-        self.down = nn.Parameter(torch.empty(rank, inputs))
-        self.up = nn.Parameter(torch.zeros(outputs, rank))
-        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight" and "up" in self.__dict__.get("_parameters", ()):
-            return self.merged()
-        return super().__getattr__(name)
-
-    @property
-    def base(self) -> Tensor:
-        """Return W, the weight without the update."""
-        weight = self._parameters["weight"]
-        assert weight is not None
-        return weight
-
-    def added(self) -> list[nn.Parameter]:
-        """Return the two matrices of the low-rank update."""
-        return [self.down, self.up]
-
-    def merged(self) -> Tensor:
-        """Return the weight plus the product of the two matrices, in the weight's shape and strides.
-
-        A weight of a 1x1 convolution has two kinds of strides, and torch chooses the kernel by them.
-        """
-        base = self.base
-        merged = base + (self.up @ self.down).view_as(base)
-        is_dense = base.numel() * base.element_size() == base.untyped_storage().nbytes()
-        if base.ndim == 4 and is_dense and merged.stride() != base.stride():
-            return merged.as_strided(base.shape, base.stride())
-        return merged
-
-
-@recordable
-class LowRankLinear(LowRank, nn.Linear):
-    """Linear layer with a low-rank update. In evaluation mode it uses the merged weight."""
-
-    def __init__(self, layer: nn.Linear, rank: int):
-        nn.Linear.__init__(self, layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        self._adapt(layer, rank)
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return F.linear(input, self.merged(), self.bias)
-        return F.linear(input, self.base, self.bias) + F.linear(F.linear(input, self.down), self.up)
-
-    def plain(self) -> nn.Linear:
-        """Return a plain linear layer with the merged weight."""
-        layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        return _filled(layer, self)
-
-
-@recordable
-class LowRankConv(LowRank, nn.Conv2d):
-    """1x1 convolution with a low-rank update, like `LowRankLinear`."""
-
-    def __init__(self, layer: nn.Conv2d, rank: int):
-        nn.Conv2d.__init__(
-            self,
-            layer.in_channels,
-            layer.out_channels,
-            1,
-            layer.stride,  # pyright: ignore[reportArgumentType]
-            bias=layer.bias is not None,
-            device="meta",
-        )
-        self._adapt(layer, rank)
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return self._conv_forward(input, self.merged(), self.bias)
-        narrow = F.conv2d(input, self.down[:, :, None, None], stride=self.stride)
-        return self._conv_forward(input, self.base, self.bias) + F.conv2d(narrow, self.up[:, :, None, None])
-
-    def plain(self) -> nn.Conv2d:
-        """Return a plain convolution with the merged weight."""
-        stride: Any = self.stride
-        layer = nn.Conv2d(self.in_channels, self.out_channels, 1, stride, bias=self.bias is not None, device="meta")
-        return _filled(layer, self)
-
-
-def _filled(layer: Any, adapted: LowRank) -> Any:
-    layer.weight = nn.Parameter(adapted.merged().detach())
-    layer.bias = adapted.bias
-    return layer
-
-
-def _add_low_rank(encoder: nn.Module, rank: int) -> Iterator[LowRank]:
-    """Replace every linear layer and 1x1 convolution of an encoder by a layer with a low-rank update."""
-    for path, layer in list(_adaptable(encoder)):
-        adapted = LowRankLinear(layer, rank) if isinstance(layer, nn.Linear) else LowRankConv(layer, rank)
-        encoder.set_submodule(path, adapted)
-        yield adapted
-
-
-def _adaptable(encoder: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
-    """Yield the path and the layer of every linear layer and 1x1 convolution."""
-    for path, layer in encoder.named_modules():
-        if "weight" not in layer._parameters:  # spectral normalisation computes it from other entries
-            continue
-        if type(layer) is nn.Linear or (type(layer) is nn.Conv2d and _is_pointwise(layer)):
-            yield path, layer
-
-
-def _is_pointwise(layer: nn.Conv2d) -> bool:
-    return layer.kernel_size == (1, 1) and layer.groups == 1 and layer.padding in ((0, 0), "same", "valid")
-
-
 def trains_on_features(trainable: str, kind: str) -> bool:
     """Return whether clients train on features: the encoder is frozen and gives one feature vector per image.
 
@@ -426,7 +302,7 @@ def whole_model(model: SplitModel) -> SplitModel:
         return model
     whole = copy.deepcopy(model)
     for path, module in list(whole.named_modules()):
-        if isinstance(module, LowRankLinear | LowRankConv):
+        if isinstance(module, LowRank):
             whole.set_submodule(path, module.plain())
         elif isinstance(module, FrozenEncoder):
             whole.set_submodule(path, copy.deepcopy(module.body))

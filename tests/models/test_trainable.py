@@ -14,10 +14,9 @@ from torchvision.ops import StochasticDepth
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.models import SplitModel, build_model
+from raylt.models.low_rank import LowRankAttention, LowRankConv, LowRankLinear
 from raylt.models.trainable import (
     FrozenEncoder,
-    LowRankConv,
-    LowRankLinear,
     blocks_of,
     frozen_entries,
     layer_remedy,
@@ -209,6 +208,57 @@ def test_adapters_act_where_a_module_multiplies_by_the_weight_of_a_layer():
     assert all(not torch.equal(after[name], before[name]) for name in ("encoder.qkv.up", "encoder.qkv.down"))
     adapted.eval()
     assert torch.allclose(whole_model(adapted)(X), adapted(X), atol=1e-6)
+
+
+class Heads(nn.Module):
+    """An encoder with torch's attention, which multiplies by its weights and never calls its output layer."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True, **options)
+
+    def forward(self, x):
+        x = x.flatten(1, 2)
+        return self.attention(x, x, x, need_weights=False)[0].mean(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}])
+def test_attention_of_torch_has_adapters_that_act_and_merge(options):
+    torch.manual_seed(0)
+    encoder = Heads(**options)
+    plain = copy.deepcopy(encoder).eval()
+    adapted = limit(SplitModel(encoder, 6, 3), "lora:2").eval()
+    assert adapted.entries().keys() == CLASSIFIER | {
+        f"encoder.attention.{layer}{matrix}" for layer in ("", "out_proj.") for matrix in ("down", "up")
+    }
+    assert torch.equal(adapted.encoder(X), plain(X))
+    layer = adapted.encoder.get_submodule("attention")
+    assert isinstance(layer, LowRankAttention)
+    train(adapted)
+    adapted.eval()
+    with torch.no_grad():
+        plain.attention.in_proj_weight += layer.up @ layer.down
+        plain.attention.out_proj.weight += layer.out_proj.up @ layer.out_proj.down
+    assert layer.up.abs().min() > 0
+    assert layer.out_proj.up.abs().min() > 0
+    expected = plain(X)
+    for value in (adapted.encoder(X), adapted.train().encoder(X), copy.deepcopy(adapted).encoder(X)):
+        assert torch.allclose(value, expected, atol=1e-6)
+    whole = whole_model(adapted.eval())
+    assert torch.allclose(whole.encoder(X), expected, atol=1e-6)
+    assert whole.encoder.state_dict().keys() == plain.state_dict().keys()
+    assert type(whole.encoder.get_submodule("attention")) is nn.MultiheadAttention
+
+
+def test_attention_with_separate_weights_has_an_adapter_at_its_output_alone():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+    encoder.self_attn = nn.MultiheadAttention(6, 2, kdim=6, vdim=3, batch_first=True)
+    adapted = limit(SplitModel(encoder, 6, 3), "lora:1")
+    assert {name for name in adapted.entries() if "self_attn" in name} == {
+        "encoder.self_attn.out_proj.down",
+        "encoder.self_attn.out_proj.up",
+    }
 
 
 class EvoNorm2dB0(nn.Module):
