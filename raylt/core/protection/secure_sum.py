@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raylt import tree
 from raylt.core.client import Reply
 from raylt.core.fleet.aggregation import Aggregator, Replies
 from raylt.core.fleet.block_sums import SummedReply
@@ -74,7 +73,7 @@ class Secure(Aggregator):
             number = self._numbers[id]
             masked = self._members[number].mask(self._fixed_point.encode(reply.tree, reply.weight))
             self._collector.add(number, masked)
-            self.overhead.up += masked.nbytes - tree.nbytes(reply.tree)
+            self.overhead.up += masked.nbytes - self._fixed_point.plain_bytes(reply.tree)
         self.weights[id] = reply.weight
 
     def result(self) -> Replies:
@@ -116,6 +115,10 @@ class VectorEntry:
     def size(self) -> int:
         return self.like.numel() if isinstance(self.like, Tensor) else 1
 
+    @property
+    def nbytes(self) -> int:
+        return self.like.nbytes if isinstance(self.like, Tensor) else 8
+
 
 class FixedPoint:
     """The fixed-point encoding of reply parts as one vector of integers.
@@ -149,6 +152,11 @@ class FixedPoint:
     @property
     def length(self) -> int:
         return sum(entry.size for entry in self._entries) + len(self._optional)
+
+    def plain_bytes(self, tree: Tree) -> int:
+        """Return the size in bytes of a reply in the types that clients send; clipped replies are float64."""
+        flat = dict(leaf_paths(tree, ()))
+        return sum(entry.nbytes for entry in self._entries if flat.get(entry.path) is not None)
 
     def encode(self, tree: Tree, weight: float) -> np.ndarray:
         """Return a reply's parts as a vector in two's complement, uint64 [n].

@@ -219,8 +219,9 @@ def test_one_client_alone_is_too_few(tiny_task, tmp_path):
         )
 
 
-def test_bytes_are_those_of_the_protocol(tiny_task, tmp_path):
-    experiment = make_experiment(configure(federation=SECURE), tiny_task, tmp_path)
+@pytest.mark.parametrize("privacy", [{}, {"update_epsilon": 100.0, "noise_multiplier": 2.0}], ids=["sum", "noisy sum"])
+def test_bytes_are_those_of_the_protocol(tiny_task, tmp_path, privacy):
+    experiment = make_experiment(configure(federation=SECURE, privacy=privacy), tiny_task, tmp_path)
     report = experiment.step()
     numbers = sum(value.numel() for value in experiment.server.model.state_dict().values()) + 1
     # 5 clients, each: 8 bytes a number, two keys of 32 bytes, 4 sealed pairs of shares (82 bytes), 5 shares of 33
