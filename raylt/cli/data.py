@@ -74,11 +74,11 @@ def data(
     out.print(split_table(task, out.width))
     unit = {"classification": "samples", "segmentation": "pixels"}[task.kind]
     low, high = task.thresholds
+    counted = ", with validation samples" if config.validation else ""
     for group, bounds in (("many", f"more than {high}"), ("medium", f"{low} to {high}"), ("few", f"fewer than {low}")):
         sizes = [int(n) for n, class_group in zip(task.counts, task.groups, strict=True) if class_group == group]
-        out.print(
-            f"{group}: {len(sizes)} class{'es' * (len(sizes) != 1)}, {sum(sizes)} {unit} ({bounds} of each class)"
-        )
+        classes = f"{len(sizes)} class{'es' * (len(sizes) != 1)}"
+        out.print(f"{group}: {classes}, {sum(sizes)} {unit} ({bounds} of each class{counted})")
     out.print(str(figures), soft_wrap=True)
 
 

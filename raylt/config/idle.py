@@ -5,12 +5,45 @@ from collections.abc import Callable
 from raylt.config.sections import Config, settings
 
 # Built-in partitions that do not read a setting. A user's own partition may read all settings.
+_WITHOUT_CLASSES = (
+    "iid",
+    "by_id",
+    "creff",
+    "dirichlet",
+    "dirichlet_min",
+    "exdir",
+    "hsu",
+    "pathological",
+    "quantity",
+    "shards",
+)
 _WITHOUT = {
     "data.alpha": ("iid", "by_id", "classes", "pathological", "shards"),
     "data.per_client": ("iid", "by_id", "classes", "creff", "dirichlet", "dirichlet_min", "hsu", "quantity"),
+    "data.beta": _WITHOUT_CLASSES,
+    "data.erased": _WITHOUT_CLASSES,
 }
+# Built-in sources that read a setting. A user's own source may read all settings.
+_TREES = ("folder", "hf", "ray")
+_DECODED = (*_TREES, "cinic10", "imagenet_lt")
+_READ_BY = {
+    "data.channels": _TREES,
+    "data.fit": _DECODED,
+    "data.depth": (*_DECODED, "camvid", "cityscapes", "npz"),
+    "data.bad": _TREES,
+    "data.image_column": ("hf", "ray"),
+    "data.label_column": ("hf", "ray"),
+    "data.client_column": ("hf", "ray"),
+    "data.test_part": _TREES,
+    "local.unlabelled": ("shapes", "camvid", "cityscapes", "npz"),
+}
+_SOURCES = (
+    *("digits", "cifar10", "cifar100", "fashion_mnist", "cinic10", "imagenet_lt"),
+    *("shapes", "camvid", "cityscapes", "folder", "npz", "hf", "ray"),
+)
 _IDLE: dict[str, Callable[[Config], str | None]] = {
     **{key: lambda config, key=key: _partition_without(config, key) for key in _WITHOUT},
+    **{key: lambda config, key=key: _source_without(config, key) for key in _READ_BY},
     "data.tail": lambda config: "data.imbalance = 1 keeps all samples" if config.data.imbalance == 1 else None,
     "local.lr_decay": lambda config: (
         "local.schedule = cosine sets the learning rate" if config.local.schedule == "cosine" else None
@@ -32,6 +65,13 @@ def idle_settings(config: Config) -> list[str]:
         if reason is not None and value != defaults[key].default:
             notices.append(f"{key} = {value} has no effect, because {reason}")
     return notices
+
+
+def _source_without(config: Config, key: str) -> str | None:
+    kind = config.data.source.partition(":")[0]
+    if kind not in _SOURCES or kind in _READ_BY[key]:
+        return None
+    return f"data.source = {kind} does not use it"
 
 
 def _partition_without(config: Config, key: str) -> str | None:

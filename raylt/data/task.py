@@ -385,7 +385,7 @@ class JudgedImages(TypedDict):
     """Counts of the test images on which a run is evaluated, and the thresholds that define the class groups.
 
     `groups` has the test images, or labelled pixels, of the many-, medium- and few-shot classes. `own` has each
-    client's own test images, by id; None if the data do not record them. `one_class` names the clients whose metrics
+    client's own test images, by id, and 0 for a client that joins after training; None if the data do not record them. `one_class` names the clients whose metrics
     are meaningless, because all images on which they are evaluated belong to one class.
     """
 
@@ -400,12 +400,14 @@ def judged_images_of(task: Task) -> JudgedImages:
     """Count the test images of a task by class group and by client."""
     labels = load(task.test.y)
     tested = class_counts(labels, task.classes)
-    own = None if task.own_tests is None else [len(rows) for rows in task.own_tests]
+    own = None
+    if task.own_tests is not None:
+        own = [0 if id in task.new_clients else len(rows) for id, rows in enumerate(task.own_tests)]
     alone = []
     if task.kind == "classification":
         classes = (task.client_counts > 0).sum(1)
-        if task.own_tests is not None and own is not None:
-            owners = np.repeat(np.arange(task.clients), own)
+        if task.own_tests is not None:
+            owners = np.repeat(np.arange(task.clients), [len(rows) for rows in task.own_tests])
             rows = np.concatenate(list(task.own_tests))
             pairs = np.unique(owners * task.classes + labels[rows])
             tested_classes = np.bincount(pairs // task.classes, minlength=task.clients)

@@ -20,6 +20,23 @@ from raylt.runs.callbacks.base import Callback
         ({"local": {"schedule": "cosine", "lr_decay": 0.5}}, ["local.lr_decay"]),
         ({"local": {"schedule": "cosine", "lr_decay_every": 5}}, ["local.lr_decay_every"]),
         ({"local": {"lr_decay": 0.5, "lr_decay_every": 5}}, []),
+        ({"data": {"partition": "iid", "beta": 3, "erased": "unlabelled"}}, ["data.beta", "data.erased"]),
+        ({"data": {"source": "shapes", "partition": "classes", "beta": 3, "erased": "unlabelled"}}, []),
+        (
+            {"data": {"channels": 3, "fit": "pad", "depth": 12, "bad": "skip"}},
+            ["data.channels", "data.fit", "data.depth", "data.bad"],
+        ),
+        ({"data": {"source": "folder:x", "channels": 3, "fit": "pad", "depth": 12, "bad": "skip"}}, []),
+        ({"data": {"source": "npz:x", "depth": 12, "fit": "pad"}}, ["data.fit"]),
+        ({"data": {"source": "imagenet_lt", "depth": 12, "fit": "pad", "bad": "skip"}}, ["data.bad"]),
+        (
+            {"data": {"image_column": "a", "label_column": "b", "client_column": "c", "test_part": "d"}},
+            ["data.image_column", "data.label_column", "data.client_column", "data.test_part"],
+        ),
+        ({"data": {"source": "hf:x", "image_column": "a", "client_column": "c", "test_part": "d"}}, []),
+        ({"data": {"source": "own", "image_column": "a", "channels": 1, "depth": 9}}, []),
+        ({"local": {"unlabelled": "absent"}}, ["local.unlabelled"]),
+        ({"local": {"unlabelled": "absent"}, "data": {"source": "camvid"}}, []),
     ],
 )
 def test_settings_that_nothing_reads_are_named(parts, named):

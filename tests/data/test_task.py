@@ -340,6 +340,15 @@ def test_judged_images_are_counted_by_group_and_client(tmp_path):
     assert judged["one_class"] == ["Bern"]
 
 
+def test_images_of_clients_that_join_after_training_are_not_counted(tmp_path):
+    make_pictures(tmp_path / "it.npz")
+    config = DataConfig(source=f"npz:{tmp_path / 'it.npz'}", partition="by_id", imbalance=1, new_clients=1)
+    task = build_task(config)
+    expected = [4, 1]
+    expected[task.new_clients[0]] = 0
+    assert judged_images_of(task)["own"] == expected
+
+
 def make_pictures(path):
     """Save images of two clients: Wien has test images of both classes, Bern has one test image."""
     rng = np.random.default_rng(0)

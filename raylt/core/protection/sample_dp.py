@@ -162,7 +162,7 @@ def _numbers(template: Any) -> Any:
 
 def statement(config: Config, noise: Noise) -> Tree:
     """Return a description of the noise for a run's summary."""
-    budget = config.privacy
+    budget, trained = config.privacy, config.federation.rounds > 0
     return {
         "epsilon": budget.epsilon,
         "delta": budget.delta,
@@ -170,7 +170,7 @@ def statement(config: Config, noise: Noise) -> Tree:
         "covers": ", ".join(noise.deviations),
         "unit": "one sample, added or removed",
         "against": "anyone who sees the sum" if config.federation.secure else "anyone who sees an upload",
-        "not_covered": "earlier rounds, since the model that computes the sums was trained without noise; the number "
-        "of samples of each client, which is part of its upload; and the mean and standard deviation of all training "
-        "images, unless the data set publishes them",
+        "not_covered": f"{'earlier rounds and ' * trained}numbers of samples: "
+        f"{'the model that computes the sums was trained without noise; ' * trained}each upload has the client's "
+        "number of samples; nor the mean and standard deviation of all training images, unless the data set publishes them",
     }

@@ -119,7 +119,7 @@ def _clients(description: ModelDescription) -> list[str]:
     lines = ["## Clients", "", f"| client | {' | '.join(heads)} |", "|---" * (1 + len(kinds)) + "|"]
     for entry in clients[:MAX_NAMES]:
         tested = {LOCAL: entry.get("tested")}
-        cells = [with_images(entry["figures"][kind], tested.get(kind)) for kind in kinds]
+        cells = [with_images(entry["figures"][kind], tested.get(kind), description["task"]) for kind in kinds]
         lines.append(f"| {_cell(entry['name'])} | {' | '.join(cells)} |")
     if len(clients) > MAX_NAMES:
         lines += ["", f"and {len(clients) - MAX_NAMES} more"]  # the empty line ends the table

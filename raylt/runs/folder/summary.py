@@ -337,13 +337,13 @@ def _accuracy_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     accuracy, by_kind = summary["accuracy"], summary["clients"]["by"]
     tests = summary.get("tests")
     if local := by_kind.get(LOCAL):
-        yield from _own_rows(local, summary["clients"].get("pooled"), tests)
+        yield from _own_rows(local, summary, tests)
     shown = summary.get("shown") or {"figure": "accuracy", "before_finish": summary["before_finish"], **accuracy}
     if shown["figure"] == "accuracy":
-        yield "accuracy, last", with_images(shown["last"], tests and tests["images"])
+        yield "accuracy, last", with_images(shown["last"], tests and tests["images"], summary["task"])
     else:
         yield "accuracy, last", f"{percent(shown['last'])} (own models, {SHOWN[shown['figure']]})"
-        yield "  over all classes", with_images(accuracy["last"], tests and tests["images"])
+        yield "  over all classes", with_images(accuracy["last"], tests and tests["images"], summary["task"])
     if shown["before_finish"] is not None:
         yield "accuracy, before the last phase", percent(shown["before_finish"])
     yield _last10_title(accuracy.get("last10_values")), percent(shown["last10"])
@@ -367,13 +367,14 @@ def _accuracy_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "  95 % intervals", intervals
 
 
-def _own_rows(local: Spread, pooled: float | None, tests: JudgedImages | None) -> Iterator[tuple[str, str]]:
+def _own_rows(local: Spread, summary: dict[str, Any], tests: JudgedImages | None) -> Iterator[tuple[str, str]]:
     """Yield the table's rows on clients' own test images, with the numbers of images if they were recorded."""
+    pooled = summary["clients"].get("pooled")
     sizes = [n for n in (tests and tests["own"]) or () if n]
     counted = f" ({count_of(len(sizes), 'client')}, {min(sizes)} to {max(sizes)} images each)" if sizes else ""
     yield "clients, mean (own test images)", percent(local["mean"]) + counted
     if pooled is not None:
-        yield "  all these images together", with_images(pooled, sum(sizes))
+        yield "  all these images together", with_images(pooled, sum(sizes), summary["task"])
     yield "  worst decile", percent(local["worst_decile"])
 
 
@@ -498,18 +499,19 @@ def in_percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f}"
 
 
-def with_images(value: float | None, images: int | None) -> str:
+def with_images(value: float | None, images: int | None, task: str) -> str:
     """Return a share in percent with the number of test images.
 
-    If there are few images, the confidence interval follows.
+    If there are few images, the confidence interval follows, except for a share of pixels, which is not binomial.
 
     Args:
         value: Share in [0, 1]; None if nothing was evaluated.
         images: Number of test images; None if unknown.
+        task: Kind of the task, "classification" or "segmentation".
     """
     if value is None or not images:
         return percent(value)
-    few = f", {interval_text(value, images)}" if images < FEW_SAMPLES else ""
+    few = f", {interval_text(value, images)}" if images < FEW_SAMPLES and task == "classification" else ""
     return f"{percent(value)} (n = {images}{few})"
 
 

@@ -305,4 +305,10 @@ def test_summary_has_epsilon_and_delta_and_what_they_do_not_cover(tmp_path):
         "delta": 1e-5,
         "covers": "classes",
     }
-    assert summary["privacy"]["not_covered"].startswith("earlier rounds")
+    assert summary["privacy"]["not_covered"].startswith("earlier rounds and numbers of samples: the model")
+
+
+def test_without_rounds_there_are_no_earlier_rounds_that_a_budget_leaves_out(tmp_path):
+    settings = ("method=fedncm", "federation.rounds=0", "trainable=classifier", "privacy.epsilon=100")
+    summary = make_run(tmp_path, "run", *settings).summary
+    assert summary["privacy"]["not_covered"].startswith("numbers of samples: each upload")

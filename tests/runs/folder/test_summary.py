@@ -299,8 +299,9 @@ def test_figures_stand_with_their_test_images():
 
 
 def test_an_interval_stands_behind_figures_of_fewer_than_100_images():
-    assert with_images(0.5, 100) == "50.00 % (n = 100)"
-    assert with_images(0.5, 99) == f"50.00 % (n = 99, {interval_text(0.5, 99)})"
+    assert with_images(0.5, 100, "classification") == "50.00 % (n = 100)"
+    assert with_images(0.5, 99, "classification") == f"50.00 % (n = 99, {interval_text(0.5, 99)})"
+    assert with_images(0.5, 99, "segmentation") == "50.00 % (n = 99)"  # a share of pixels is not binomial
 
 
 def test_large_counts_of_a_split_are_in_thousands_or_millions():
