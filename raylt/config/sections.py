@@ -142,7 +142,8 @@ class DataConfig(Section):
     )
     per_client: int = setting(
         2,
-        "Classes of a client with data.partition=pathological or exdir; shards of a client with data.partition=shards.",
+        "Classes of a client with data.partition=pathological (with exdir at most these); shards of a client with "
+        "data.partition=shards.",
         ge=1,
         le=MAX_COUNT,
     )
@@ -257,7 +258,9 @@ class FederationConfig(Section):
         ge=1,
         le=MAX_COUNT,
     )
-    participation: float = setting(1.0, "Share of the clients that take part in a round.", gt=0, le=1)
+    participation: float = setting(
+        1.0, "Share of the clients that take part in a round. Their number is rounded up.", gt=0, le=1
+    )
     sampling: Literal["fixed", "poisson"] = setting(
         "fixed",
         "Draw of a round's clients. fixed: always the same number. poisson: each client independently, with "
@@ -383,7 +386,7 @@ class LocalConfig(Section):
         "sgd",
         "Optimiser of a client's model. Adam and AdamW start each call with empty moments (decay 0.9 and 0.999).",
     )
-    momentum: float = setting(0.9, "Momentum of SGD.", ge=0, lt=1)
+    momentum: float = setting(0.9, "Momentum of SGD. It starts at 0 in each local training.", ge=0, lt=1)
     weight_decay: float = setting(
         0.0, "Weight decay; with AdamW it is decoupled from the gradient.", ge=0, le=MAX_COUNT
     )

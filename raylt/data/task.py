@@ -385,8 +385,9 @@ class JudgedImages(TypedDict):
     """Counts of the test images on which a run is evaluated, and the thresholds that define the class groups.
 
     `groups` has the test images, or labelled pixels, of the many-, medium- and few-shot classes. `own` has each
-    client's own test images, by id, and 0 for a client that joins after training; None if the data do not record them. `one_class` names the clients whose metrics
-    are meaningless, because all images on which they are evaluated belong to one class.
+    client's own test images, by id, and 0 for a client that joins after training; None if the data do not record them.
+    `one_class` names the clients whose metrics are meaningless, because all images on which they are evaluated belong
+    to one class.
     """
 
     images: Count

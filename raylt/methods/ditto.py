@@ -1,6 +1,7 @@
 """Ditto: a personal model for each client, regularised towards the global model (Li et al., ICML 2021).
 
-Departures from the text of Algorithm 1:
+In Algorithm 1, G(.) is the rule that aggregates, v_k a client's personal model with v_k^0 its initial weights, w_t the
+global model, s the steps on v_k, and R the number of rounds. Departures from the text:
 [1] The global model is FedAvg's, the solver of G(.) in the paper's experiments. A client trains it first, so that the
     global model equals FedAvg's bit by bit.
 [2] v_k starts from the w_t of the client's first round, not from v_k^0. A client that never took a step uses the global

@@ -22,7 +22,7 @@ from raylt import tree
 from raylt.config import Config
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import each, mean
-from raylt.core.method import Method
+from raylt.core.method import Group, Method
 from raylt.core.server import Server
 from raylt.core.training.optimisers import Adam
 from raylt.data.samples import Samples
@@ -40,6 +40,7 @@ class FEDIC(Method):
     name: ClassVar[str] = "fedic"
     paper: ClassVar[str] = "Shang et al., ICME 2022"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2205.00172"
+    group: ClassVar[Group | None] = "aggregation"
     privileged: ClassVar[str | None] = "labelled images of every class at the server (data.auxiliary)"
     stackable: ClassVar[bool] = True
 

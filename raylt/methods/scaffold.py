@@ -1,6 +1,7 @@
 """SCAFFOLD: FedAvg with control variates that correct the clients' drift (Karimireddy et al., ICML 2020).
 
-Line and equation numbers refer to Algorithm 1. Departures from the text:
+Line and equation numbers refer to Algorithm 1. In the paper, S is the set of a round's clients, N the number of all
+clients, and K the steps of a client. Departures from the text:
 [1] Clients are weighted by their samples, as in all methods of raylt; the text has 1/|S| and 1/N.
 [2] With momentum, K of Eq. 4 is the sum of the gradients' coefficients in the update, so that c_i is their mean.
 [3] A client that takes no step, because it has one sample, keeps its control variate.

@@ -172,5 +172,6 @@ def statement(config: Config, noise: Noise) -> Tree:
         "against": "anyone who sees the sum" if config.federation.secure else "anyone who sees an upload",
         "not_covered": f"{'earlier rounds and ' * trained}numbers of samples: "
         f"{'the model that computes the sums was trained without noise; ' * trained}each upload has the client's "
-        "number of samples; nor the mean and standard deviation of all training images, unless the data set publishes them",
+        "number of samples; nor the mean and standard deviation of all training images, unless the data set publishes "
+        "them",
     }
