@@ -112,9 +112,17 @@ class Evaluator:
     def _global_is_due(self, step: int, last: bool) -> bool:
         """Return whether an evaluation of the global model is due.
 
-        The global model cannot be evaluated if it has no running statistics (federation.batchnorm = local).
+        The global model cannot be evaluated if it has no running statistics (federation.batchnorm = local), or if
+        clients share neither encoder nor classifier, so that it is never trained.
         """
-        return (last or step % self._config.every == 0) and not self.server.model.local_buffers
+        if self.server.model.local_buffers or (self.method.personal and not self._trains_global):
+            return False
+        return last or step % self._config.every == 0
+
+    @cached_property
+    def _trains_global(self) -> bool:
+        names = self.method.shared(self.server.model)
+        return any(name.startswith(("encoder.", "classifier.")) for name in names)
 
     def _clients_are_due(self, step: int, last: bool) -> bool:
         return last or (self._config.personal > 0 and step % self._config.personal == 0)

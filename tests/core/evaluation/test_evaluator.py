@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import refused
+from small_runs import make_tiny_run
 from tiny import configure, make_experiment
 
 from raylt.contract.case import CPU, Case, make_scenes
@@ -68,3 +69,11 @@ def test_a_prediction_without_one_logit_per_class_ends_the_evaluation(cut, tiny_
 
     with refused("model.wrong-output", ConfigError, key="method"):
         make_experiment(configure(), tiny_task, tmp_path, Cuts()).step()
+
+
+@pytest.mark.parametrize(("method", "evaluated"), [("local", False), ("fedproto", False), ("fedper", True)])
+def test_a_global_model_that_no_round_trains_is_not_evaluated(tmp_path, method, evaluated):
+    summary = make_tiny_run(tmp_path, method).summary
+    assert (summary["global_accuracy"] is not None) == evaluated
+    assert (summary["quality"] is not None) == evaluated
+    assert summary["clients"]["by"]["matched"]["mean"] is not None
