@@ -11,6 +11,7 @@ Both copy the lines and the confusion counts of the shared steps, the checkpoint
 checkpoint with the best accuracy on validation images. The identity of the new run contains the parent's SHA-256.
 """
 
+import ast
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -248,15 +249,19 @@ def check_extension(run: Run, rounds: int) -> None:
 
 
 def _reads_rounds(method: Method) -> bool:
-    """Return whether the source code of a method uses the number of rounds."""
-    classes = [kind for kind in type(method).__mro__ if issubclass(kind, Method) and kind is not Method]
-    # search the whole file of a plugin, since other functions in it may use the number
-    sources = [kind if kind.__module__.startswith("raylt.") else inspect.getmodule(kind) or kind for kind in classes]
+    """Return whether the files of a method and its base classes may use the number of rounds.
+
+    Any object may be the server or the federation, so every attribute with this name counts.
+    """
+    classes = [kind for kind in type(method).__mro__ if kind not in Method.__mro__]
+    # search whole files, since other functions in them may use the number
+    modules = {inspect.getmodule(kind) or kind for kind in classes}
     try:
-        texts = [inspect.getsource(source) for source in sources]
-    except (OSError, TypeError):  # a method typed at a prompt has no source to read
+        trees = [ast.parse(inspect.getsource(module)) for module in modules]
+    except (OSError, TypeError, SyntaxError, ValueError):  # such as a method typed at a prompt, which has no source
         return True
-    return any(word in text for text in texts for word in ("server.rounds", "federation.rounds"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return any(isinstance(node, ast.Attribute) and node.attr == "rounds" for node in nodes)
 
 
 def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run, folder: Path) -> None:

@@ -12,6 +12,7 @@ from raylt import Run
 from raylt.core.checkpoint.checkpoint import hash_tensors, steps
 from raylt.core.evaluation import evaluator
 from raylt.errors import CheckpointError, ConfigError
+from raylt.registry import load_plugin
 from raylt.runs.verify import verify
 
 OF_TIME = {"seconds", "evaluation_seconds", "stages", "date", "previous"}
@@ -174,6 +175,58 @@ def test_a_run_whose_rounds_depend_on_their_number_stays_as_long_as_it_is(folder
         raylt.resume(run.folder, ["federation.rounds=5"], fleet="local", quiet=True)
     assert reason in str(caught.value)
     assert not (folder / f"{name}-5").exists()
+
+
+RENAMED = """
+import raylt
+
+class Renamed(raylt.Method):
+    name = "renamed"
+    paper = "for tests"
+
+    def message(self, s):
+        return super().message(s) | {"share": s.round / s.rounds}
+"""
+MIXED = """
+import raylt
+from share_of_rounds import Share
+
+class Mixed(Share, raylt.Method):
+    name = "mixed"
+    paper = "for tests"
+"""
+SHARE = """
+class Share:
+    def message(self, s):
+        return super().message(s) | {"share": s.round / s.rounds}
+"""
+CAREFUL = """
+import raylt
+
+class Careful(raylt.Method):
+    name = "careful"
+    paper = "for tests"
+
+    def message(self, server):
+        # server.rounds would depend on the length of the run
+        return super().message(server) | {"tenth": server.round / 10}
+"""
+
+
+@pytest.mark.usefixtures("no_guests")
+@pytest.mark.parametrize(
+    ("name", "text", "extended"), [("renamed", RENAMED, False), ("mixed", MIXED, False), ("careful", CAREFUL, True)]
+)
+def test_a_method_that_reads_the_number_of_rounds_under_any_name_stays_as_long_as_it_is(tmp_path, name, text, extended):
+    (tmp_path / "share_of_rounds.py").write_text(SHARE)
+    (tmp_path / "own.py").write_text(text)
+    load_plugin(tmp_path / "own.py")
+    run = make_tiny_run(tmp_path, name, "federation.rounds=1")
+    if extended:
+        assert len(raylt.resume(run.folder, ["federation.rounds=2"], fleet="local", quiet=True).reports) == 2
+        return
+    with refused("run.not-extensible", ConfigError):
+        raylt.resume(run.folder, ["federation.rounds=2"], fleet="local", quiet=True)
 
 
 def test_only_more_rounds_and_nothing_else(short):
