@@ -25,12 +25,12 @@ from raylt.core.fleet.cohort import RoundStats, Traffic
 from raylt.core.fleet.fleet import Fleet, check_finite
 from raylt.core.fleet.quorum import MAY_DIVERGE
 from raylt.core.protection.protection import check_delta
-from raylt.core.report import JUDGED, RoundReport
+from raylt.core.report import CHECKPOINT, EVALUATION, JUDGED, RoundReport
 from raylt.core.server import Server, Timings
 from raylt.core.setup import Setup, check_model
 from raylt.data.samples import Samples
 from raylt.data.task import Task
-from raylt.errors import Diverged, RayltError, TooFewReplies, no_exit, one_line, spoken
+from raylt.errors import ConfigError, Diverged, RayltError, TooFewReplies, no_exit, one_line, spoken
 from raylt.models.trainable import whole_model
 from raylt.tree import Tree
 
@@ -93,7 +93,8 @@ class Experiment:
         if self._checkpoint_is_due():
             start = time.perf_counter()
             self.save(report, seal)
-            report.timings["checkpoint"] = time.perf_counter() - start
+            timings = {**report.timings, CHECKPOINT: time.perf_counter() - start}
+            report = report.model_copy(update={"timings": timings})
         if self._matrices is not None:
             counts.prune(self.folder, self._step, checkpoint.steps(self.folder / "checkpoints"))
         return report
@@ -174,11 +175,9 @@ class Experiment:
         server.check_state()
         check_finite(self._result(), f"step {self._step}: the result of the server", self.config)
         round_stats, trained = fleet.round_stats, time.perf_counter()
-        timings = Timings(joined.timings)
-        timings.add(round_stats.timings)
-        timings.add(server.timings)
+        timings = _total_timings(joined, round_stats, server)
         if fleet.on_progress is not None:
-            fleet.on_progress("evaluation", 0, 0)
+            fleet.on_progress(EVALUATION, 0, 0)
         judged, self._matrices = self._judge()
         if phase == "round" and self._patience_is_over():
             self._last_round = self._step
@@ -194,7 +193,7 @@ class Experiment:
             phase=phase,
             seconds=trained - start,
             evaluation_seconds=evaluation,
-            timings={**timings, "evaluation": evaluation},
+            timings={**timings, EVALUATION: evaluation},
             traffic=_total_traffic(joined, round_stats),
             participants=sorted(round_stats.participants),
             lost=joined.lost + round_stats.lost,
@@ -360,3 +359,24 @@ def _total_traffic(joined: RoundStats, round_stats: RoundStats) -> dict[str, Any
         for name, traffic in stats.traffic.items():
             totals.setdefault(name, Traffic()).add(traffic)
     return {name: asdict(traffic) for name, traffic in totals.items()}
+
+
+def _total_timings(joined: RoundStats, round_stats: RoundStats, server: Server) -> Timings:
+    """Add up the seconds of joining, of a round and of the server's own work, by stage.
+
+    Raises:
+        ConfigError: A stage or a client function has the name of a stage that only the experiment may record.
+    """
+    totals = Timings(joined.timings)
+    totals.add(round_stats.timings)
+    totals.add(server.timings)
+    for name in (EVALUATION, CHECKPOINT):
+        if name in totals:
+            raise ConfigError(
+                f"server.timings: raylt times the stage {name} itself. Give the method's stage or client function "
+                "another name.",
+                code="method.wrong-argument",
+                key="server.timings",
+                value=name,
+            )
+    return totals

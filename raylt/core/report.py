@@ -23,6 +23,7 @@ from raylt.typed_json import closed
 if TYPE_CHECKING:
     from torch import Tensor
 
+EVALUATION, CHECKPOINT = "evaluation", "checkpoint"  # stages of a step that are not of its method
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -14,7 +14,7 @@ from raylt.core.encoding import encode
 from raylt.core.experiment import ENDED_EARLY
 from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.local_fleet import LocalFleet
-from raylt.core.report import RoundReport
+from raylt.core.report import CHECKPOINT, RoundReport
 from raylt.core.setup import Setup
 from raylt.core.training.stacked_sgd import SAMPLES
 from raylt.data.augment import draw_view
@@ -183,7 +183,7 @@ def _take_steps(
             callback.on_step(report)
             if report.phase == "round" and ENDED_EARLY in report.figures:
                 callback.on_message(f"rounds ended {report.figures[ENDED_EARLY]}")
-            if "checkpoint" in report.timings and not experiment.done and stopping.is_asked(journal.folder):
+            if CHECKPOINT in report.timings and not experiment.done and stopping.is_asked(journal.folder):
                 raise stopping.StopAsked
         tests = judged_images_of(task)
         model = experiment.export_model()

@@ -17,7 +17,7 @@ from raylt.core.method import Method
 from raylt.core.setup import private_entries
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, build_task
-from raylt.errors import Diverged
+from raylt.errors import ConfigError, Diverged
 from raylt.methods.fedavg import FedAvg
 from raylt.tree import snapshot
 
@@ -160,6 +160,37 @@ def test_a_report_says_what_the_time_of_its_step_went_to(build):
         assert report.timings["evaluation"] == report.evaluation_seconds
         own = sum(s for stage, s in report.timings.items() if stage not in ("evaluation", "checkpoint"))
         assert 0 < own <= report.seconds
+
+
+class NamesStages(FedAvg):
+    """FedAvg whose server or client function has the name of a stage that the experiment records."""
+
+    name: ClassVar[str] = "names_stages"
+    stage: str
+    place: str
+
+    def evaluation(self, client, message):
+        return client.reply()
+
+    def round(self, server, fleet):
+        if self.place == "time":
+            with server.timings.time(self.stage):
+                super().round(server, fleet)
+        elif self.place == "item":
+            server.timings[self.stage] = 1.0
+        else:
+            fleet.ask(self.evaluation, fleet.everyone, {})
+
+
+@pytest.mark.parametrize(
+    ("stage", "place"), [("checkpoint", "time"), ("checkpoint", "item"), ("evaluation", "time"), ("evaluation", "ask")]
+)
+def test_stages_that_the_experiment_records_cannot_come_from_a_method(build, stage, place):
+    experiment = build(NamesStages(stage=stage, place=place), output={"checkpoint_every": 5})
+    with refused("method.wrong-argument", ConfigError, key="server.timings", value=stage):
+        experiment.advance()
+    report = build(NamesStages(stage="saving", place="time"), output={"checkpoint_every": 5}).advance()
+    assert set(report.timings) == {"train", "aggregation", "saving", "evaluation"}
 
 
 class Joining(FedAvg):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 from pydantic import ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from raylt.core.report import JUDGED, Figure, RoundReport, Sha256
+from raylt.core.report import CHECKPOINT, JUDGED, Figure, RoundReport, Sha256
 from raylt.errors import CheckpointError
 from raylt.runs.folder import provenance
 from raylt.runs.folder.provenance import NAMED, SCHEMA
@@ -220,7 +220,7 @@ def was_saved(lines: Lines) -> bool:
 
     A line that was restored from a checkpoint has no date.
     """
-    return any("checkpoint" in report["stages"] or report["date"] is None for report in lines.reports)
+    return any(CHECKPOINT in report["stages"] or report["date"] is None for report in lines.reports)
 
 
 def _read_line(line: bytes, number: int, where: str) -> dict[str, Any]:
