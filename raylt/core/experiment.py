@@ -109,7 +109,7 @@ class Experiment:
         try:
             with no_exit():
                 report = self._take_step()
-            self._loss = report.figures.get("loss")
+            self._loss = _loss_in(report.figures)
             return report
         except TooFewReplies as error:
             diverged = self._divergence(error)
@@ -314,7 +314,7 @@ class Experiment:
         self.server.receive(server_part["model"])
         self.server.state = server_part["state"]
         self._step = self.server.round = saved.facts["step"]
-        self._loss = saved.facts["report"]["figures"].get("loss")
+        self._loss = _loss_in(saved.facts["report"]["figures"])
         self._best = saved.facts.get("best")
         self._peak = saved.facts.get("peak")
         self._last_round = saved.facts.get("last_round", self.server.rounds)
@@ -380,3 +380,9 @@ def _total_timings(joined: RoundStats, round_stats: RoundStats, server: Server) 
                 value=name,
             )
     return totals
+
+
+def _loss_in(figures: dict[str, Any]) -> float | None:
+    """Return the mean training loss in the figures of a step, or None if the method logs none or no number."""
+    loss = figures.get("loss")
+    return loss if isinstance(loss, int | float) else None

@@ -570,3 +570,26 @@ def test_too_large_values_after_a_loss_far_above_guessing_are_divergence(build, 
         assert isinstance(caught.value, Diverged)
         assert caught.value.details["loss"] == first.figures["loss"]
         assert (caught.value.details["round"], caught.value.details["key"]) == (1, "local.lr")
+
+
+class LogsTwoLosses(Exploding):
+    """The same, with a loss of two parts as its figure."""
+
+    name: ClassVar[str] = "logs_two_losses"
+
+    def round(self, server, fleet):
+        super().round(server, fleet)
+        server.log(loss={"ce": server.figures["loss"], "kd": 0.0})
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_loss_that_is_no_number_does_not_hide_that_there_are_too_few_replies(build, tmp_path, resumed):
+    method, settings = LogsTwoLosses(), {"quorum": 0.8}
+    experiment = build(method, federation=settings)
+    experiment.advance()
+    if resumed:
+        saved, _ = checkpoint.latest(tmp_path / "checkpoints")
+        experiment = build(method, federation=settings)
+        experiment.load(saved)
+    with refused("reply.too-few"):
+        experiment.advance()
