@@ -92,9 +92,8 @@ def carry_out(
     try:
         with journal, continuable(journal.folder, resume_call(journal.folder)):
             check_fleet(fleet, address)
-            summary = _take_all_steps(setup, task, journal, fleet, address, callback)
-            summary |= provenance.of_summary(journal.folder)
-            summary = journal.write_summary(summary)
+            figures = _take_all_steps(setup, task, journal, fleet, address, callback)
+            summary = journal.write_summary(figures | provenance.of_summary(journal.folder))
             stopping.withdraw(journal.folder)  # remove a request that came too late
             _show_predictions(setup, task, journal, callback)
     except BaseException:

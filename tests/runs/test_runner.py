@@ -7,10 +7,10 @@ import pytest
 from refusals import refused
 
 import raylt
-from raylt.errors import ConfigError, ServerLost
+from raylt.errors import ConfigError, DiskFull, ServerLost
 from raylt.methods.fedavg import FedAvg
 from raylt.runs import runner
-from raylt.runs.folder import provenance
+from raylt.runs.folder import provenance, summary
 from raylt.runs.folder.writer import NOTES, SERVER_DIED
 from raylt.runs.in_process import check_threads
 
@@ -127,3 +127,22 @@ def test_an_address_is_refused_where_no_cluster_is_used(tmp_path, fleet):
 def test_a_fleet_that_does_not_exist_is_refused(tmp_path):
     with refused("config.unknown-name", ConfigError, key="fleet", value="threads"):
         raylt.run("fedavg", out=tmp_path, name="r", fleet="threads", quiet=True, overrides=SETTINGS)
+
+
+class Ends(raylt.Callback):
+    def __init__(self):
+        self.summaries = []
+
+    def on_end(self, summary):
+        self.summaries.append(summary)
+
+
+def test_a_run_whose_summary_cannot_be_written_has_failed(tmp_path, monkeypatch):
+    def write(folder, content):
+        raise DiskFull(folder.path / "summary.json")
+
+    monkeypatch.setattr(summary, "write", write)
+    ends = Ends()
+    with refused("disk.full", DiskFull):
+        raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=SETTINGS, callbacks=[ends])
+    assert ends.summaries == [None]
