@@ -15,7 +15,6 @@ import torch
 
 from raylt.config import Config
 from raylt.core.device import open_device
-from raylt.core.encoding import encode
 from raylt.core.evaluation.evaluator import has_own_models, validate
 from raylt.core.experiment import Experiment
 from raylt.core.fleet.client_host import ClientHost
@@ -31,6 +30,7 @@ from raylt.registry import Plugin, adopt, origins, resolve
 from raylt.runs.folder import provenance
 from raylt.runs.folder.summary import summarise
 from raylt.runs.folder.writer import Journal
+from raylt.runs.preparation import prepare
 from raylt.runs.run import Run
 from raylt.store import Folder, folder_for
 from tune.asha import rungs
@@ -203,12 +203,8 @@ class TrialRun:
                 path=str(self.folder),
                 trial=self.id,
             )
-        setup = resolve(self.config)
-        model = setup.new_model(self.task.spec)
-        setup.check(self.task.spec, model)
-        setup, self.task = encode(setup, self.task)
-        setup.method.prepare(self.task, self.config, model)
         saved, _ = self._journal.rewind()
+        setup, self.task, _ = prepare(resolve(self.config), self.task, saved)
         name = f"{self.job.folder.name}/{self.id}" + (f"~{os.getpid()}" if started else "")
         device = open_device(self.config, leased)
         self.fleet = open_fleet(setup, self.task, name, device, self.folder)

@@ -8,9 +8,7 @@ from raylt.config import Config
 from raylt.config.idle import idle_settings
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Seal
-from raylt.core.checkpoint.frozen import check_frozen
 from raylt.core.device import one_thread
-from raylt.core.encoding import encode
 from raylt.core.experiment import ENDED_EARLY
 from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.local_fleet import LocalFleet
@@ -30,6 +28,7 @@ from raylt.runs.folder import provenance
 from raylt.runs.folder.summary import SERVER_DEATHS, summarise
 from raylt.runs.folder.writer import Journal
 from raylt.runs.in_process import check_threads, forked_fleet, open_in_process
+from raylt.runs.preparation import prepare
 from raylt.seeds import seeded
 
 FleetKind = Literal["ray", "local", "processes"]
@@ -144,17 +143,8 @@ def _take_steps(
 ) -> dict[str, Any]:
     if fleet != "ray":
         check_threads(setup.config)
-    model = setup.new_model(task.spec)
-    setup.check(task.spec, model)
-    height, width, _ = task.shape
-    if setup.config.input is not None and (height, width) != (setup.config.input, setup.config.input):
-        side = setup.config.input
-        callback.on_message(f"images of {height}x{width} are resized to {side}x{side} for {setup.config.model}")
-    setup.method.prepare(task, setup.config, model)  # before encoding, since it may raise an error
     saved, _ = checkpoint.latest(journal.folder / "checkpoints")
-    if saved is not None:
-        check_frozen(saved.read("server"), model, setup.config)
-    setup, task = encode(setup, task, callback.on_message)
+    setup, task, model = prepare(setup, task, saved, callback.on_message)
     if setup.has_random_frozen_parts and not trains_on_features(setup.config.trainable, task.kind):
         callback.on_message(f"the frozen parts of {setup.config.model} are random, since weights is not set")
     for notice in idle_settings(setup.config) if saved is None else []:

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from refusals import refused
@@ -9,6 +10,7 @@ from refusals import refused
 import raylt
 from raylt.config import load
 from raylt.errors import ConfigError
+from raylt.methods.fedavg import FedAvg
 from tune.plan import with_validation
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -73,6 +75,24 @@ def test_a_checkpoint_of_a_trial_with_other_fixed_settings_is_refused(ray_sessio
     with refused("search.fixed-setting", ConfigError, key="data.alpha"):
         other.restore(saved)
     other.stop()
+
+
+class Looking(FedAvg):
+    """FedAvg that refuses every task, and names the number of dimensions of its samples."""
+
+    name: ClassVar[str] = "looking"
+
+    def prepare(self, task, config, model):
+        raise ConfigError(str(task.test.x.ndim), code="method.wrong-argument")
+
+
+def test_a_method_sees_the_images_before_they_are_encoded(ray_session, tmp_path):
+    from tune import trainable
+
+    raylt.register(Looking)
+    trial = trainable(load(None, ["method=looking", "trainable=classifier", f"data.root={tmp_path}", *SETTINGS]))
+    with pytest.raises(ConfigError, match=r"^4$"):
+        trial(config={}).train()
 
 
 def test_a_trial_larger_than_the_cluster_is_refused(ray_session):

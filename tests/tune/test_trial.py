@@ -70,6 +70,15 @@ class Personal(FedAvg):
         return {key: value for key, value in super().shared(model).items() if key.startswith("encoder")}
 
 
+class Looking(FedAvg):
+    """FedAvg that refuses every task, and names the number of dimensions of its samples."""
+
+    name: ClassVar[str] = "looking"
+
+    def prepare(self, task, config, model):
+        raise ConfigError(str(task.test.x.ndim), code="method.wrong-argument")
+
+
 class _Constant(SplitModel):
     def __init__(self, classes):
         super().__init__(torch.nn.Flatten(), 1, classes)
@@ -80,7 +89,7 @@ class _Constant(SplitModel):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    for method in (Late, Personal):
+    for method in (Late, Personal, Looking):
         monkeypatch.setitem(METHODS, method.name, method)
 
 
@@ -197,6 +206,12 @@ def test_an_interrupted_trial_continues_to_the_same_bits(tmp_path):
     again = trial(tmp_path / "straight", "method=late", "federation.rounds=6")
     assert again.step() == straight
     assert again.done
+
+
+def test_a_method_sees_the_images_before_they_are_encoded(tmp_path):
+    with pytest.raises(ConfigError, match=r"^4$"):
+        trial(tmp_path, "method=looking", "trainable=classifier", f"data.root={tmp_path}")
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ from raylt.config import Config, check
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Checkpoint
 from raylt.core.device import one_thread, open_device
-from raylt.core.encoding import encode
 from raylt.core.evaluation.evaluator import validate
 from raylt.core.experiment import Experiment
 from raylt.core.report import RoundReport
@@ -41,6 +40,7 @@ from raylt.own_code.shipment import Shipment
 from raylt.registry import Plugin, adopt, resolve
 from raylt.runs.export.trained_model import TrainedModel, global_model
 from raylt.runs.in_process import on_any_device, open_in_process
+from raylt.runs.preparation import prepare
 from raylt.runs.start import check_setup
 from raylt.studies.settings import flat
 from raylt.typed_json import as_json
@@ -213,12 +213,7 @@ class FederatedRun(ray_tune.Trainable):
         self._folder = Path(self.logdir) / f"run-{os.getpid()}"
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
-        task = build_task(self._config.data)
-        setup = resolve(self._config)
-        model = setup.new_model(task.spec)
-        setup.check(task.spec, model)
-        setup, task = encode(setup, task)
-        setup.method.prepare(task, self._config, model)
+        setup, task, _ = prepare(resolve(self._config), build_task(self._config.data))
         # actors of a process that has just died, or that were just killed here, may still hold their names
         self._openings += 1
         name = f"{self.trial_id}~{os.getpid()}~{self._openings}"
