@@ -6,8 +6,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from raylt.config import Config
 from raylt.config.idle import idle_settings
-from raylt.core.checkpoint import checkpoint
-from raylt.core.checkpoint.checkpoint import Seal
+from raylt.core.checkpoint.checkpoint import Checkpoint, Seal
 from raylt.core.device import one_thread
 from raylt.core.experiment import ENDED_EARLY
 from raylt.core.fleet.client_host import IN_STACKS
@@ -126,7 +125,7 @@ def _take_all_steps(
                 callback.on_message(note)
             started = True
         try:
-            return _take_steps(setup, task, journal, fleet, address, callback)
+            return _take_steps(setup, task, journal, saved, fleet, address, callback)
         except ServerLost as error:
             before = committed
             committed = len(journal.reports())
@@ -139,11 +138,17 @@ def _take_all_steps(
 
 
 def _take_steps(
-    setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
+    setup: Setup,
+    task: Task,
+    journal: Journal,
+    saved: Checkpoint | None,
+    fleet: FleetKind,
+    address: str | None,
+    callback: Callback,
 ) -> dict[str, Any]:
+    """Take the remaining steps, from a checkpoint that `Journal.rewind` returned, and compute the summary."""
     if fleet != "ray":
         check_threads(setup.config)
-    saved, _ = checkpoint.latest(journal.folder / "checkpoints")
     setup, task, model = prepare(setup, task, saved, callback.on_message)
     if setup.has_random_frozen_parts and not trains_on_features(setup.config.trainable, task.kind):
         callback.on_message(f"the frozen parts of {setup.config.model} are random, since weights is not set")
@@ -158,7 +163,7 @@ def _take_steps(
             seconds = setup.method.last_phase_seconds(task.spec, model)
         if seconds is not None:
             callback.on_last_phase(seconds)
-    with _experiment(setup, task, journal, fleet, address, callback) as experiment:
+    with _experiment(setup, task, journal, saved, fleet, address, callback) as experiment:
         facts = experiment.describe()
         provenance.check_device(journal.folder, setup.config, facts)
         provenance.note(journal.folder, fleet, len(journal.reports()), setup.config, facts)
@@ -182,10 +187,16 @@ def _take_steps(
 
 
 def _experiment(
-    setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
+    setup: Setup,
+    task: Task,
+    journal: Journal,
+    saved: Checkpoint | None,
+    fleet: FleetKind,
+    address: str | None,
+    callback: Callback,
 ) -> AbstractContextManager[Steps]:
     if fleet != "ray":
-        return _in_this_process(setup, task, journal, fleet, callback)
+        return _in_this_process(setup, task, journal, saved, fleet, callback)
     claim()
     from actors.launch import open_experiment  # the only import of Ray code
 
@@ -196,13 +207,12 @@ def _experiment(
 
 @contextmanager
 def _in_this_process(
-    setup: Setup, task: Task, journal: Journal, fleet: FleetKind, callback: Callback
+    setup: Setup, task: Task, journal: Journal, saved: Checkpoint | None, fleet: FleetKind, callback: Callback
 ) -> Iterator[Steps]:
     def note(text: str) -> None:
         journal.note(text)
         callback.on_message(text)
 
-    saved, _ = checkpoint.latest(journal.folder / "checkpoints")
     of_clients = forked_fleet if fleet == "processes" else LocalFleet
     with one_thread():
         experiment = open_in_process(setup, task, journal.folder, saved, of_clients)

@@ -7,6 +7,7 @@ import pytest
 from refusals import refused
 
 import raylt
+from raylt.core.checkpoint import checkpoint
 from raylt.errors import ConfigError, DiskFull, ServerLost
 from raylt.methods.fedavg import FedAvg
 from raylt.runs import runner
@@ -146,3 +147,20 @@ def test_a_run_whose_summary_cannot_be_written_has_failed(tmp_path, monkeypatch)
     with refused("disk.full", DiskFull):
         raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=SETTINGS, callbacks=[ends])
     assert ends.summaries == [None]
+
+
+class Interrupts(raylt.Callback):
+    def on_step(self, report):
+        raise KeyboardInterrupt
+
+
+def test_a_resumed_run_hashes_its_checkpoint_once_before_its_next_step(tmp_path, monkeypatch):
+    arguments = {"out": tmp_path, "name": "r", "fleet": "local", "quiet": True, "overrides": SETTINGS}
+    with pytest.raises(KeyboardInterrupt):
+        raylt.run("fedavg", **arguments, callbacks=[Interrupts()])
+    opened = []
+    at = checkpoint.at
+    monkeypatch.setattr(checkpoint, "at", lambda parent, step: opened.append(step) or at(parent, step))
+    with pytest.raises(KeyboardInterrupt):
+        raylt.resume(tmp_path / "r", fleet="local", quiet=True, callbacks=[Interrupts()])
+    assert opened == [1]
