@@ -75,7 +75,11 @@ class Spread(TypedDict):
 
 @closed
 class TrafficRecord(TypedDict):
-    """Bytes to and from the clients that replied to one client function, and the number of replies."""
+    """Bytes `down` in messages and `up` in replies of one client function, and the number of replies.
+
+    The message counts once for each client whose answer the server waited for, also if the client gave none. Rejected
+    replies count. What is sent again to a client that failed does not. A secure sum adds its keys and shares.
+    """
 
     down: Count
     up: Count

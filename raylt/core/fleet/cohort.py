@@ -64,7 +64,10 @@ class Cohort:
 
 @dataclass
 class Traffic:
-    """Bytes in all calls of one client function: `down` in messages, `up` in replies, and the number of `replies`."""
+    """Bytes in all calls of one client function: `down` in messages, `up` in replies, and the number of `replies`.
+
+    See `raylt.core.report.TrafficRecord` for what counts.
+    """
 
     down: int = 0
     up: int = 0

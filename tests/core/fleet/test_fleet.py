@@ -713,6 +713,13 @@ def test_traffic_counts_bytes_by_function(make_fleet):
     assert fleet.round_stats.traffic == {}
 
 
+@pytest.mark.parametrize(("retries", "replies"), [(1, 4), (2, 5)])
+def test_traffic_counts_one_message_for_each_client_whether_lost_or_asked_again(make_fleet, retries, replies):
+    fleet = make_fleet(host=Flaky, retries=retries)
+    fleet.ask(tell, IDS, {"w": torch.zeros(10)}, **parts_of_tell(each))
+    assert fleet.round_stats.traffic["tell"] == Traffic(5 * 40, replies * 26, replies)
+
+
 def test_client_state_is_handed_to_its_next_call_and_to_no_other_client(make_fleet):
     fleet = make_fleet()
     for round in (1, 2):
