@@ -26,7 +26,7 @@ from raylt.core.fleet.fleet import Fleet, check_finite
 from raylt.core.fleet.quorum import MAY_DIVERGE
 from raylt.core.protection.protection import check_delta
 from raylt.core.report import CHECKPOINT, EVALUATION, JUDGED, RoundReport
-from raylt.core.server import Server, Timings
+from raylt.core.server import ENDED_EARLY, Server, Timings
 from raylt.core.setup import Setup, check_model
 from raylt.data.samples import Samples
 from raylt.data.task import Task
@@ -35,7 +35,6 @@ from raylt.models.trainable import whole_model
 from raylt.tree import Tree
 
 DIVERGED_LOSS = 10  # ratio of the mean training loss to the loss of guessing above which training may have diverged
-ENDED_EARLY = "rounds ended"  # name of a figure in the last steps of a run that federation.patience stopped early
 
 
 class Experiment:
@@ -183,7 +182,7 @@ class Experiment:
             self._last_round = self._step
             judged, self._matrices = self._judge()  # again, as for a last round
         if self._last_round < server.rounds:
-            server.log(**{ENDED_EARLY: self._early_end()})
+            server.figures[ENDED_EARLY] = self._early_end()
         if self.done:
             self._log_zero_shot()
         check_finite(server.figures, f"step {self._step}: the figures of the server", self.config)
@@ -211,7 +210,7 @@ class Experiment:
         """Log the accuracy that the run's model had before training, if its classifier started from texts."""
         model = self._setup.zero_shot_model(self.task.spec)
         if model is not None:
-            self.server.log(zero_shot=self.evaluator.zero_shot(model.to(self.server.device).eval()))
+            self.server.figures["zero_shot"] = self.evaluator.zero_shot(model.to(self.server.device).eval())
 
     def _patience_is_over(self) -> bool:
         """Record the accuracy on validation samples after a round, and return whether training should stop early."""

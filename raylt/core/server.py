@@ -102,6 +102,9 @@ class ServerYogi(ServerAdam):
         return v - (1 - self.beta2) * square * (v - square).sign()
 
 
+ENDED_EARLY = "rounds ended"  # figure in the last steps of a run that federation.patience stopped early
+OWN_FIGURES = ("validation", "new_clients", "predictions", "zero_shot", "privacy", ENDED_EARLY)
+
 # Called with the name of a call or stage, the number of finished clients, and their total.
 ProgressHook = Callable[[str, int, int], None]
 
@@ -255,8 +258,16 @@ class Server:
         A tensor or an array with one element is logged as a number.
 
         Raises:
-            ConfigError: A figure is of another type.
+            ConfigError: A figure is of another type, or has the name of a figure of raylt's own (`OWN_FIGURES`).
         """
+        taken = next((name for name in figures if name in OWN_FIGURES), None)
+        if taken is not None:
+            raise ConfigError(
+                f"server.log: {taken} is a figure of raylt's own. Give the method's figure another name.",
+                code="method.wrong-argument",
+                key="server.log",
+                value=taken,
+            )
         self.figures |= {name: _figure(name, value) for name, value in figures.items()}
 
     def _check_entries(self, function: str, params: Any) -> None:

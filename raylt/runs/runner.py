@@ -8,10 +8,10 @@ from raylt.config import Config
 from raylt.config.idle import idle_settings
 from raylt.core.checkpoint.checkpoint import Checkpoint, Seal
 from raylt.core.device import one_thread
-from raylt.core.experiment import ENDED_EARLY
 from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.report import CHECKPOINT, RoundReport
+from raylt.core.server import ENDED_EARLY
 from raylt.core.setup import Setup
 from raylt.core.training.stacked_sgd import SAMPLES
 from raylt.data.augment import draw_view

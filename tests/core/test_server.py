@@ -49,6 +49,12 @@ def test_a_figure_that_json_does_not_have_is_named(server, value, name):
         server.log(figure=value)
 
 
+@pytest.mark.parametrize("name", ["validation", "new_clients", "zero_shot", "privacy"])
+def test_a_figure_of_raylts_own_is_not_logged_by_a_method(server, name):
+    with refused("method.wrong-argument", ConfigError, key="server.log", value=name):
+        server.log(**{name: 0.5})
+
+
 @pytest.mark.parametrize("value", [[1], (1,), np.ones(1), {"a": {1: 2}}, {"a": {"b": [1]}}, {0: 1}])
 def test_a_state_that_cannot_be_saved_ends_the_round(value, tiny_task, tmp_path):
     class Keeps(FedAvg):
