@@ -34,7 +34,7 @@ from raylt.studies.running.tuning import Count
 from tune.checks import check_arguments, check_metrics, check_plan, check_spaces, check_tracked
 from tune.loop import SearchLoop, holders, sizes
 from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, default_metric, front_of, with_validation
-from tune.records import Metric, TrialRecord
+from tune.records import PLAN, Metric, TrialRecord
 from tune.report import results
 from tune.space import Space
 
@@ -202,7 +202,7 @@ def resume(
     """
     check_tracked(track, fleet)
     folder = followed(Path(folder))
-    if not exists(folder / "search.json"):
+    if not exists(folder / PLAN):
         raise CheckpointError(
             f"{folder}: not the folder of a search (it has no search.json). Give the folder that raylt tune made.",
             code="search.not-found",
@@ -210,7 +210,7 @@ def resume(
         )
     check_fleet(fleet, address, get_args(FleetKind))
     with Folder.open(folder) as search_folder:
-        plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
+        plan = SearchPlan.from_json(search_folder.read(PLAN), str(folder / PLAN))
     with _in_folder(plan.start):
         return _run(folder, plan, Execution(parallel, fleet, address, track, observer(callbacks)))
 
@@ -230,15 +230,20 @@ def _new_folder(out: Path, name: str | None, methods: Iterable[str]) -> Path:
     """Return the folder of a new search, by default named after its methods and the time, or raise CheckpointError."""
     if name is not None:
         check_name(name, spoken("--name", "name"))
-    folder = followed(out) / (name or f"search-{'-'.join(methods)}-{datetime.now():%Y%m%d-%H%M%S}")
-    if (folder / "search.json").exists():
-        raise CheckpointError(
-            f"{folder}: the search exists already. Give another {spoken('--name', 'name')}, or continue it with "
-            f"{_resume_call(folder)}.",
-            code="search.exists",
-            path=str(folder),
-        )
+    folder = followed(out) / (name or f"search-{'-'.join(methods)}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3])
+    if (folder / PLAN).exists():
+        raise already_exists(folder)
     return folder
+
+
+def already_exists(folder: Path) -> CheckpointError:
+    """Return the error for a new search whose folder is taken."""
+    return CheckpointError(
+        f"{folder}: exists already. Give another {spoken('--name', 'name')}, or continue it with "
+        f"{_resume_call(folder)}.",
+        code="search.exists",
+        path=str(folder),
+    )
 
 
 @contextmanager
@@ -269,11 +274,11 @@ def _run(folder: Path, plan: SearchPlan, execution: Execution) -> SearchResult:
         at_once = execution.parallel or 1
         if nodes is not None:
             placement, at_once = _place(plan, nodes, execution.parallel)
-        if plan.lag == 0:  # a new search; a resumed one keeps its lag
+        new = plan.lag == 0  # a resumed search keeps its lag
+        if new:
             # not `at_once`, which is smaller if the cluster is, so that `parallel` gives one search on all clusters
             plan = replace(plan, lag=execution.parallel or at_once, start=os.getcwd())
-            _create(folder, plan)
-        with _locked(folder), continuable(folder, _resume_call(folder)):
+        with _locked(folder, plan if new else None), continuable(folder, _resume_call(folder)):
             loop = SearchLoop(folder, plan, callback)
             from tune.trial import TrialJob  # it imports torch, which `raylt tune --help` does not need
 
@@ -337,9 +342,17 @@ def _trials_in_all(state: SearchState) -> int | None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder of a search, so that one process at a time uses it."""
-    with Folder.open(folder) as search_folder:
+def _locked(folder: Path, new: SearchPlan | None) -> Iterator[None]:
+    """Lock the folder of a search, so that one process at a time uses it.
+
+    Args:
+        folder: The search's folder.
+        new: Plan of a new search, whose folder is made and whose plan is written; None for a resumed search.
+
+    Raises:
+        CheckpointError: Another process uses the folder, or another search has taken it since it was checked.
+    """
+    with Folder.open(folder) if new is None else _make(folder) as search_folder:
         lock = search_folder.lock(".lock")
         if lock is None:
             raise CheckpointError(
@@ -348,6 +361,10 @@ def _locked(folder: Path) -> Iterator[None]:
                 path=str(folder),
             )
         try:
+            if new is not None:
+                if search_folder.has(PLAN):
+                    raise already_exists(folder)
+                search_folder.write(PLAN, json.dumps(new.to_json(), indent=2) + "\n")
             yield
         finally:
             os.close(lock)
@@ -383,13 +400,13 @@ def _place(plan: SearchPlan, nodes: Sequence[Mapping[str, float]], parallel: int
     return placement, check_fit(bundles_of(placement), nodes, most)
 
 
-def _create(folder: Path, plan: SearchPlan) -> None:
+def _make(folder: Path) -> Folder:
+    """Make the folder of a new search, and open it."""
     try:
-        with folder_for(folder) as search_folder:
-            search_folder.write("search.json", json.dumps(plan.to_json(), indent=2) + "\n")
+        return folder_for(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{str(error).rstrip('.')}. Give another --out.", code=error.code, **error.details
+            f"{str(error).rstrip('.')}. Give another {spoken('--out', 'out')}.", code=error.code, **error.details
         ) from None
 
 

@@ -156,7 +156,7 @@ def complete(command: str, words: list[str]) -> str | None:
     if not _has_option(words, "--out"):
         words += ["--out", RUNS]
     if command in OF_NEW_FOLDERS and not _has_option(words, "--name"):
-        words += ["--name", f"{command}-{datetime.now():%Y%m%d-%H%M%S}"]
+        words += ["--name", f"{command}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]]
     if command in OF_NEW_FOLDERS and not any(word.startswith("data.root=") for word in words):
         words.append(f"data.root={DATA}")
     if command != "run":

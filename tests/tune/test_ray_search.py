@@ -9,7 +9,7 @@ from refusals import refused
 
 from raylt.config import load
 from raylt.errors import CheckpointError, RayltError
-from tune.ray_tune.search import RaySearchPlan, _conclude, _opened, _searcher, resume_ray_search
+from tune.ray_tune.search import RaySearchPlan, _conclude, _opened, _searcher, ray_search, resume_ray_search
 from tune.ray_tune.space import param_space
 
 
@@ -108,3 +108,10 @@ def test_a_plan_without_a_field_or_with_another_text_than_a_range_is_refused(tmp
     (tmp_path / "ray_search.json").write_text(json.dumps(asdict(plan_of(space={"local.lr": "0.1"}))))
     with refused("search.changed", CheckpointError, key="local.lr"):
         resume_ray_search(tmp_path)
+
+
+def test_the_folder_of_another_search_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tune.ray_tune.search.trainable", lambda *_: None)
+    with refused("search.exists", CheckpointError, path=str(tmp_path)):
+        ray_search(tmp_path, plan_of())
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,9 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,12 +26,13 @@ from raylt.config.sections import LAST_SEED
 from raylt.errors import CheckpointError, ConfigError, DiskFull, RayltError
 from raylt.hyper import Uniform
 from raylt.runs.callbacks.base import Callback
+from raylt.store import Folder
 from tune import resume, search, space, spaces_of
 from tune.checks import check_trials
 from tune.loop import SearchLoop
 from tune.placement import bundles_of, check_fit, fitting, most_on_gpu, place_trial
 from tune.plan import SearchPlan
-from tune.records import Score
+from tune.records import PLAN, Score
 from tune.report.results import csv_table
 from tune.verify import verify_search
 
@@ -305,6 +308,40 @@ def test_a_search_folder_is_not_used_twice(undisturbed):
         small_search(undisturbed.folder.parent)
     with refused("search.not-found", CheckpointError, path=str(undisturbed.folder.parent)):
         resume(undisturbed.folder.parent)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_search_that_took_the_folder_while_another_started_is_left_alone(tmp_path, monkeypatch, ended):
+    module = sys.modules["tune.search"]
+    open_cluster = module._open_cluster
+    folder = tmp_path / "s"
+    locks = []
+
+    def start_the_first(fleet, address):
+        folder.mkdir()
+        with Folder.open(folder) as search_folder:
+            search_folder.write(PLAN, "the first search")
+            lock = search_folder.lock(".lock")
+        if ended:
+            os.close(lock)
+        else:
+            locks.append(lock)
+        return open_cluster(fleet, address)
+
+    monkeypatch.setattr(module, "_open_cluster", start_the_first)
+    with refused("search.exists" if ended else "search.busy", CheckpointError, path=str(folder)):
+        small_search(tmp_path, "federation.rounds=1", samples=1, scheduler="none")
+    assert (folder / PLAN).read_text() == "the first search"
+    for lock in locks:
+        os.close(lock)
+
+
+def test_searches_that_start_in_the_same_second_have_different_names(tmp_path, monkeypatch):
+    module = sys.modules["tune.search"]
+    times = [datetime(2026, 1, 2, 3, 4, 5, 6_000), datetime(2026, 1, 2, 3, 4, 5, 7_000)]
+    monkeypatch.setattr(module, "datetime", SimpleNamespace(now=lambda: times.pop(0)))
+    names = [module._new_folder(tmp_path, None, ["fedavg"]).name for _ in range(2)]
+    assert names == ["search-fedavg-20260102-030405-006", "search-fedavg-20260102-030405-007"]
 
 
 @pytest.mark.parametrize(

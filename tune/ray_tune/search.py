@@ -28,10 +28,11 @@ from ray.tune.search.optuna import OptunaSearch
 from typing_extensions import TypedDict
 
 from raylt.config import Config, check, yaml_text
+from raylt.disk import file_errors, make
 from raylt.errors import CheckpointError, on_one_line
 from raylt.hyper import Choice
 from raylt.runs.folder.summary import percent
-from raylt.store import Folder, folder_for
+from raylt.store import Folder
 from raylt.typed_json import as_json, closed
 from tune.plan import with_validation
 from tune.ray_tune.space import param_space
@@ -40,7 +41,7 @@ from tune.records import Metric, Searcher
 from tune.report.drawing import draw_pareto, shown
 from tune.report.pareto import pareto_front
 from tune.report.results import csv_table
-from tune.search import no_result
+from tune.search import already_exists, no_result
 from tune.space import Grid, Space, configure, parse
 
 RayScheduler = Literal["pbt", "hyperband", "median"]
@@ -126,13 +127,16 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
     """Run a search with a Ray scheduler in a new folder, in this process's Ray session.
 
     Raises:
+        CheckpointError: The folder exists.
         ConfigError: A trial does not fit into the cluster.
         RayltError: No trial finished.
     """
     config, space = _opened(plan)
     searcher = _searcher(plan)
+    trial = trainable(config, plan.parallel)
+    _make(folder)  # before the tuner, which would make it or write to another search
     tuner = ray_tune.Tuner(
-        trainable(config, plan.parallel),
+        trial,
         param_space=param_space(space, grid=plan.searcher == "grid"),
         tune_config=ray_tune.TuneConfig(
             metric=plan.metric,
@@ -153,9 +157,18 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
             callbacks=[_EndedTrials(plan.metrics)],
         ),
     )
-    with folder_for(folder) as search_folder:
+    with Folder.open(folder) as search_folder:
         search_folder.write(PLAN, json.dumps(asdict(plan), indent=1) + "\n")
     return _conclude(folder, plan, tuner.fit())
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of a new search, which must not exist."""
+    with file_errors(folder):
+        try:
+            make(folder)
+        except FileExistsError:
+            raise already_exists(folder) from None
 
 
 def resume_ray_search(folder: Path) -> RaySearchResult:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from raylt.cli.options import Format, err, out, print_json
 from raylt.config import Config
 from raylt.disk import check_name
-from raylt.errors import CheckpointError, ConfigError, count_of
+from raylt.errors import ConfigError, count_of
 from raylt.runs.folder.summary import in_percent
 from raylt.store import followed
 
@@ -52,6 +52,7 @@ def search(
     from tune.changes import check_exchangeable
     from tune.checks import check_judged, check_metrics, check_trials
     from tune.plan import SAMPLES, default_metric, with_validation
+    from tune.search import already_exists
     from tune.space import to_text
 
     if len(spaces) > 1:
@@ -71,14 +72,10 @@ def search(
         check_exchangeable(space, method)
     if name is not None:
         check_name(name, "--name")
-    name = name or f"search-{method}-{choices['scheduler']}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = name or f"search-{method}-{choices['scheduler']}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
     target = followed(folder / name)
     if target.exists():
-        raise CheckpointError(
-            f"{target}: exists already. Give another --name, or continue it with raylt tune --resume {target}.",
-            code="search.exists",
-            path=str(target),
-        )
+        raise already_exists(target)
 
     base = with_validation(config)
     check_trials(base, method, space, choices["seed"])
