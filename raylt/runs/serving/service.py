@@ -2,11 +2,12 @@
 
     POST /predict?client=NAME   an image file as the body -> {"class": ..., "shares": {class: share}}
     GET /                       the page on which users drop images
+    GET /clients                {"clients": [NAME, ...]}, empty if all clients share one model
     GET /card                   the model card, in Markdown
     GET /health                 {"status": "ok", ...}
 
 Errors are {"code": ..., "error": ...}, with the same code and message as on the command line. If the service has a
-token, /predict and /card require it, and the page asks its user for it.
+token, all but the page and /health require it, and the page asks its user for it.
 """
 
 import asyncio
@@ -132,7 +133,7 @@ class Service:
             return _refusal(500, "serve.failed", describe_error(error))
 
     async def _route(self, request: Request) -> Answer:
-        routes = {"/": "GET", "/health": "GET", "/card": "GET", "/predict": "POST"}
+        routes = {"/": "GET", "/health": "GET", "/clients": "GET", "/card": "GET", "/predict": "POST"}
         verb = routes.get(request.path)
         if verb is None:
             raise Refused(
@@ -151,6 +152,8 @@ class Service:
         if request.path == "/health":
             return _as_json(200, {"status": "ok", "model": self._model.served.name})
         self._check_token(request)
+        if request.path == "/clients":
+            return _as_json(200, {"clients": self._model.clients})
         if request.path == "/card":
             return Answer(200, self._model.served.card.encode(), "text/markdown; charset=utf-8", HEADERS)
         self._check_rate(request.address)
@@ -241,7 +244,6 @@ class Service:
     def _page(self) -> str:
         described = {
             "model": self._model.served.name,
-            "clients": self._model.clients,
             "token": self._limits.token is not None,
             "most": self._limits.most_bytes,
         }

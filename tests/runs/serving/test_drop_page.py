@@ -73,11 +73,14 @@ def test_a_dropped_image_gets_its_classes_and_a_wrong_one_its_error(tmp_path):
     async def visit(page):
         async with page:
             await page.send("Page.navigate", url=f"http://127.0.0.1:{server.server_address[1]}/")
-            await page.wait_for("document.getElementById('client')?.length")
-            names = await page.run("[...document.getElementById('client').options].map(o => o.value)")
+            await page.wait_for("document.getElementById('tokens')?.hidden === false")
             await page.run(drop(picture(), "without token.png"))
             refused = await page.wait_for("document.querySelector('.error')?.textContent")
+            before = await page.run("document.getElementById('client').length")
             await page.run("document.getElementById('token').value = 'secret'")
+            await page.run("document.getElementById('token').dispatchEvent(new Event('change'))")
+            await page.wait_for("document.getElementById('client').length")
+            names = await page.run("[...document.getElementById('client').options].map(o => o.value)")
             await page.run(f"document.getElementById('client').value = {json.dumps(opened.clients[1])}")
             await page.run(drop(picture(), "photo.png"))
             title = await page.wait_for("document.querySelector('dl')?.parentNode.querySelector('h2').textContent")
@@ -85,13 +88,14 @@ def test_a_dropped_image_gets_its_classes_and_a_wrong_one_its_error(tmp_path):
             await page.run(drop(b"no image", "notes.png"))
             await page.wait_for("document.querySelectorAll('.error').length == 2")
             wrong = await page.run("document.querySelector('.error').textContent")
-            return names, refused, title, shares, wrong, await page.picture()
+            return before, names, refused, title, shares, wrong, await page.picture()
 
     try:
         with browser.browser(tmp_path / "profile") as page:
-            names, refused, title, shares, wrong, screenshot = asyncio.run(visit(page))
+            before, names, refused, title, shares, wrong, screenshot = asyncio.run(visit(page))
     finally:
         server.shutdown()
+    assert before == 0
     assert names == opened.clients
     assert "Authorization" in refused
     [expected] = opened.models[opened.clients[1]].predict(_decoded(opened)).shares
@@ -100,6 +104,25 @@ def test_a_dropped_image_gets_its_classes_and_a_wrong_one_its_error(tmp_path):
     assert shares == [f"{100 * share:.1f} %" for share in best[:5]]
     assert "not an image" in wrong
     (tmp_path / "page.png").write_bytes(screenshot)
+
+
+def test_a_page_without_a_token_lists_the_clients_at_once(tmp_path):
+    file = export(make_tiny_run(tmp_path, "fedper"), tmp_path / "shops.safetensors")
+    opened = served_model(file).open()
+    server = serve(opened, Limits())
+
+    async def visit(page):
+        async with page:
+            await page.send("Page.navigate", url=f"http://127.0.0.1:{server.server_address[1]}/")
+            await page.wait_for("document.getElementById('client')?.length")
+            return await page.run("[...document.getElementById('client').options].map(o => o.value)")
+
+    try:
+        with browser.browser(tmp_path / "profile") as page:
+            names = asyncio.run(visit(page))
+    finally:
+        server.shutdown()
+    assert names == opened.clients
 
 
 def _decoded(opened):

@@ -144,6 +144,7 @@ def test_a_request_without_the_token_is_refused(files, given):
     ask = Asker(files["fedavg"], Limits(token="secret"))
     assert code_of(ask.post(picture(), headers={"authorization": given})) == (401, "serve.token-refused")
     assert code_of(ask("/card", headers={"authorization": given})) == (401, "serve.token-refused")
+    assert code_of(ask("/clients", headers={"authorization": given})) == (401, "serve.token-refused")
     assert ask("/health").status == ask("/").status == 200
     assert ask.post(picture(), headers={"authorization": "Bearer secret"}).status == 200
 
@@ -203,6 +204,22 @@ def test_the_page_loads_nothing_and_names_cannot_break_out_of_it(files, tmp_path
     assert "secret" not in page
     assert not re.search(r"(src|href)=\"?(https?:)?//", page)
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(token="secret")])
+def test_names_of_clients_are_in_no_answer_without_the_token(files, limits):
+    ask = Asker(files["fedper"], limits)
+    names = ask.opened.clients
+    assert names
+    answers = [ask(path).body.decode() for path in ("/", "/health", "/clients", "/card", "/other")]
+    shown = [name for name in names for body in answers if f'"{name}"' in body]
+    assert sorted(shown) == ([] if limits.token else sorted(names))
+    answer = ask("/clients", headers={"authorization": "Bearer secret"})
+    assert json.loads(answer.body) == {"clients": names}
+
+
+def test_a_common_model_has_no_clients_to_choose_from(ask):
+    assert json.loads(ask("/clients").body) == {"clients": []}
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for(files):
