@@ -44,7 +44,7 @@ def draw_features(run: Run, path: Path | str | None = None) -> "Figure":
         CheckpointError: The run is not finished, or its method does not synthesise features.
         ConfigError: The picture cannot be written.
     """
-    experiment = run.finished().experiment()
+    experiment = run.finished().experiment(clients=False)
     config, task, server = experiment.config, experiment.task, experiment.server
     if "synthetic" not in server.state:
         raise CheckpointError(
@@ -104,7 +104,7 @@ def draw_encoders(runs: Sequence[Run], path: Path | str | None = None) -> "Figur
     parts: list[Tensor] = []
     titles: list[str] = []
     for run in runs:
-        experiment = run.experiment()
+        experiment = run.experiment(clients=False)
         by_class = [
             _real_features(first.config, experiment.task, experiment.server, c, SHOWN_FEATURES) for c in classes
         ]

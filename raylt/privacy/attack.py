@@ -58,7 +58,7 @@ def attack(run: Run, upload: str | None = None, outside: str | None = None, epoc
             value=upload,
             choices=uploads,
         )
-    experiment = run.finished().experiment()
+    experiment = run.finished().experiment(clients=False)
     if experiment.task.kind != "classification":
         raise ConfigError(
             f"{run.folder}: attacks apply to classification, but the run's labels are maps ({experiment.task.name}). "

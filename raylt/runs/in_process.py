@@ -29,6 +29,7 @@ def open_in_process(
     folder: Path,
     saved: Checkpoint | None,
     fleet: Callable[[Config, Task, ClientHost], Fleet] = LocalFleet,
+    clients: bool = True,
 ) -> Experiment:
     """Restore the experiment of a run folder, with all clients in this process.
 
@@ -38,16 +39,17 @@ def open_in_process(
         folder: The run folder.
         saved: Checkpoint to continue from; None to start from the beginning.
         fleet: Function that creates the fleet, with the arguments of `LocalFleet`.
+        clients: Whether to restore the clients' private states, see `Experiment.load`.
 
     Raises:
         ConfigError: The configured device cannot be used.
     """
     setup, task = encode(setup, task)
     device = open_device(setup.config)
-    clients = fleet(setup.config, task, ClientHost(setup, task.spec, task.test, device))
-    experiment = Experiment(setup, task, clients, device, folder)
+    host = ClientHost(setup, task.spec, task.test, device)
+    experiment = Experiment(setup, task, fleet(setup.config, task, host), device, folder)
     if saved is not None:
-        experiment.load(saved)
+        experiment.load(saved, clients)
     return experiment
 
 

@@ -324,18 +324,19 @@ class Run:
             )
         return self.checkpoint_after(step)
 
-    def experiment(self, task: Task | None = None, step: int | None = None) -> Experiment:
+    def experiment(self, task: Task | None = None, step: int | None = None, clients: bool = True) -> Experiment:
         """Restore the experiment from a checkpoint, in this process.
 
         Args:
             task: Replaces the run's own task, as with other test images.
             step: After which the checkpoint was written; by default the last.
+            clients: Whether to restore the clients' private states, which the global model does not need.
 
         Raises:
             CheckpointError: The checkpoint does not exist, or the last checkpoint of a finished run is damaged.
         """
         if step is not None:
-            return open_in_process(on_any_device(self.setup), task or self.task, self.folder, self._saved_after(step))
+            return self._restored(self._saved_after(step), task, clients)
         saved = self.checkpoint()
         if saved is None:
             raise CheckpointError(
@@ -353,7 +354,10 @@ class Run:
                 step=last,
                 newest=step,
             )
-        return open_in_process(on_any_device(self.setup), task or self.task, self.folder, saved)
+        return self._restored(saved, task, clients)
+
+    def _restored(self, saved: Checkpoint, task: Task | None, clients: bool) -> Experiment:
+        return open_in_process(on_any_device(self.setup), task or self.task, self.folder, saved, clients=clients)
 
     # operations
 
@@ -415,7 +419,7 @@ class Run:
             ConfigError: With federation.batchnorm=local there are only clients' models.
         """
         tensors = self._files.model() if step is None and self._files.ended else None
-        return trained_model.global_model(self.experiment(self.outline, step), tensors)
+        return trained_model.global_model(self.experiment(self.outline, step, clients=False), tensors)
 
     def client_model(self, client: int | str, step: int | None = None) -> trained_model.TrainedModel:
         """Return a client's own model, ready to predict, or the global model if clients have none of their own.
@@ -442,7 +446,9 @@ class Run:
             step: See `model`.
         """
         saved = self.checkpoint() if step is None else self._saved_after(step)
-        return trained_model.client_models(self.experiment(self.outline, step), self.setup, saved, ids)
+        # the states of the chosen clients alone are read, one at a time
+        experiment = self.experiment(self.outline, step, clients=False)
+        return trained_model.client_models(experiment, self.setup, saved, ids)
 
     def resolve(self, config: Config) -> Setup:
         """Resolve the names in a configuration to values; paths are relative to the same folder as in the run.

@@ -12,6 +12,7 @@ from small_runs import make_run
 
 import raylt
 from raylt import Run
+from raylt.core.checkpoint.client_states import SavedStates
 from raylt.data.images.cache import load as load_images
 from raylt.errors import CheckpointError, ConfigError, DataError
 
@@ -229,6 +230,25 @@ def test_a_clients_model_predicts_what_was_judged_of_it(personal):
     assert accuracy(personal.client_model(2), personal) == pytest.approx(judged[2])
     assert accuracy(personal.client_model(1), personal) == pytest.approx(judged[1])
     assert judged[1] != judged[2]
+
+
+def test_a_model_reads_the_private_state_of_no_other_client(personal, monkeypatch):
+    read = SavedStates.read
+    ids = []
+
+    def read_and_note(self, id):
+        ids.append(id)
+        return read(self, id)
+
+    monkeypatch.setattr(SavedStates, "read", read_and_note)
+    global_entries = personal.model().network.state_dict()
+    assert ids == []
+    assert personal.client_model(2).network.state_dict().keys() == global_entries.keys()
+    assert ids == [2]
+    judged = personal.clients.query("metric == 'global' and step == 3").set_index("client").value
+    models = dict(personal.client_models([1, 3]))
+    assert ids == [2, 1, 3]
+    assert [accuracy(model, personal) for model in models.values()] == pytest.approx([judged[1], judged[3]])
 
 
 def test_a_client_of_a_method_without_personal_models_has_the_global_one(plain):

@@ -120,7 +120,8 @@ def model_of(saved: ray_tune.Checkpoint) -> TrainedModel:
         config = _settings_in(Path(folder))
         setup = on_any_device(resolve(config))
         checkpointed = _checkpoint_in(Path(folder))
-        return global_model(open_in_process(setup, task_of(config), Path(folder), checkpointed), None)
+        experiment = open_in_process(setup, task_of(config), Path(folder), checkpointed, clients=False)
+        return global_model(experiment, None)
 
 
 class FederatedRun(ray_tune.Trainable):

@@ -54,8 +54,7 @@ def draw_prediction_grid(setup: Setup, task: Task, folder: Path) -> Picture:
     # load the model without images: a frozen encoder would encode all of them again on this device;
     # only the method of a plugin may need them
     described = task if is_plugin("method", setup.method.name) else task_from(outline_of(task), task.split)
-    experiment = open_in_process(with_device(setup, "cpu"), described, folder, None)
-    experiment.load(saved, clients=False)
+    experiment = open_in_process(with_device(setup, "cpu"), described, folder, saved, clients=False)
     rows = np.arange(len(task.test))
     name = "global model"
     client = None
