@@ -26,9 +26,19 @@ def _task(data: str, start: str, files: tuple[tuple[int, int] | None, ...]) -> T
 def task_of(config: Config) -> Task:
     """Return the task of a configuration, cached for other configurations with the same data.
 
-    Relative paths are relative to the working directory. Files that have changed are read again.
+    Relative paths are relative to the working directory. A source that is one file is read again if the file has
+    changed. Other sources are read again by the next search, see `forget_tasks`.
     """
     return _task(*_key(config.data))
+
+
+def forget_tasks() -> None:
+    """Empty the cache of tasks, so that a search reads data that may have changed since an earlier one.
+
+    The stamp of a folder does not show which files below it were replaced.
+    """
+    _task.cache_clear()
+    _sizes.cache_clear()
 
 
 def _key(data: DataConfig) -> tuple[str, str, tuple[tuple[int, int] | None, ...]]:
@@ -38,7 +48,7 @@ def _key(data: DataConfig) -> tuple[str, str, tuple[tuple[int, int] | None, ...]
 
 
 def _stamp(path: str | None) -> tuple[int, int] | None:
-    """Return the size and modification time of a file, or None if the path is not a file."""
+    """Return the size and modification time of a file or folder, or None if there is none at the path."""
     if not path:
         return None
     try:

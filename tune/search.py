@@ -32,7 +32,7 @@ from raylt.runs.runner import check_fleet
 from raylt.store import Folder, folder_for, followed
 from raylt.studies.running.tuning import Count
 from tune.checks import check_arguments, check_metrics, check_plan, check_spaces, check_tracked
-from tune.loop import SearchLoop, holders, sizes
+from tune.loop import SearchLoop, forget_tasks, holders, sizes
 from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, default_metric, front_of, with_validation
 from tune.records import PLAN, Metric, TrialRecord
 from tune.report import results
@@ -178,6 +178,7 @@ def search(
     check_arguments(plan, parallel)
     check_fleet(fleet, address, get_args(FleetKind))
     folder = _new_folder(Path(out), name, by_method)
+    forget_tasks()
     check_plan(plan)
     return _run(folder, plan, Execution(parallel, fleet, address, track, observer(callbacks)))
 
@@ -211,6 +212,7 @@ def resume(
     check_fleet(fleet, address, get_args(FleetKind))
     with Folder.open(folder) as search_folder:
         plan = SearchPlan.from_json(search_folder.read(PLAN), str(folder / PLAN))
+    forget_tasks()
     with _in_folder(plan.start):
         return _run(folder, plan, Execution(parallel, fleet, address, track, observer(callbacks)))
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 from refusals import refused
 
 import raylt
@@ -334,6 +335,23 @@ def test_a_search_that_took_the_folder_while_another_started_is_left_alone(tmp_p
     assert (folder / PLAN).read_text() == "the first search"
     for lock in locks:
         os.close(lock)
+
+
+def test_a_search_reads_a_folder_again_whose_inner_files_have_changed(tmp_path):
+    def add_images(first, last):
+        for number in range(first, last):
+            file = tmp_path / f"images/{number % 2}/{number:03d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), number).save(file)
+
+    settings = [f"data.source=folder:{tmp_path / 'images'}", f"data.root={tmp_path}", "data.size=8", "model=small"]
+    settings += ["data.imbalance=1", "data.clients=2", "federation.rounds=1", "local.batch=2"]
+    changes = {"samples": 1, "scheduler": "none"}
+    add_images(0, 40)
+    before = small_search(tmp_path, *settings, name="before", **changes)
+    add_images(40, 80)
+    after = small_search(tmp_path, *settings, name="after", **changes)
+    assert after.best.cost > before.best.cost
 
 
 def test_searches_that_start_in_the_same_second_have_different_names(tmp_path, monkeypatch):

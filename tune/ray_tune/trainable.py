@@ -45,7 +45,7 @@ from raylt.runs.start import check_setup
 from raylt.studies.settings import flat
 from raylt.typed_json import as_json
 from tune.changes import check_changes
-from tune.loop import holders, task_of
+from tune.loop import forget_tasks, holders, task_of
 from tune.placement import bundles_of, check_fit, most_on_gpu, place_trial
 from tune.plan import with_validation
 from tune.search import plugins_for
@@ -87,6 +87,7 @@ def trainable(config: Config, parallel: int | None = None) -> Any:
     """
     config = with_validation(config)
     setup = resolve(config)
+    forget_tasks()
     task = task_of(config)
     check_setup(setup, task.spec)
     if not ray.is_initialized():
