@@ -38,6 +38,7 @@ class ActorSlot:
         actor: Ray's handle of the actor.
         process: Node and pid of the actor, once it has started.
         device: Description of the device that the actor computes on.
+        stacks: Whether small clients train in stacks in the actor (`local.stacked`).
         starts: Number of actors that have been started in the slot.
         packs: Numbers of the packs of clients' data that the actor keeps.
         current: Name of the actor that runs in the slot now; a replacement has another name.
@@ -51,6 +52,7 @@ class ActorSlot:
     actor: Any = None
     process: tuple[str, int] | None = None
     device: dict[str, str | None] = field(default_factory=dict)
+    stacks: bool = False
     starts: int = 0
     current: str = ""
     packs: set[int] = field(default_factory=set)
@@ -186,7 +188,7 @@ class ActorPool:
             for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=timeout)[0]:
                 slot = waiting.pop(ref)
                 try:
-                    node, pid, slot.device = ray.get(ref)
+                    node, pid, slot.device, slot.stacks = ray.get(ref)
                     slot.process = node, pid
                 except DeviceFull as error:
                     full[id(slot)] = _without_traceback(error)

@@ -25,7 +25,6 @@ from actors.shards import Shards
 from raylt.config import Config
 from raylt.core.client import ClientFunction
 from raylt.core.fleet.block_sums import BLOCK, SummedReply, split_into_blocks
-from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.cohort import RoundStats
 from raylt.core.fleet.fleet import Answer, Arrived, ItemFunction
 from raylt.core.fleet.schema import Schema
@@ -169,7 +168,7 @@ class ClientCalls(Job):
         waits_for_all = enough >= len(ids) and limit is None
         size = len(ids) // (MIN_CALLS_PER_ACTOR * len(fleet.slots))
         self._most_samples = MAX_SHARED_SAMPLES
-        if fleet.slots[0].device.get("stacked") == IN_STACKS:
+        if fleet.slots[0].stacks:
             size = max(size, min(FEW, len(ids) // len(fleet.slots)))
             self._most_samples = SAMPLES
         self._block_size = min(MAX_CLIENTS_PER_CALL, size) if waits_for_all else 1

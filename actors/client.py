@@ -145,8 +145,8 @@ class ClientActor:
     def _note(self, problem: str) -> None:
         self._problems.append(problem)
 
-    def ready(self, again: bool = False) -> tuple[str, int, dict[str, str | None]]:
-        """Return the actor's node, its pid and a description of its device, once the actor has started.
+    def ready(self, again: bool = False) -> tuple[str, int, dict[str, str | None], bool]:
+        """Return the actor's node, pid and device, and whether small clients train in stacks, once it has started.
 
         Args:
             again: Whether to try again to use a device that could not be used before.
@@ -159,7 +159,8 @@ class ClientActor:
             self.refusal = self._open()
         if self.refusal is not None:
             raise self.refusal
-        return ray.get_runtime_context().get_node_id(), os.getpid(), self.host.describe()
+        host = self.host
+        return ray.get_runtime_context().get_node_id(), os.getpid(), host.describe(), host.why_alone is None
 
     def wait_until_gone(self, processes: list[tuple[str, int]]) -> None:
         """Wait until all given processes (node, pid) of this node have ended, but at most `EXIT_TIMEOUT_S` seconds."""

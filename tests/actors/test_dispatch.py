@@ -12,7 +12,6 @@ from actors.calls import ClientCalls
 from raylt.core.checkpoint.checkpoint import latest
 from raylt.core.experiment import Experiment
 from raylt.core.fleet.block_sums import BLOCK, SummedReply, split_into_blocks
-from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.reductions import each, mean
 from raylt.methods.fedper import FedPer
@@ -92,7 +91,7 @@ def test_each_waiting_client_is_looked_at_once_or_twice_however_many_wait(monkey
 
     monkeypatch.setattr(ClientCalls, "_submit", lambda self, slot, ids, *sums: sent.append(ids) or ids)
     clients = 4000
-    slots = [SimpleNamespace(own=frozenset(range(start, clients, 2)), home_node=0, device={}) for start in (0, 1)]
+    slots = [SimpleNamespace(own=frozenset(range(start, clients, 2)), home_node=0, stacks=False) for start in (0, 1)]
     fleet = fake_fleet(dict.fromkeys(range(clients), 3), slots)
     calls = ClientCalls(fleet, trouble.count, list(range(clients)), None, clients, None, None)
     calls._queues[0].clients = Looked(calls._queues[0].clients)
@@ -107,17 +106,16 @@ def test_each_waiting_client_is_looked_at_once_or_twice_however_many_wait(monkey
 
 
 @pytest.mark.parametrize(
-    ("stacked", "sent"),
+    ("stacks", "sent"),
     [
-        (None, [[3], [2], [0], [1], [4]]),
-        ("no client, because the clients' device is cuda", [[3], [2], [0], [1], [4]]),
-        (IN_STACKS, [[3], [2, 0, 1, 4], [5, 6, 7, 8]]),
+        (False, [[3], [2], [0], [1], [4]]),
+        (True, [[3], [2, 0, 1, 4], [5, 6, 7, 8]]),
     ],
 )
-def test_clients_that_train_in_stacks_share_a_call_with_more_samples_and_more_clients(monkeypatch, stacked, sent):
+def test_clients_that_train_in_stacks_share_a_call_with_more_samples_and_more_clients(monkeypatch, stacks, sent):
     monkeypatch.setattr(ClientCalls, "_submit", lambda self, slot, ids, *sums: ids)
     sizes = dict.fromkeys(range(9), 5) | {3: 129, 2: 128}
-    slots = [SimpleNamespace(own=frozenset(range(9)), home_node=0, device={"stacked": stacked})] * 2
+    slots = [SimpleNamespace(own=frozenset(range(9)), home_node=0, stacks=stacks)] * 2
     calls = ClientCalls(fake_fleet(sizes, slots), trouble.count, list(range(9)), None, 9, None, None)
     assert [calls.submit(slots[0], "own") for _ in sent] == sent
 

@@ -70,7 +70,7 @@ class Actor:
 def make_calls(clients, owns, sums=None, samples=100):
     """Return the calls of a function, and slots with these own clients, each on its own node but the first two."""
     slots = [
-        SimpleNamespace(own=frozenset(own), home_node=max(0, number - 1), device={}, packs=set(), actor=Actor())
+        SimpleNamespace(own=frozenset(own), home_node=max(0, number - 1), stacks=False, packs=set(), actor=Actor())
         for number, own in enumerate(owns)
     ]
     home_nodes = [next(slot.home_node for slot in slots if id in slot.own) for id in range(clients)]

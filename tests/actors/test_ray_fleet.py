@@ -123,6 +123,7 @@ def test_stacks_have_the_same_bits_whichever_clients_an_actor_puts_into_one(
     assert expected != undisturbed(configure(), method)
     fleet = make_fleet(config, 2, method)
     assert fleet.describe()["stacked"] == "small clients"
+    assert [slot.stacks for slot in fleet.slots] == [True, True]
     assert train(config, method, tiny_task, fleet, tmp_path)[0] == expected
     fleet.close()
 

@@ -27,7 +27,7 @@ from raylt.seeds import seeded
 from raylt.tree import Tree
 
 T = TypeVar("T")
-IN_STACKS = "small clients"  # value of "stacked" in the description of a host whose small clients train in stacks
+IN_STACKS = "small clients"  # "stacked" in provenance.jsonl where small clients train in stacks
 Outcome = tuple[Reply | Unusable, Tree]  # a reply and the client's private state after the call
 
 

@@ -143,7 +143,8 @@ class Journal:
         """Return how many times the server's process has died, according to the run's notes."""
         if not self._open.has(NOTES):
             return 0
-        return sum(line.startswith(SERVER_DIED) for line in self._open.read(NOTES).decode().splitlines())
+        with self._open.stream(NOTES) as lines:
+            return sum(line.startswith(SERVER_DIED.encode()) for line in lines)
 
     def adopt(self, reports: Sequence[dict[str, Any]], checkpoints: Sequence[Checkpoint], config: Config) -> None:
         """Take over the first steps of another run: their reports, and some checkpoints.

@@ -18,7 +18,8 @@ from raylt.data.splits.split import Split
 from raylt.errors import CheckpointError, DiskFull, FolderHeld
 from raylt.runs.folder import provenance
 from raylt.runs.folder.reader import is_locked
-from raylt.runs.folder.writer import Journal
+from raylt.runs.folder.writer import NOTES, SERVER_DIED, Journal
+from raylt.store import MAX_BYTES
 from raylt.typed_json import hash_json
 
 SPLIT = Split((np.array([0, 2]), np.array([1])), "0" * 64, "digits", 1.0, "iid", 0.5, 0)
@@ -119,6 +120,16 @@ def test_a_folder_whose_creation_fails_is_not_held(tmp_path, monkeypatch):
     with pytest.raises(DiskFull):
         Journal.create(tmp_path / "run", CONFIG, SPLIT, DATA)
     assert not is_locked(tmp_path / "run")
+
+
+def test_deaths_of_the_server_are_counted_in_notes_of_any_size(journal):
+    assert journal.server_deaths() == 0
+    journal.note(f"{SERVER_DIED} (ActorDiedError); the run ends")
+    with (journal.folder / NOTES).open("r+b") as notes:
+        notes.seek(MAX_BYTES)  # the bytes between are zeros
+        notes.write(b"\n")
+    journal.note(f"{SERVER_DIED} (ActorDiedError); the run ends")
+    assert journal.server_deaths() == 2
 
 
 def test_folder_is_held_until_its_block_ends(journal):
