@@ -23,12 +23,11 @@ from raylt.data.images.cache_builder import BAD, DecodedRows, append, unfinished
 from raylt.data.images.decoding import Undecodable
 from raylt.data.images.image_files import shown_name
 from raylt.data.images.image_trees import undecodable
-from raylt.data.sources.folders import CodedLabels
+from raylt.data.sources.labels import CodedLabels, NameCodes
 from raylt.data.sources.ray_data import (
     INDEX,
     Columns,
     DecodeBatch,
-    NameCodes,
     Reading,
     file_system,
     find_columns,

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-import numpy as np
-
-from raylt.data.images.cache import Mapped
 from raylt.data.images.image_files import Listing, list_images, notes_of, plain_name, shown_name
 from raylt.data.images.image_trees import How, decode_tree
-from raylt.data.sources.arrays import PUBLISHED, Source, channel_statistics
+from raylt.data.sources.arrays import Source
+from raylt.data.sources.labels import ImageLabels, assemble
 from raylt.disk import exists
 from raylt.errors import ConfigError, DataError, did_you_mean
 
@@ -55,43 +53,6 @@ class Parts:
     train: Part
     test: Part | None
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ImageLabels:
-    """The class and client of each image of a source, training images first.
-
-    Args:
-        classes: Class name of each image.
-        clients: Client name of each image; None if the source records no clients.
-        train: Number of training images.
-        tested: Whether the source has test images, which follow the training images.
-    """
-
-    classes: Sequence[str]
-    clients: Sequence[str] | None
-    train: int
-    tested: bool
-
-
-@dataclass(frozen=True, eq=False)
-class CodedLabels:
-    """The same as `ImageLabels`, with numbers in place of names.
-
-    Args:
-        classes: Position of each image's class in `class_names`, int64 [N].
-        class_names: Names of the classes, in order.
-        clients: Position of each image's client in `client_names`, int64 [N]; None if the source records no clients.
-        client_names: Names of the clients, in order.
-        train, tested: See `ImageLabels`.
-    """
-
-    classes: np.ndarray
-    class_names: list[str]
-    clients: np.ndarray | None
-    client_names: list[str] | None
-    train: int
-    tested: bool
 
 
 def read_parts(folder: Path, test_part: str | None = None) -> Parts:
@@ -190,95 +151,6 @@ def open_parts(name: str, parts: Parts, how: How, cache: Path) -> Source:
         tested=parts.test is not None,
     )
     return assemble(name, x, rows, labels, (*parts.notes, *damaged))
-
-
-def assemble(name: str, x: Mapped, rows: np.ndarray, labels: ImageLabels, notes: tuple[str, ...]) -> Source:
-    """Make a data set from decoded images and their labels.
-
-    A client without a training image is left out together with its test images, and a note names it.
-
-    Args:
-        name: Name of the data set.
-        x: The images that could be decoded.
-        rows: Positions of these images among all images, int64 [n], ascending.
-        labels: Classes and clients of all images.
-        notes: Notes on the data so far.
-
-    Raises:
-        DataError: No image of a whole part could be decoded.
-    """
-    class_names = sorted({*labels.classes})
-    client_names = None if labels.clients is None else sorted({*labels.clients})
-    coded = CodedLabels(
-        classes=_positions(labels.classes, class_names),
-        class_names=class_names,
-        clients=None if client_names is None else _positions(labels.clients or (), client_names),
-        client_names=client_names,
-        train=labels.train,
-        tested=labels.tested,
-    )
-    return assemble_coded(name, x, rows, coded, notes)
-
-
-def assemble_coded(name: str, x: Mapped, rows: np.ndarray, labels: CodedLabels, notes: tuple[str, ...]) -> Source:
-    """Make a data set from decoded images and their labels, given as numbers; otherwise the same as `assemble`.
-
-    Raises:
-        DataError: No image of a whole part could be decoded.
-    """
-    y = labels.classes[rows]
-    train = np.flatnonzero(rows < labels.train)
-    test = np.flatnonzero(rows >= labels.train)
-    if not len(train):
-        raise _no_image(name, "training", notes)
-    if labels.tested and not len(test):
-        raise _no_image(name, "test", notes)
-    x_train = x.take(train)
-    mean, std = PUBLISHED.get(name) or channel_statistics(x_train)
-    ids = test_ids = client_names = None
-    if labels.clients is not None and labels.client_names is not None:
-        owners = labels.clients[rows]
-        trained, ids = np.unique(owners[train], return_inverse=True)
-        client_names = [labels.client_names[client] for client in trained]
-        lost = [labels.client_names[client] for client in np.setdiff1d(np.arange(len(labels.client_names)), trained)]
-        if lost:
-            notes = (
-                *notes,
-                f"{'1 client has' if len(lost) == 1 else f'{len(lost)} clients have'} no training image that can be "
-                f"decoded; left out with all test images: {', '.join(lost[:10])}" + ", .." * (len(lost) > 10),
-            )
-            test = test[np.isin(owners[test], trained)]
-        test_ids = np.searchsorted(trained, owners[test]) if labels.tested else None
-    return Source(
-        name=name,
-        x_train=x_train,
-        y_train=y[train],
-        x_test=x.take(test),
-        y_test=y[test],
-        class_names=tuple(labels.class_names),
-        mean=mean,
-        std=std,
-        ids=ids,
-        test_ids=test_ids,
-        client_names=None if client_names is None else tuple(client_names),
-        notes=notes,
-    )
-
-
-def _no_image(name: str, part: str, notes: tuple[str, ...]) -> DataError:
-    return DataError(
-        f"data.source: {name} has no {part} image that can be decoded ({'; '.join(notes)}). Add images of this part.",
-        code="data.undecodable",
-        key="data.source",
-        value=name,
-        part=part,
-    )
-
-
-def _positions(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
-    """Return the position of each name in the list `ordered`, int64 [n]."""
-    position = {name: index for index, name in enumerate(ordered)}
-    return np.array([position[name] for name in names], dtype=np.int64)
 
 
 def _wrong_layout(folder: Path, problem: str) -> DataError:

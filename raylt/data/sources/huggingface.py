@@ -18,8 +18,7 @@ from raylt.data.images.decoding import Undecodable
 from raylt.data.images.image_trees import FORMAT, How, decode_all
 from raylt.data.sources.arrays import Source
 from raylt.data.sources.checks import SCOPE
-from raylt.data.sources.folders import CodedLabels, assemble_coded
-from raylt.data.sources.ray_data import NameCodes
+from raylt.data.sources.labels import CodedLabels, NameCodes, assemble_coded
 from raylt.errors import ConfigError, DataError
 
 VALIDATION = ("validation", "valid", "val", "dev")  # names of the part that replaces a missing part test

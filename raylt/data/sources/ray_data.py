@@ -27,8 +27,8 @@ from raylt.data.images.decoding import Undecodable, eight_bits, fitted_image, is
 from raylt.data.images.image_files import SUFFIXES, Listing, shown_name
 from raylt.data.images.image_trees import FORMAT, How, usable
 from raylt.data.sources.arrays import Source
-from raylt.data.sources.checks import SCOPE
-from raylt.data.sources.folders import CodedLabels, Part, assemble_coded, check_same_names, part_of
+from raylt.data.sources.folders import Part, check_same_names, part_of
+from raylt.data.sources.labels import CodedLabels, assemble_coded, not_classes, plain_kind
 from raylt.errors import ConfigError, DataError, RayltError, count_of
 from raylt.own_code.child_process import start_python
 from raylt.store import folder_for
@@ -336,15 +336,15 @@ def find_columns(reading: Reading, first: dict[str, Any]) -> Columns:
         labels = [name for name in names if name == "cls"]
     else:
         images = [name for name in names if _is_image(first[name])]
-        labels = [name for name in names if _plain_kind(first[name]) and name != reading.client]
+        labels = [name for name in names if plain_kind(first[name]) and name != reading.client]
     client = reading.client and _column(reading, "data.client_column", reading.client, [], names)
     image = _column(reading, "data.image_column", reading.image, images, names)
     label = _column(reading, "data.label_column", reading.label, [name for name in labels if name != image], names)
     numbers = []
     for key, column in (("data.label_column", label), ("data.client_column", client)):
-        kind = "text" if column is None or reading.kind == "webdataset" else _plain_kind(first[column])
+        kind = "text" if column is None or reading.kind == "webdataset" else plain_kind(first[column])
         if kind is None:
-            raise _not_classes(key, reading.name, first[column or ""])
+            raise not_classes(key, reading.name, first[column or ""])
         numbers.append(kind == "integer")
     shape = None if _content(first[image]) is not None else _shape(reading, image, first[image])
     return Columns(image, label, client, "__key__" if reading.kind == "webdataset" else None, shape, *numbers)
@@ -369,22 +369,6 @@ def _column(reading: Reading, key: str, name: str | None, candidates: list[str],
             source=reading.name,
         )
     return candidates[0] if name is None else name
-
-
-def _not_classes(key: str, name: str, value: Any) -> DataError:
-    return DataError(
-        f"{key}: {name} has values that are neither integers nor strings ({shown_name(str(value)[:40])}). {SCOPE}: "
-        "name a column with one class, or one client, for each image.",
-        code="data.malformed",
-        key=key,
-        value=name,
-    )
-
-
-def _plain_kind(value: Any) -> Literal["integer", "text"] | None:
-    if isinstance(value, str | np.str_):
-        return "text"
-    return "integer" if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
 
 
 def _content(value: Any) -> bytes | None:
@@ -527,80 +511,6 @@ def _texts(values: np.ndarray) -> np.ndarray:
         texts = [value.decode("utf-8", "replace").strip() if isinstance(value, bytes) else value for value in values]
         return np.array(texts, dtype=object)
     return values
-
-
-class NameCodes:
-    """Names of classes or clients as numbers, in the order in which they first appear.
-
-    Args:
-        key: The setting that names the column.
-        source: `data.source`.
-    """
-
-    def __init__(self, key: str, source: str):
-        self._key = key
-        self._source = source
-        self._numbers: dict[str, int] = {}
-        self._codes = [np.empty(0, np.int32)]
-        self.count = 0
-
-    def add(self, values: np.ndarray) -> None:
-        """Add the class or client names of a batch of rows.
-
-        Raises:
-            DataError: A value is missing, is neither an integer nor a string, or cannot be printed.
-        """
-        if values.dtype.kind in "iuU":
-            distinct, first, inverse = np.unique(values, return_index=True, return_inverse=True)
-            names = [self._name(value, self.count + row) for value, row in zip(distinct, first, strict=True)]
-            codes = np.array([self._number(name) for name in names], np.int32)[inverse]
-        else:
-            names = [self._name(value, self.count + row) for row, value in enumerate(values)]
-            codes = np.array([self._number(name) for name in names], np.int32)
-        self._codes.append(codes)
-        self.count += len(values)
-
-    def sorted(self, numbers: bool) -> tuple[list[str], np.ndarray]:
-        """Return all distinct names, sorted, and the position of each row's name among them, int32 [N].
-
-        Args:
-            numbers: Whether the names are integers, which are sorted by value; other names are sorted alphabetically.
-        """
-        names = sorted(self._numbers, key=int) if numbers else sorted(self._numbers)
-        position = np.empty(len(names), np.int32)
-        position[[self._numbers[name] for name in names]] = np.arange(len(names))
-        return names, position[np.concatenate(self._codes)]
-
-    @property
-    def integers(self) -> bool:
-        """Return whether each name is an integer in plain digits."""
-        return all(name.isascii() and name.isdecimal() for name in self._numbers)
-
-    def _number(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers))
-
-    def _name(self, value: Any, row: int) -> str:
-        value = value.item() if isinstance(value, np.generic) else value  # show it in messages as users write it
-        if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):
-            raise DataError(
-                f"{self._key}: row {row} of {self._source} has no value. Leave out rows without a class or client.",
-                code="data.malformed",
-                key=self._key,
-                value=self._source,
-                row=row,
-            )
-        if isinstance(value, float) and value.is_integer():  # integers become floats in a column with missing values
-            value = int(value)
-        if _plain_kind(value) is None:
-            raise _not_classes(self._key, self._source, value)
-        if not str(value).isprintable() or not str(value).strip():
-            raise DataError(
-                f"{self._key}: {self._source} has a name that cannot be printed ({value!a}). Rename it.",
-                code="data.bad-name",
-                key=self._key,
-                value=self._source,
-            )
-        return str(value)
 
 
 def index_bytes(labels: CodedLabels, deep: bool) -> bytes:

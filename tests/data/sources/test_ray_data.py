@@ -18,7 +18,8 @@ from raylt.data.images.cache import load
 from raylt.data.images.cache_builder import BAD, COLOUR, GREY, DecodedRows, append, bad_rows, unfinished
 from raylt.data.images.image_trees import How
 from raylt.data.sources import ray_data
-from raylt.data.sources.ray_data import Columns, DecodeBatch, NameCodes, Reading, find_columns
+from raylt.data.sources.labels import NameCodes
+from raylt.data.sources.ray_data import Columns, DecodeBatch, Reading, find_columns
 from raylt.data.sources.sources import open_source
 from raylt.data.task import build_task
 from raylt.errors import ConfigError, DataError, RayltError
