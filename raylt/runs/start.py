@@ -151,8 +151,8 @@ def check_setup(setup: Setup, spec: TaskSpec) -> SplitModel:
     Raises:
         ConfigError: Method, model, data and settings do not fit together.
     """
-    checked = setup.new_model(spec)
-    setup.check(spec, checked)
+    model = setup.new_model(spec)
+    setup.check(spec, model)
     config = setup.config
     if is_plugin("schedule", config.local.schedule):
         with own_function("local.schedule", config.local.schedule):
@@ -168,8 +168,8 @@ def check_setup(setup: Setup, spec: TaskSpec) -> SplitModel:
             tried = setup.model(spec.classes, spec.shape)
             try_model(name, tried, spec.shape)
             trained = tried.state_dict()
-    check_exchange(config, checked, shared_entries(setup.method, checked), trained)
-    return checked
+    check_exchange(config, model, shared_entries(setup.method, model), trained)
+    return model
 
 
 def resume(

@@ -44,9 +44,9 @@ class Judge:
         if owners is not None:
             owners = owners.where(owners == client.id, NO_CLIENT)
         counts = client.test.counts(model, self.method.predict, client.config.evaluation.batch, owners)
-        unusable = int(counts.not_numbers)
         cells = cells_of(counts.all) if owners is None else cells_with_own(counts, client.id)
-        return client.reply(confusion=cells, not_numbers=unusable)
+        # records of runs name this entry where they say why a reply was rejected
+        return client.reply(confusion=cells, not_numbers=int(counts.nan_predictions))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def counts_on_own(shard: Shard, classes: int, own: Mapping[int, Tensor]) -> Redu
     return _cells_like(on_all, 3).where_of(partial(_own_fault, on_all=on_all, own=own))
 
 
-def not_numbers_on(shard: Shard) -> Reduction:
+def nan_predictions_on(shard: Shard) -> Reduction:
     """Return the reduction that checks the number of NaN predictions on a test set."""
     most = shard.labels().size
     return each.like(0).where(lambda count: f"is more than the {most} labels" if count > most else None)

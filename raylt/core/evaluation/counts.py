@@ -124,7 +124,7 @@ class Counts:
     Attributes:
         all: Counts over the whole test set, int64 [C, C].
         own: Counts over each client's own test images, available after `cpu`.
-        not_numbers: Number of NaN predictions, int64; each counts as a wrong class.
+        nan_predictions: Number of NaN predictions, int64; each counts as a wrong class.
     """
 
     def __init__(self, classes: int, device: torch.device, owners: Tensor | None = None):
@@ -134,7 +134,7 @@ class Counts:
         self.own = CountsByClient(classes, {})
         self._own_keys: list[Tensor] = []  # keys of each batch for `CountsByClient.gathered`
         self._own_counts: list[Tensor] = []
-        self.not_numbers = torch.zeros((), dtype=torch.int64, device=device)
+        self.nan_predictions = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         """Count the predictions for a batch, from logits [B, C] or [B, C, H, W].
@@ -143,10 +143,10 @@ class Counts:
             ConfigError: The logits have another shape.
         """
         _check_logits(logits, [len(batch.y), self._classes, *batch.y.shape[1:]])
-        unusable = logits.isnan().any(1)
-        self.not_numbers += (unusable & (batch.y != IGNORED)).sum()
+        is_nan = logits.isnan().any(1)
+        self.nan_predictions += (is_nan & (batch.y != IGNORED)).sum()
         # argmax of NaN would be the first class
-        predicted = logits.argmax(1).where(~unusable, (batch.y + 1) % self._classes)
+        predicted = logits.argmax(1).where(~is_nan, (batch.y + 1) % self._classes)
         self.all += confusion(predicted, batch.y, self._classes, IGNORED)
         if self._owners is None:
             return
@@ -160,7 +160,7 @@ class Counts:
     def cpu(self) -> "Counts":
         """End the counting, move the counts to the CPU and return them."""
         self.all = self.all.cpu()
-        self.not_numbers = self.not_numbers.cpu()
+        self.nan_predictions = self.nan_predictions.cpu()
         if self._own_keys:
             keys, counts = torch.cat(self._own_keys).cpu(), torch.cat(self._own_counts).cpu()
             self.own = CountsByClient.gathered(self._classes, keys, counts)

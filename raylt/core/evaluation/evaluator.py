@@ -25,7 +25,7 @@ from raylt.core.evaluation.client_models import (
     counts_on_own,
     judged_entries,
     judged_model,
-    not_numbers_on,
+    nan_predictions_on,
     totals,
 )
 from raylt.core.evaluation.counts import NO_CLIENT, Counts, CountsByClient, Matrices, counts_of
@@ -146,7 +146,7 @@ class Evaluator:
                 self._owners,
                 keep if last and self.task.kind == "classification" else None,
             )
-        self._say_not_numbers(int(counts.not_numbers), "the global model")
+        self._warn_of_nan_predictions(int(counts.nan_predictions), "the global model")
         if not probabilities:
             return counts, {}
         truth = self._test.y.cpu()
@@ -155,7 +155,7 @@ class Evaluator:
             "answers": metrics.packed(torch.cat(predicted) == truth),
         }
 
-    def _say_not_numbers(self, count: int, models: str) -> None:
+    def _warn_of_nan_predictions(self, count: int, models: str) -> None:
         """Add a warning to the step's figures if some predictions are NaN."""
         if count:
             text = f"{count} predictions of {models} are not numbers; they count as wrong. Lower local.lr"
@@ -178,9 +178,9 @@ class Evaluator:
                 cohort,
                 message,
                 confusion=self._counts_reduction,
-                not_numbers=not_numbers_on(self.task.test),
+                not_numbers=nan_predictions_on(self.task.test),
             )
-        self._say_not_numbers(sum(got["not_numbers"].values()), "clients' models")
+        self._warn_of_nan_predictions(sum(got["not_numbers"].values()), "clients' models")
         return Matrices(None, *_split(got["confusion"], self.task.classes))
 
     def _judge_new_clients(self, deployed: Matrices | None) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class Unsure(FedAvg):
         return logits
 
 
-def test_a_prediction_that_is_no_number_counts_as_wrong(tiny_task):
+def test_a_nan_prediction_counts_as_wrong(tiny_task):
     samples = Samples(tiny_task.test, tiny_task.spec, CPU)
 
     def predict(x):
@@ -202,27 +202,27 @@ def test_a_prediction_that_is_no_number_counts_as_wrong(tiny_task):
         return logits
 
     judged = counts.counts_of(predict, samples, tiny_task.classes, 10_000)
-    assert int(judged.not_numbers) == len(tiny_task.test) - 1
+    assert int(judged.nan_predictions) == len(tiny_task.test) - 1
     assert judged.all.diagonal().sum() <= 1
     assert judged.all.sum() == len(tiny_task.test)
 
 
-def test_predictions_for_pixels_without_a_label_are_not_counted_as_no_numbers():
+def test_nan_predictions_for_pixels_without_a_label_are_not_counted():
     labels = torch.tensor([[[0, IGNORED], [IGNORED, 1]]])
     judged = counts.Counts(2, CPU)
     judged.add(torch.full((1, 2, 2, 2), torch.nan), Batch(torch.empty(0), labels, torch.tensor([0])))
-    assert judged.not_numbers == 2
+    assert judged.nan_predictions == 2
 
 
-def test_all_predictions_of_a_client_may_be_no_numbers_but_not_more_than_there_are_labels(tiny_task):
+def test_all_predictions_of_a_client_may_be_nan_but_not_more_than_there_are_labels(tiny_task):
     labels = len(tiny_task.test)
-    condition = client_models.not_numbers_on(tiny_task.test).condition
+    condition = client_models.nan_predictions_on(tiny_task.test).condition
     assert condition(labels) is None
     assert condition(labels + 1) == f"is more than the {labels} labels"
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["global", "personal"])
-def test_a_run_says_how_many_predictions_are_no_numbers(tiny_task, tmp_path, own):
+def test_a_run_says_how_many_predictions_are_nan(tiny_task, tmp_path, own):
     experiment = make_experiment(configure(federation={"rounds": 1}), tiny_task, tmp_path, Unsure(own=own))
     report = experiment.step()
     models = "clients' models" if own else "the global model"
