@@ -442,13 +442,19 @@ class Run:
     ) -> Iterator[tuple[int, trained_model.TrainedModel]]:
         """Yield the id and model of several clients, by default of all clients with samples.
 
+        The run's data are read only for clients that keep BatchNorm's running statistics and never took part: they
+        compute them now.
+
         Args:
             step: See `model`.
         """
+        chosen = None if ids is None else list(ids)
         saved = self.checkpoint() if step is None else self._saved_after(step)
         # the states of the chosen clients alone are read, one at a time
         experiment = self.experiment(self.outline, step, clients=False)
-        return trained_model.client_models(experiment, self.setup, saved, ids)
+        if trained_model.needs_images(experiment, saved, chosen):
+            experiment = self.experiment(self.task, step, clients=False)
+        return trained_model.client_models(experiment, self.setup, saved, chosen)
 
     def resolve(self, config: Config) -> Setup:
         """Resolve the names in a configuration to values; paths are relative to the same folder as in the run.

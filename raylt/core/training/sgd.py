@@ -15,7 +15,9 @@ from raylt.core.training.loss_terms import Objective, Terms
 from raylt.core.training.optimisers import make_optimiser
 from raylt.core.training.schedules import scheduled_rate
 from raylt.data.samples import Batch
-from raylt.models.split import set_training
+from raylt.models.split import StateDict, set_training
+
+COUNTER = "num_batches_tracked"  # BatchNorm's buffer that counts the batches behind its running statistics
 
 
 def learning_rate(party: Client | Server) -> float:
@@ -93,6 +95,11 @@ def sgd(
     return total.item() / max(seen, 1)
 
 
+def has_statistics(entries: StateDict, kept: frozenset[str]) -> bool:
+    """Return whether running statistics have been computed, given a client's entries and the names that it keeps."""
+    return any(value for name, value in entries.items() if name in kept and name.endswith(COUNTER))
+
+
 @torch.no_grad()
 def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
     """Recompute the running statistics of a client's model as means over as many batches as a round has.
@@ -107,9 +114,7 @@ def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
     """
     model, local = client.model, client.config.local
     kept = model.local_buffers if kept is None else kept
-    if not kept or any(
-        value for name, value in model.state_dict().items() if name in kept and name.endswith("num_batches_tracked")
-    ):
+    if not kept or has_statistics(model.state_dict(), kept):
         return
     model.train()
     momenta = {layer: layer.momentum for layer in model.modules() if isinstance(layer, _BatchNorm)}

@@ -14,7 +14,7 @@ from raylt.data.label_maps import VOID, relabel
 from raylt.data.sources.scenes import COLOURS
 from raylt.data.task import Task, outline_of, task_from
 from raylt.registry import is_plugin
-from raylt.runs.export.trained_model import client_models, global_model
+from raylt.runs.export.trained_model import client_models, global_model, needs_images
 from raylt.runs.in_process import open_in_process, with_device
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ def draw_prediction_grid(setup: Setup, task: Task, folder: Path) -> Picture:
     name = "global model"
     client = None
     if has_own_models(setup.method, experiment.server):
-        client, model = next(client_models(experiment, setup, saved, None))
+        first = experiment.fleet.ids[:1]
+        if needs_images(experiment, saved, first):
+            experiment = open_in_process(with_device(setup, "cpu"), task, folder, saved, clients=False)
+        client, model = next(client_models(experiment, setup, saved, first))
         name = f"client {task.client_names[client]}"
         if task.own_tests is not None and len(task.own_tests[client]):
             rows = task.own_tests[client]

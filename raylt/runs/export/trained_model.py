@@ -17,6 +17,7 @@ from raylt.core.experiment import Experiment
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.method import Method
 from raylt.core.setup import Setup
+from raylt.core.training.sgd import COUNTER, has_statistics
 from raylt.data.augment import normalise
 from raylt.data.images.decoding import Fit
 from raylt.data.task import Task, TaskSpec
@@ -219,6 +220,22 @@ def global_model(experiment: Experiment, trained: dict[str, Tensor] | None) -> T
     if trained is not None:
         network.load_state_dict(trained)
     return _ready(experiment, network)
+
+
+def needs_images(experiment: Experiment, saved: Checkpoint | None, ids: Iterable[int] | None) -> bool:
+    """Return whether a client's model needs its images: it keeps running statistics, and has not computed any yet.
+
+    Args:
+        experiment, saved, ids: As in `client_models`.
+    """
+    model = experiment.server.model
+    shared = experiment.method.shared(model) if experiment.method.personal else model.entries()
+    kept = frozenset(name for name in model.state_dict() if name.endswith(COUNTER) and name not in shared)
+    if not kept or saved is None:
+        return bool(kept)
+    states = SavedStates(saved)
+    private = (states.read(id) for id in (experiment.fleet.ids if ids is None else ids))
+    return any(state is None or not has_statistics(state["model"], kept) for state in private)
 
 
 def client_models(

@@ -588,3 +588,18 @@ def test_image_files_are_refused_for_a_model_of_two_channels_before_they_are_ope
     with refused("data.wrong-shape", DataError, channels=2) as caught:
         load_images([tmp_path / "none.png"], (8, 8, 2), "crop")
     assert str(caught.value).count("Pass arrays") == 1
+
+
+def test_models_of_clients_that_never_took_part_compute_their_running_statistics(tmp_path):
+    settings = ["model=resnet8", "federation.participation=0.25", "federation.rounds=1"]
+    run = make_tiny_run(tmp_path, "fedbn", *settings)
+    asked = set(run.reports[0]["participants"])
+    idle = next(id for id in range(4) if id not in asked)
+    task = run.task
+    for id in (*asked, idle):
+        answers = run.client_model(id).predict(load(task.test.x)).labels.numpy()
+        counts = np.bincount(task.test.y[answers == task.test.y], minlength=4) / np.bincount(task.test.y, minlength=4)
+        weights = task.client_counts[id] / task.client_counts[id].sum()
+        assert (counts * weights).sum() == pytest.approx(run.reports[-1]["by_client"]["matched"][id])
+    raylt.export(run, tmp_path / "models.safetensors")
+    assert raylt.load_model(tmp_path / "models.safetensors", client=task.client_names[idle]).class_names
