@@ -155,6 +155,7 @@ def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan)
     shipped = pack(setup)  # before anything starts, because it may raise
     shards = Shards.put(task.shards)
     test = ray.put(task.test)
+    folder = folder.resolve()
     # the actors of a server that has just died may still have their names
     name = f"{folder.name}~{_servers_started[folder.name]}" if _servers_started[folder.name] else folder.name
     _servers_started[folder.name] += 1
@@ -176,7 +177,7 @@ def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan)
         ) from None
     # Ray does not resolve references inside lists, so the server does not receive the clients' data
     outline = ray.put(task.without_data())
-    group = _get(server.open.remote(shipped, outline, shards, [test], chosen.placement, name, folder.resolve()))
+    group = _get(server.open.remote(shipped, outline, shards, [test], chosen.placement, name, folder))
     return server, group
 
 

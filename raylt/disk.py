@@ -71,6 +71,11 @@ def exists(path: Path) -> bool:
         return False
 
 
+def named(path: Path) -> Path:
+    """Return a path that ends in the name of its folder: `.` and paths that end in `..` become absolute."""
+    return path.resolve() if path.name in ("", "..") else path
+
+
 def check_name(name: str, key: str) -> None:
     """Check that a name is printable and usable as the name of a single folder.
 

@@ -33,6 +33,7 @@ from raylt.core.report import POOLED, SHARED, best_validated
 from raylt.core.setup import Setup
 from raylt.data.fingerprint import hash_data
 from raylt.data.task import outline_of
+from raylt.disk import named
 from raylt.errors import CheckpointError, ConfigError
 from raylt.registry import origins, resolve
 from raylt.runs.callbacks.base import Callback, Callbacks, checked
@@ -83,7 +84,7 @@ def branch(
     config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
     if folder is None:
         stage = fork(run.config, run.method, config, method).stage
-        folder = run.folder.parent / f"{run.name}-{stage}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
+        folder = named(run.folder).parent / f"{run.name}-{stage}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
     return branch_to(run, config, Path(folder), fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
 
 
@@ -171,7 +172,7 @@ def resume(
     changed = [key for key, *_ in differences(settled(run.config), settled(config))]
     if changed != [ROUNDS]:
         return run.resume(overrides, fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
-    folder = run.folder.parent / f"{run.name}-{config.federation.rounds}"
+    folder = named(run.folder).parent / f"{run.name}-{config.federation.rounds}"
     return extend(run, config, folder, fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
 
 

@@ -1,6 +1,7 @@
 """A run that is extended equals a run that had all rounds from the start."""
 
 import shutil
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -14,6 +15,8 @@ from raylt.core.evaluation import evaluator
 from raylt.errors import CheckpointError, ConfigError
 from raylt.registry import load_plugin
 from raylt.runs.verify import verify
+from raylt.studies.records.record import failure_file
+from raylt.studies.report.listing import listing
 
 OF_TIME = {"seconds", "evaluation_seconds", "stages", "date", "previous"}
 
@@ -132,6 +135,19 @@ def test_a_run_that_was_stopped_early_can_be_longer_too(short, tmp_path):
     assert after._files.identity["parent"]["step"] == 1
     long = make_tiny_run(tmp_path, "fedavg", "federation.rounds=3", name="long")
     assert after.summary["model_sha256"] == long.summary["model_sha256"]
+
+
+@pytest.mark.parametrize(("inside", "named"), [(".", "."), ("checkpoints", "..")])
+def test_a_run_named_by_a_relative_path_has_its_longer_run_next_to_it(short, tmp_path, monkeypatch, inside, named):
+    run = Path(shutil.copytree(short.folder, tmp_path / "run"))
+    (tmp_path / "run.failed").write_text("")
+    monkeypatch.chdir(run / inside)
+    after = raylt.resume(named, ["federation.rounds=3"], fleet="local", quiet=True)
+    assert after.folder.resolve() == tmp_path / "run-3"
+    branch = raylt.branch(named, ["method=posthoc"], fleet="local", quiet=True)
+    assert branch.folder.resolve().parent == tmp_path
+    assert [each.name for each in listing(Path(named))] == ["run"]
+    assert failure_file(Path(named)).read_text() == ""
 
 
 def share_of(server):

@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 
 from raylt import store
 from raylt.core.report import shown_figure
+from raylt.disk import named
 from raylt.errors import RayltError, on_one_line
 from raylt.metrics import GROUPS
 from raylt.runs.folder import provenance
@@ -198,6 +199,7 @@ def failure_file(folder: Path) -> Path:
 
     The file is next to the run folder, because a run that cannot start leaves no folder.
     """
+    folder = named(folder)
     return folder.parent / f"{folder.name}.failed"
 
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from raylt.config.yaml_text import read_file
-from raylt.disk import is_folder
+from raylt.disk import is_folder, named
 from raylt.errors import CheckpointError, ConfigError
 from raylt.store import Folder
 from raylt.studies.records.record import age, read_run
@@ -85,7 +85,7 @@ def listing(folder: Path) -> list[ListedRun]:
     if (folder / STUDY).is_file():
         entries = [_run(run, str(run.relative_to(folder))) for run in _runs(folder)]
     elif (folder / "config.yaml").is_file() and (folder / "split.json").is_file():
-        entries = [_run(folder, folder.absolute().name)]
+        entries = [_run(folder, named(folder).name)]
     else:
         entries = [
             _study(path) if (path / STUDY).is_file() else _run(path, path.name)
