@@ -337,6 +337,11 @@ class _Descent:
         screen = [] if quiet else [progress_display()]
         try:
             self._take_over_steps(journal)
+        except BaseException:  # such as a full disk; the same call must be possible again
+            journal.discard()
+            journal.close()
+            raise
+        try:
             carry_out(self.setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
         except ConfigError:
             journal.discard()

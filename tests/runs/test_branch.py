@@ -15,7 +15,7 @@ from raylt.methods import METHODS
 from raylt.registry import resolve
 from raylt.runs import continuation
 from raylt.runs.folder import provenance
-from raylt.runs.folder.reader import is_locked
+from raylt.runs.folder.writer import Journal
 
 SFD = (
     "method=sfd",
@@ -195,18 +195,19 @@ def test_a_branch_that_cannot_be_run_can_be_resumed_and_one_that_is_killed_is_no
     monkeypatch.setattr(checkpoint, "write", die)
     with pytest.raises(SystemExit):
         raylt.branch(run, ["method=ccvr"], tmp_path / "branch", fleet="local", quiet=True)
-    assert raylt.Run(tmp_path / "branch").state == "missing"  # a study would repeat it
+    assert not (tmp_path / "branch").exists()
     (tmp_path / "half").mkdir()
     with pytest.raises(CheckpointError, match="half"):
         raylt.branch(run, ["method=ccvr"], tmp_path / "half", fleet="local", quiet=True)
 
 
-def test_a_branch_that_fails_while_it_takes_over_steps_is_not_locked(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", [(continuation.counts, "copy"), (Journal, "_make_resumable")], ids=str)
+def test_a_branch_that_fails_while_it_takes_over_steps_is_removed(tmp_path, monkeypatch, step):
     run = make_run(tmp_path, "parent", "method=fedavg")
-    monkeypatch.setattr(continuation.counts, "copy", die)
+    monkeypatch.setattr(*step, die)
     with pytest.raises(SystemExit):
         raylt.branch(run, ["method=ccvr"], tmp_path / "branch", fleet="local", quiet=True)
-    assert not is_locked(tmp_path / "branch")
+    assert not (tmp_path / "branch").exists()
     with refused("config.unknown-name", ConfigError, key="fleet", value="nonsense"):
         raylt.branch(run, ["method=ccvr"], tmp_path / "other", fleet="nonsense", quiet=True)
     assert not (tmp_path / "other").exists()

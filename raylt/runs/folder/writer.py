@@ -113,8 +113,9 @@ class Journal:
             identity.write(journal._open, identity.identify(config, split, data, origins, parent))
             if parent is None:  # a branched run must adopt steps first
                 journal._make_resumable(config)
-        except BaseException:  # such as a full disk; unlock the folder, which would be locked until this process ends
-            journal.__exit__()
+        except BaseException:  # such as a full disk; the same call must be possible again
+            journal.discard()
+            journal.close()
             raise
         return journal
 
@@ -215,12 +216,15 @@ class Journal:
         return saved, faults
 
     def discard(self) -> None:
-        """Remove the folder if no step was committed, unless another process has continued the run."""
+        """Remove the folder if it is not a complete run or no step was committed.
+
+        It stays if another process has continued the run.
+        """
         with Folder.open(self.folder) as folder:
             lock = folder.lock(LOCK) if self._lock is None else self._lock
             if lock is None:
                 return
-            if not folder.has(metrics_log.FILE):
+            if not (folder.has("config.yaml") and folder.has(metrics_log.FILE)):
                 shutil.rmtree(self.folder)
             if lock != self._lock:
                 os.close(lock)

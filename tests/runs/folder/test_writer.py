@@ -17,7 +17,6 @@ from raylt.core.report import RoundReport
 from raylt.data.splits.split import Split
 from raylt.errors import CheckpointError, DiskFull, FolderHeld
 from raylt.runs.folder import provenance
-from raylt.runs.folder.reader import is_locked
 from raylt.runs.folder.writer import NOTES, SERVER_DIED, Journal
 from raylt.store import MAX_BYTES
 from raylt.typed_json import hash_json
@@ -112,14 +111,16 @@ def test_create_refuses_a_place_where_no_folder_can_be(tmp_path):
         Journal.create(tmp_path / "file" / "run", CONFIG, SPLIT, DATA)
 
 
-def test_a_folder_whose_creation_fails_is_not_held(tmp_path, monkeypatch):
+def test_a_folder_whose_creation_fails_is_removed(tmp_path, monkeypatch):
     def full(*_):
         raise DiskFull(tmp_path)
 
     monkeypatch.setattr(Split, "save", full)
     with pytest.raises(DiskFull):
         Journal.create(tmp_path / "run", CONFIG, SPLIT, DATA)
-    assert not is_locked(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    Journal.create(tmp_path / "run", CONFIG, SPLIT, DATA).close()
 
 
 def test_deaths_of_the_server_are_counted_in_notes_of_any_size(journal):
