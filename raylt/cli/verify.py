@@ -29,7 +29,8 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="Remove leftovers of killed processes, and damaged files that an intact checkpoint can replace.",
+            help="Remove leftovers of killed processes, and damaged files that an intact checkpoint can replace; "
+            "rewrite a damaged model from the last checkpoint.",
         ),
     ] = False,
     seal: Annotated[bool, typer.Option("--seal", help="Add seals to a record from an older version.")] = False,
@@ -150,8 +151,10 @@ def _only_for(expected: str, kind: str, option: str, path: Path) -> None:
 
 def _sign(findings: "list[Finding]", file: Path, key: Path) -> None:
     from raylt.runs.signature import sign
+    from raylt.runs.verify import LAST_MISSING
 
-    doubtful = [finding.what for finding in findings if not (finding.whole and finding.checked)]
+    needed = [finding for finding in findings if finding.detail != LAST_MISSING]
+    doubtful = [finding.what for finding in needed if not (finding.whole and finding.checked)]
     if doubtful:
         raise ConfigError(
             f"--sign: files are damaged or not checked ({', '.join(doubtful[:3])}). Restore the originals, and provide "
@@ -193,5 +196,5 @@ def _print(findings: "list[Finding]", format: Format) -> None:
     for finding in findings:
         mend = f"; --repair would {finding.mendable}" if finding.mendable else ""
         state = "DAMAGED" if not finding.whole else "intact" if finding.checked else "not checked"
-        table.add_row(finding.what, state, f"{finding.detail}{mend}")
+        table.add_row(finding.what, state, f"{finding.detail.removesuffix('.') if mend else finding.detail}{mend}")
     out.print(table)

@@ -31,6 +31,7 @@ from raylt.core.setup import Setup, check_model
 from raylt.data.samples import Samples
 from raylt.data.task import Task
 from raylt.errors import ConfigError, Diverged, RayltError, TooFewReplies, no_exit, one_line, spoken
+from raylt.models.split import StateDict
 from raylt.models.trainable import whole_model
 from raylt.tree import Tree
 
@@ -267,15 +268,19 @@ class Experiment:
         return dict.fromkeys(JUDGED) | judged
 
     def export_model(self) -> dict[str, str]:
-        """Write the deployed model into the run folder, with its frozen entries and merged adapters.
+        """Write the deployed model into the run folder.
 
         Returns:
             The fields of summary.json that describe it.
         """
-        whole = whole_model(self.method.global_model(self.server))
-        model = {name: value.detach().cpu().contiguous() for name, value in whole.state_dict().items()}
+        model = self.deployed_model()
         checkpoint.replace_tensors(self.folder, "model.safetensors", model)
         return {"model_sha256": checkpoint.hash_tensors(model), "task": self.task.kind}
+
+    def deployed_model(self) -> StateDict:
+        """Return the entries of the deployed model on the CPU, with its frozen entries and merged adapters."""
+        whole = whole_model(self.method.global_model(self.server))
+        return {name: value.detach().cpu().contiguous() for name, value in whole.state_dict().items()}
 
     def save(self, report: RoundReport, seal: Seal | None = None) -> None:
         """Save a checkpoint with everything that the next step depends on, and the report of the last step.

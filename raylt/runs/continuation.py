@@ -142,6 +142,14 @@ def _shared_steps(run: Run, config: Config) -> Fork:
             committed=committed,
         )
     if shared.step not in checkpoint.steps(run.folder / "checkpoints"):
+        if shared.step in run.method.stages(run.config.federation.rounds).values():  # a run always keeps these
+            raise CheckpointError(
+                f"{run.folder}: the checkpoint before the stage {shared.stage} is missing (step {shared.step}). Put it "
+                "back, or start a new run.",
+                code="checkpoint.not-found",
+                path=str(run.folder),
+                step=shared.step,
+            )
         raise CheckpointError(
             f"{run.folder}: the checkpoint before the stage {shared.stage} was not kept (step {shared.step}). Run it "
             f"again with output.keep={run.config.federation.rounds}.",

@@ -380,7 +380,8 @@ class Run:
             callbacks: See `raylt.run`.
 
         Raises:
-            CheckpointError: Other settings, another process runs it, or no usable checkpoint.
+            CheckpointError: Other settings, another process runs it, or no usable checkpoint. For a finished run, its
+                model is missing or was changed.
         """
         callbacks = checked(callbacks)
         before, config = self.config, load(self.folder / "config.yaml", overrides)
@@ -399,7 +400,7 @@ class Run:
             )
         setup = self.resolve(config)
         if self.state == "done":  # nothing is left to do or to write
-            _ = self.summary
+            self._files.model()
             return self
         self._files.check_version()
         screen = [] if quiet else [progress_display()]

@@ -1,18 +1,19 @@
 """`raylt verify`: check the files of a run folder, and repair damage without losing committed steps.
 
-Each file is checked against the files that it must agree with. A repair only removes files: leftovers of killed
-processes, and damaged files after an undamaged checkpoint.
+Each file is checked against the files that it must agree with. A repair removes leftovers of killed processes, and
+damaged files after an undamaged checkpoint. It rewrites the model of a finished run from the last checkpoint.
 """
 
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.checkpoint import Checkpoint
+from raylt.core.device import one_thread
 from raylt.core.evaluation import counts
 from raylt.errors import CheckpointError, RayltError, count_of
 from raylt.runs.folder import metrics_log, provenance, summary
@@ -20,12 +21,14 @@ from raylt.runs.folder.identity import FILE as IDENTITY
 from raylt.runs.folder.identity import ORIGINS
 from raylt.runs.folder.reader import LOCK, OUTLINE, Files
 from raylt.runs.folder.writer import Journal
+from raylt.runs.in_process import on_any_device, open_in_process
 from raylt.runs.run import Run
 from raylt.runs.signature import ENDING
 from raylt.store import Folder
 
 CHECKPOINTS = "checkpoints"
 UNSEALED = "unsealed: no hash binds it"
+LAST_MISSING = "missing: the run cannot be branched or continued from its last step"
 # Error codes for things that are missing on this machine or in this process.
 ABSENT = ("config.missing-package", "data.not-found", "plugin.missing")
 BOUND = {
@@ -53,7 +56,7 @@ class Finding:
         whole: Whether it is undamaged, as far as it was checked.
         detail: Description of its content, its damage, or the reason why it was not checked.
         mendable: Action that `repair` would take; None if the file is undamaged or cannot be repaired.
-        checked: False if something that the check needs is missing.
+        checked: False if the file or something that the check needs is missing.
     """
 
     what: str
@@ -98,6 +101,8 @@ def verify_inner(folder: Path, what: str, state: str, continues: bool = True) ->
 def repair(folder: Path) -> list[str]:
     """Remove files left by killed processes, and damaged files after the last undamaged checkpoint.
 
+    The damaged or missing model of a finished run is rewritten from the last checkpoint.
+
     Returns:
         A line for each repair.
 
@@ -105,7 +110,8 @@ def repair(folder: Path) -> list[str]:
         FolderHeld: Another process is working on the run.
         CheckpointError: The folder is not a run folder. Nothing is changed.
     """
-    files = Files(Run.open(folder).folder)
+    run = Run.open(folder)
+    files = Files(run.folder)
     with Journal(folder), Folder.open(folder) as run_folder:
         done = [f"removed {name}, which a killed process left" for name in _sweep(run_folder)]
         target = _repair_target(files)
@@ -118,7 +124,30 @@ def repair(folder: Path) -> list[str]:
         if target.cut:
             run_folder.write(metrics_log.FILE, "".join(text + "\n" for text in target.lines.texts))
             done.append(f"cut {metrics_log.FILE} after line {len(target.lines.texts)}")
+        if files.ended:
+            done += _rewrite_model(run, files)
     return done
+
+
+def _rewrite_model(run: Run, files: Files) -> list[str]:
+    """Rewrite the model of a finished run from its last checkpoint, unless the model is undamaged.
+
+    Returns:
+        A line that says so, or why the model cannot be rewritten.
+    """
+    if _check_model(files).whole:
+        return []
+    try:
+        saved = files.checkpoint_after(len(files.lines().reports))
+        recorded = files.summary()["model_sha256"]
+        with one_thread():  # as in the server, for the same bits
+            model = open_in_process(on_any_device(run.setup), run.outline, run.folder, saved).deployed_model()
+    except RayltError as error:
+        return [f"{summary.MODEL} cannot be rewritten: {error}"]
+    if checkpoint.hash_tensors(model) != recorded:
+        return [f"{summary.MODEL} cannot be rewritten: the last checkpoint gives another model on this machine"]
+    checkpoint.replace_tensors(run.folder, summary.MODEL, model)
+    return [f"rewrote {summary.MODEL} from the last checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -194,7 +223,7 @@ def _findings(run: Run, data: bool) -> Iterator[Finding]:
         yield lock
     if files.ended:
         yield finding_of(summary.FILE, lambda: f"accuracy {files.summary()['accuracy']['last']:.4f}")
-        yield finding_of(summary.MODEL, lambda: f"{len(files.model())} entries, as recorded in {summary.FILE}")
+        yield _check_model(files)
     with Folder.open(run.folder) as run_folder:
         unfinished = _unfinished(run_folder)
         for name in unfinished:
@@ -274,8 +303,25 @@ def _check_checkpoints(files: Files) -> Iterator[Finding]:
             yield Finding(what, True, count_of(len(state.parts), "part"))
         else:
             yield Finding(what, False, str(state), "remove it" if any_usable and isinstance(state, str) else None)
-    if not states and not files.ended and lines is not None and metrics_log.was_saved(lines):
+    if lines is None:
+        return
+    if files.ended and len(lines.texts) not in states:
+        # no damage, since the results need no checkpoint
+        yield Finding(f"{CHECKPOINTS}/{len(lines.texts):06d}", True, LAST_MISSING, checked=False)
+    elif not states and metrics_log.was_saved(lines):
         yield Finding(CHECKPOINTS, False, "missing: the run cannot continue")
+
+
+def _check_model(files: Files) -> Finding:
+    """Check the model of a finished run. It can be rewritten if the last checkpoint is undamaged."""
+    finding = finding_of(summary.MODEL, lambda: f"{len(files.model())} entries, as recorded in {summary.FILE}")
+    if finding.whole:
+        return finding
+    try:
+        files.checkpoint_after(len(files.lines().reports))
+    except CheckpointError:
+        return finding
+    return replace(finding, mendable="rewrite it from the last checkpoint")
 
 
 def _check_matrices(files: Files) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """A branch equals the whole run with its fields; fields that act before the branch are refused."""
 
 import json
+import shutil
 
 import pytest
 from refusals import refused
@@ -158,6 +159,9 @@ def test_checkpoint_before_a_stage_stays_and_without_it_there_is_no_branch(tmp_p
     assert checkpoint.steps(run.folder / "checkpoints") == [2, 4, 5]
     with refused("checkpoint.not-kept", CheckpointError, step=1):
         raylt.branch(run, ["method.retrain_rounds=4"], fleet="local", quiet=True)
+    shutil.rmtree(run.folder / "checkpoints/000002")
+    with refused("checkpoint.not-found", CheckpointError, step=2):
+        raylt.branch(run, ["method.size=6"], fleet="local", quiet=True)
 
 
 def test_stage_that_begins_with_the_first_round_is_no_branch(tmp_path):

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from refusals import refused
 from small_runs import make_run
 
@@ -12,6 +14,7 @@ import raylt
 from raylt import Run, registry
 from raylt.cli.main import app
 from raylt.errors import CheckpointError, FolderHeld
+from raylt.methods.fedprox import FedProx
 from raylt.runs.folder.writer import Journal
 from raylt.runs.verify import repair, verify
 
@@ -34,6 +37,10 @@ def stopped(run):
 
 def broken(folder):
     return {finding.what: finding.mendable for finding in verify(folder) if not finding.whole}
+
+
+def unchecked(folder):
+    return [finding.what for finding in verify(folder) if not finding.checked]
 
 
 def flip(file, place=-20):
@@ -131,9 +138,39 @@ def test_checkpoints_that_are_gone_are_missed(stopped):
     assert broken(stopped.folder) == {"checkpoints": None}
 
 
-def test_a_model_that_was_changed_is_named(run):
-    flip(run.folder / "model.safetensors")
-    assert broken(run.folder) == {"model.safetensors": None}
+def test_a_last_checkpoint_that_is_gone_is_missed_in_a_finished_run(run):
+    shutil.rmtree(run.folder / "checkpoints/000003")
+    assert unchecked(run.folder) == ["checkpoints/000003"]
+    shutil.rmtree(run.folder / "checkpoints")
+    assert unchecked(run.folder) == ["checkpoints/000003"]
+    assert broken(run.folder) == {}
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+def test_a_damaged_model_is_rewritten_from_the_last_checkpoint(run, damage):
+    file = run.folder / "model.safetensors"
+    before = file.read_bytes()
+    damage(file)
+    assert broken(run.folder) == {"model.safetensors": "rewrite it from the last checkpoint"}
+    with pytest.raises(CheckpointError, match="--repair"):
+        run.resume(fleet="local", quiet=True)
+    assert repair(run.folder) == ["rewrote model.safetensors from the last checkpoint"]
+    assert file.read_bytes() == before
+    assert broken(run.folder) == {}
+    assert run.resume(fleet="local", quiet=True).state == "done"
+
+
+def test_a_damaged_model_stays_if_the_last_checkpoint_does_not_give_it(run, monkeypatch):
+    file = run.folder / "model.safetensors"
+    flip(file)
+    before = file.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(FedProx, "global_model", lambda self, server: torch.nn.Linear(2, 2))
+        assert "another model" in repair(run.folder)[0]
+    shutil.rmtree(run.folder / "checkpoints/000003")
+    assert broken(run.folder)["model.safetensors"] is None
+    assert "cannot be rewritten" in repair(run.folder)[0]
+    assert file.read_bytes() == before
 
 
 def test_a_run_that_a_process_is_at_is_not_mended(stopped):

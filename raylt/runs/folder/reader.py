@@ -14,7 +14,7 @@ from raylt.config import Config, load
 from raylt.data.splits.split import LIMIT as SPLIT
 from raylt.data.splits.split import Split
 from raylt.disk import is_folder
-from raylt.errors import CheckpointError, DataError, spoken
+from raylt.errors import CheckpointError, DataError, quoted, spoken
 from raylt.runs.folder import provenance, summary
 from raylt.runs.folder.identity import (
     Identity,
@@ -248,19 +248,23 @@ class Files:
 
         from raylt.core.checkpoint.checkpoint import hash_tensors
 
+        remedy = f"Restore it with raylt verify {quoted(self.path)} --repair, or put the original back."
         with self._open() as folder:
+            if summary.MODEL not in folder.names():
+                file = self.path / summary.MODEL
+                raise CheckpointError(f"{file}: is missing. {remedy}", code="file.not-found", path=str(file))
             file = folder.place(summary.MODEL)
         try:
             tensors = load_file(file)
         except SafetensorError as error:
             raise CheckpointError(
-                f"{file}: the file cannot be read ({' '.join(str(error).split())}). Put the original back.",
+                f"{file}: the file cannot be read ({' '.join(str(error).split())}). {remedy}",
                 code="file.unreadable",
                 path=str(file),
             ) from None
         if hash_tensors(tensors) != self.summary()["model_sha256"]:
             raise CheckpointError(
-                f"{file}: the model does not match {summary.FILE}. Put the original back.",
+                f"{file}: the model does not match {summary.FILE}. {remedy}",
                 code="run.changed",
                 path=str(file),
             )
