@@ -22,6 +22,7 @@ from raylt.core.fleet.wire import Unusable
 from raylt.data.task import Task
 from raylt.errors import CheckpointError, ClientError, ConfigError
 from raylt.runs.export.artefact import choose_client
+from raylt.runs.export.trained_model import names_of
 from raylt.runs.folder import provenance
 from raylt.runs.in_process import open_in_process, with_device
 from raylt.runs.run import Run
@@ -56,8 +57,8 @@ def replay(
 
     Raises:
         CheckpointError: The checkpoint before that round was not kept.
-        ConfigError: The client is unknown, it was not asked in the round, or this device is of another kind than the
-            run's.
+        ConfigError: The run has no such round, the client is unknown, it was not asked in the round, or this device is
+            of another kind than the run's.
     """
     names = [(id, name) for id, name in enumerate(run.task.client_names) if run.task.sizes[id]]
     asked_id = choose_client(client, names, str(run.folder)) if isinstance(client, str) else client
@@ -75,9 +76,20 @@ def replay(
                 experiment.step()
         except ReplayedCall as call:
             return call
-    asked = f"was not called with {function}" if function else "was not asked"
-    raise ConfigError(
-        f"--client: the client {asked} in round {round} ({client}). Choose one that metrics.jsonl lists for the round.",
+    raise _not_asked(run, round, client, asked_id, function)
+
+
+def _not_asked(run: Run, round: int, client: int | str, id: int, function: str | None) -> ConfigError:
+    """Return the error for a client that was not called in a round, with clients that were."""
+    listed = [report["participants"] for report in run.reports if report["step"] == round]
+    asked = [(each, run.task.client_names[each]) for each in listed[0]] if listed else []
+    if function and (not listed or id in listed[0]):
+        remedy = "Choose another function or client"
+    else:
+        remedy = f"Choose one of {names_of(asked)}" if asked else "Choose another round or client"
+    what = f"was not called with {function}" if function else "was not asked"
+    return ConfigError(
+        f"--client: the client {what} in round {round} ({client}). {remedy}.",
         code="client.not-asked",
         key="--client",
         client=client,
@@ -90,8 +102,20 @@ def _checkpoint_before(run: Run, round: int) -> Checkpoint | None:
     if round <= 1:
         return None
     kept = checkpoint.steps(run.folder / "checkpoints")
+    committed = len(run.reports)
+    # an unfinished run may have failed in the round after its last step
+    last = committed if run.state == "done" else min(committed + 1, run.config.federation.rounds + run.method.finishes)
+    rounds = [step + 1 for step in [0, *kept] if step < last]
+    if round > last:
+        raise ConfigError(
+            f"--round: {run.folder} has no such round ({round}). Rounds that can be replayed: "
+            f"{', '.join(map(str, rounds))}.",
+            code="config.out-of-range",
+            key="--round",
+            value=round,
+            rounds=rounds,
+        )
     if round - 1 not in kept:
-        rounds = [step + 1 for step in [0, *kept]]
         raise CheckpointError(
             f"{run.folder}: the checkpoint after round {round - 1} was not kept. Rounds that can be replayed: "
             f"{', '.join(map(str, rounds))}; output.keep={run.config.federation.rounds} keeps all.",

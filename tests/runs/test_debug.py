@@ -51,8 +51,14 @@ def test_how_clients_join_is_round_0(recorded, monkeypatch):
 
 
 def test_a_round_whose_checkpoint_is_gone_is_refused_with_those_that_are_there(recorded):
-    with refused("checkpoint.not-kept", CheckpointError, step=1, rounds=[1, 3, 4]):
+    with refused("checkpoint.not-kept", CheckpointError, step=1, rounds=[1, 3]):
         replay(recorded[0], 2, 0, None)
+
+
+@pytest.mark.parametrize("round", [4, 9])
+def test_a_round_that_the_run_does_not_have_is_refused_with_those_that_it_has(recorded, round):
+    with refused("config.out-of-range", ConfigError, key="--round", value=round, rounds=[1, 3]):
+        replay(recorded[0], round, 0, None)
 
 
 def test_a_client_that_does_not_exist_is_named_with_those_that_do(recorded):
@@ -62,10 +68,12 @@ def test_a_client_that_does_not_exist_is_named_with_those_that_do(recorded):
 
 
 def test_a_call_that_was_not_made_is_named(recorded):
-    with refused("client.not-asked", ConfigError, client=4, round=3):  # the client holds no samples
+    with refused("client.not-asked", ConfigError, client=4, round=3) as caught:  # the client holds no samples
         replay(recorded[0], 3, 4, None)
-    with refused("client.not-asked", ConfigError, client=0, round=3):
+    assert str(caught.value).endswith("Choose one of 0, 1, 2, 3, 5.")
+    with refused("client.not-asked", ConfigError, client=0, round=3) as caught:
         replay(recorded[0], 3, 0, "prototypes")
+    assert "another function" in str(caught.value)
 
 
 def test_what_it_raises_is_raised_here(recorded, monkeypatch):
