@@ -308,6 +308,18 @@ def test_ls_lists_studies_and_inside_them_runs(folder, capsys):
         printed(capsys, "ls", "nowhere")
 
 
+@pytest.mark.parametrize("file", ["split.json", "identity.json"])
+def test_ls_says_the_same_of_a_damaged_run_in_its_folder_and_in_itself(folder, capsys, file):
+    run = folder / "if10/fedavg/seed-0"
+    (run / file).unlink()
+    listed = json.loads(printed(capsys, "ls", run.parent, "--format", "json"))
+    (itself,) = json.loads(printed(capsys, "ls", run, "--format", "json"))
+    assert itself["state"] == "damaged"
+    assert itself in [entry | {"age_s": itself["age_s"]} for entry in listed]
+    (run.parent / "config.yaml").write_text("")  # of the user
+    assert len(json.loads(printed(capsys, "ls", run.parent, "--format", "json"))) == 2
+
+
 def test_report_is_written_beside_the_study(folder, capsys):
     assert printed(capsys, "report", folder).strip() == str(folder / "report.html")
     assert "IF 50" in (folder / "report.html").read_text()

@@ -19,6 +19,7 @@ from raylt.store import Folder
 from raylt.studies.records.record import age, read_run
 
 STUDY = "study.yaml"
+RUN_FILES = ("identity.json", "split.json", "metrics.jsonl")  # any of them shows that a config.yaml is of a run
 RECORDED = "recorded.json"
 MAX_FILE_BYTES = 2**30  # maximum size of recorded.json
 
@@ -84,7 +85,7 @@ def listing(folder: Path) -> list[ListedRun]:
         )
     if (folder / STUDY).is_file():
         entries = [_run(run, str(run.relative_to(folder))) for run in _runs(folder)]
-    elif (folder / "config.yaml").is_file() and (folder / "split.json").is_file():
+    elif _is_run(folder):
         entries = [_run(folder, named(folder).name)]
     else:
         entries = [
@@ -93,6 +94,11 @@ def listing(folder: Path) -> list[ListedRun]:
             if (path / STUDY).is_file() or (path / "config.yaml").is_file()
         ]
     return sorted(entries, key=lambda entry: (entry.age_s if entry.age_s is not None else float("inf"), entry.name))
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is a run, of which files may be missing, rather than a folder with a config.yaml."""
+    return (folder / "config.yaml").is_file() and any((folder / name).is_file() for name in RUN_FILES)
 
 
 def _runs(study: Path) -> list[Path]:
