@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from raylt.errors import CheckpointError, ConfigError, DiskFull, shorten
+from raylt.errors import CheckpointError, ConfigError, DiskFull, shorten, type_name
 
 LONGEST_NAME = 240  # Maximum length of a name in bytes; file systems allow 255, and raylt appends suffixes.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: the file would exceed `ulimit -f`.
@@ -71,6 +71,45 @@ def exists(path: Path) -> bool:
         return False
 
 
+def as_path(value: Path | str, key: str) -> Path:
+    """Return a path that the user gave.
+
+    Args:
+        value: The path.
+        key: The argument, for the error.
+
+    Raises:
+        ConfigError: The value is neither a string nor a path.
+    """
+    if isinstance(value, os.PathLike | str):
+        return Path(value)
+    raise ConfigError(
+        f"{key}: is not a path ({type_name(value)}). Give a string or a pathlib.Path.",
+        code="config.wrong-type",
+        key=key,
+        value=type_name(value),
+    )
+
+
+def check_folder_of(path: Path, key: str) -> None:
+    """Check that the folder of a file that will be written exists.
+
+    Args:
+        path: The file.
+        key: The option or argument that names it, for the error.
+
+    Raises:
+        ConfigError: The folder does not exist.
+    """
+    if not is_folder(path.parent):
+        raise ConfigError(
+            f"{key}: {path} cannot be written (there is no such folder). Give a file in a folder that exists.",
+            code="file.unwritable",
+            key=key,
+            path=str(path),
+        )
+
+
 def named(path: Path) -> Path:
     """Return a path that ends in the name of its folder: `.` and paths that end in `..` become absolute."""
     return path.resolve() if path.name in ("", "..") else path
@@ -86,10 +125,12 @@ def check_name(name: str, key: str) -> None:
     Raises:
         ConfigError: The name is empty, a path, too long for a file system, or has a character that cannot be printed.
     """
-    if not name or name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+    text = str(name)  # an argument in Python may be of any type
+    plain = text == name and text.isprintable() and "/" not in text and text not in ("", ".", "..")
+    if not plain or len(text.encode()) > LONGEST_NAME:
         raise ConfigError(
             f"{key}: must be the name of one folder, printable and of at most {LONGEST_NAME} bytes "
-            f"({shorten(name)!a}). Give another name.",
+            f"({ascii(shorten(text)) if text == name else type_name(name)}). Give another name.",
             code="config.out-of-range",
             key=key,
             value=name,

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from raylt.config.sections import UNSHOWN_BOUNDS, Config, DataConfig, allowed, branches, settings
 from raylt.config.yaml_text import parse, read_file
+from raylt.disk import as_path
 from raylt.errors import ConfigError, did_you_mean, spoken
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -111,7 +112,7 @@ def overlay(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 def _read_file(path: Path | str) -> dict[str, Any]:
     of_recipe = str(path).startswith("recipe:")
-    path = recipe(str(path).removeprefix("recipe:")) if of_recipe else Path(path)
+    path = recipe(str(path).removeprefix("recipe:")) if of_recipe else as_path(path, "path")
     tree = read_file(path)
     tree = {} if tree is None else tree  # an empty file
     if not isinstance(tree, dict):

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.table import Table
 
 from raylt.data.task import judged_images_of
-from raylt.errors import CheckpointError, spoken
+from raylt.errors import CheckpointError, ConfigError, spoken, type_name
 from raylt.metrics import FEW_SAMPLES, LOCAL, worst_decile
 from raylt.plots.style import COLOURS, new_figure, save_if_asked, style_axes, tick_name
 from raylt.runs.folder.summary import interval_text, percent
@@ -177,25 +177,26 @@ def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -
     return save_if_asked(figure, path)
 
 
-def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> ClientComparison:
+def compare_clients(runs: Sequence[Run | Path | str], metric: Metric | None = None) -> ClientComparison:
     """Compare the accuracies of clients in several finished runs.
 
     Args:
-        runs: The runs.
+        runs: The runs or their folders.
         metric: Accuracy to compare; by default "local" if all runs have it, otherwise "owned".
 
     Raises:
         CheckpointError: A run is not finished, was changed, does not have the metric, or has another split than the
             first run.
+        ConfigError: The runs are not a list, or the list is empty.
     """
-    runs = list({run.folder: run.finished() for run in runs}.values())
-    names = [run.name for run in runs]
-    names = names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
-    first = runs[0].split
-    for run in runs:
+    finished = list({run.folder: run.finished() for run in _opened(runs)}.values())
+    names = [run.name for run in finished]
+    names = names if len(set(names)) == len(names) else [str(run.folder) for run in finished]
+    first = finished[0].split
+    for run in finished:
         if run.split.sha256 != first.sha256:
-            raise other_split(run, runs[0])
-    judged = {name: run.reports[-1]["by_client"] for name, run in zip(names, runs, strict=True)}
+            raise other_split(run, finished[0])
+    judged = {name: run.reports[-1]["by_client"] for name, run in zip(names, finished, strict=True)}
     metric = metric or ("local" if all("local" in figures for figures in judged.values()) else "owned")
     if lacking := [name for name, figures in judged.items() if metric not in figures]:
         raise CheckpointError(
@@ -216,7 +217,7 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
             value=metric,
             run=without[0],
         )
-    task = runs[0].task
+    task = finished[0].task
     owned = (task.client_counts > 0).sum(1).tolist()
     judged_images = judged_images_of(task)
     tested = judged_images["own"] if metric == LOCAL else [judged_images["images"]] * task.clients
@@ -230,6 +231,18 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
         tested if task.kind == "classification" else None,
         tuple(judged_images["one_class"]),
     )
+
+
+def _opened(runs: Sequence[Run | Path | str]) -> list[Run]:
+    """Return the runs of a list of runs and folders."""
+    if isinstance(runs, str) or not isinstance(runs, Iterable) or not (listed := list(runs)):
+        raise ConfigError(
+            f"runs: is not a list of runs ({type_name(runs)}). Give a list with at least one run or run folder.",
+            code="config.wrong-type",
+            key="runs",
+            value=type_name(runs),
+        )
+    return [run if isinstance(run, Run) else Run.open(run) for run in listed]
 
 
 def other_split(run: Run, first: Run) -> CheckpointError:

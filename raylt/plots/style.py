@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from raylt import store
-from raylt.disk import is_folder
+from raylt.disk import as_path, is_folder
 from raylt.errors import CheckpointError, ConfigError, spoken
 from raylt.plots.fonts import add_fonts
 
@@ -64,7 +64,7 @@ def save(figure: "Figure", path: Path | str) -> Path:
     Raises:
         ConfigError: The file cannot be written, or the format is unknown.
     """
-    path = Path(path)
+    path = as_path(path, "path")
     try:
         store.write(path, _content(figure, path.suffix.removeprefix(".").lower() or "png"))
     except (CheckpointError, ValueError) as error:

@@ -15,6 +15,7 @@ from raylt.core.method import Method
 from raylt.core.report import SHARES, best_validated, shown_figure
 from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task, task_from
+from raylt.disk import as_path
 from raylt.errors import CheckpointError, ConfigError, DataError, resume_call, spoken
 from raylt.notebook import html_of, html_table, later
 from raylt.registry import IN_SETUP, IN_TASK, TABLES, PluginKind, check_origins, resolve, resolve_setup, seek
@@ -52,7 +53,7 @@ class Run:
     """
 
     def __init__(self, folder: Path | str):
-        self.folder = Path(folder)
+        self.folder = as_path(folder, "folder")
         self._files = Files(self.folder)
 
     @classmethod
@@ -61,6 +62,7 @@ class Run:
 
         Raises:
             CheckpointError: It is not a run folder.
+            ConfigError: It is not a path.
         """
         run = cls(folder)
         if run.state == "missing":

@@ -17,7 +17,7 @@ from raylt.data.sources.sources import check_size
 from raylt.data.splits.check import complete
 from raylt.data.splits.draw import check_judged
 from raylt.data.task import Task, TaskSpec, build_task, outline_of
-from raylt.disk import check_name
+from raylt.disk import as_path, check_name
 from raylt.errors import ConfigError, RayltError, no_exit, own_function
 from raylt.methods import METHODS
 from raylt.models import try_model
@@ -81,6 +81,7 @@ def run(
     """
     if name is not None:
         check_name(name, "name")
+    out = as_path(out, "out")
     callbacks = checked(callbacks)
     setup, task, _ = plan_run(configure(what, overrides, settings))
     config = setup.config
@@ -88,9 +89,7 @@ def run(
     source = Path(task.name.partition(":")[2] or task.name).stem  # the last name of folder:PATH and npz:PATH
     source = "".join(letter if letter.isprintable() else "_" for letter in source)[:80]
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
-    journal = Journal.create(
-        Path(out) / name, config, task.split, hash_data(task), origins(config), outline=outline_of(task)
-    )
+    journal = Journal.create(out / name, config, task.split, hash_data(task), origins(config), outline=outline_of(task))
     screen = [] if quiet else [progress_display()]
     try:
         carry_out(setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))

@@ -19,8 +19,8 @@ from raylt import store
 from raylt.config import Config, DataConfig, settled
 from raylt.config import differences as setting_differences
 from raylt.data.task import JudgedImages, Task, judged_images_of
-from raylt.disk import exists, is_file
-from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken
+from raylt.disk import as_path, exists, is_file
+from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken, type_name
 from raylt.metrics import GROUPS
 from raylt.notebook import html_table, later
 from raylt.runs.callbacks.base import Callback
@@ -80,9 +80,16 @@ def study(
         file = Path(definition)
         definition = read_definition(file)
         record_file = recorded_runs.record_path(file, definition)
-    elif not isinstance(definition, Definition):
+    elif isinstance(definition, Mapping):
         definition = define(definition)
-    made = Study.create(definition, Path(out), record_file, options.get("mix_versions", False))
+    elif not isinstance(definition, Definition):
+        raise ConfigError(
+            f"definition: is not a study ({type_name(definition)}). Give a YAML file, a mapping or a Definition.",
+            code="config.wrong-type",
+            key="definition",
+            value=type_name(definition),
+        )
+    made = Study.create(definition, as_path(out, "out"), record_file, options.get("mix_versions", False))
     failed = made.run(**options)
     if failed:
         raise RayltError(
@@ -380,7 +387,7 @@ class Study:
         Raises:
             CheckpointError: The path is neither.
         """
-        path = Path(path)
+        path = as_path(path, "path")
         if is_file(path) and path.suffix == ".json":
             definition, records, holdings, tuned = recorded_runs.read_results(path)
             return cls(definition, None, records, holdings, tuned)

@@ -9,7 +9,7 @@ from refusals import refused
 from small_runs import make_run
 
 from raylt import Run
-from raylt.errors import CheckpointError
+from raylt.errors import CheckpointError, ConfigError
 from raylt.plots.clients import ClientComparison, compare_clients, draw_clients
 
 SETTINGS = "federation.rounds=2", "data.clients=4", "data.alpha=0.2"
@@ -38,7 +38,7 @@ def test_figures_of_every_client_are_kept_at_the_end_and_average_to_the_mean(run
 
 @pytest.mark.parametrize("metric", ["owned", "matched", "long_tailed", "global"])
 def test_runs_over_the_same_split_stand_side_by_side(runs, metric):
-    comparison = compare_clients([runs["fedper"], runs["bpfed"]], metric)
+    comparison = compare_clients([runs["fedper"], str(runs["bpfed"].folder)], metric)
     assert list(comparison.runs) == ["fedper", "bpfed"]
     split = runs["fedper"].split
     assert comparison.sizes == [len(rows) for rows in split.clients]
@@ -93,6 +93,9 @@ def test_picture_shows_a_group_of_bars_per_client(tmp_path, clients, names):
 
 
 def test_other_splits_and_runs_that_cannot_be_used_are_refused(runs, tmp_path):
+    for empty in ([], str(runs["fedper"].folder)):
+        with refused("config.wrong-type", ConfigError, key="runs"):
+            compare_clients(empty, "owned")
     with refused("run.other-split", CheckpointError, path=str(runs["other"].folder)):
         compare_clients([runs["fedper"], runs["other"]], "owned")
     unfinished = copied(runs["fedper"], tmp_path / "unfinished")

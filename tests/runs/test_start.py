@@ -255,6 +255,8 @@ def test_a_method_of_ones_own_runs_as_a_value_and_is_read_again(tmp_path):
         ({"callbacks": raylt.Callback}, "callbacks", repr(raylt.Callback)),
         ({"callbacks": [print]}, "callbacks", repr(print)),
         ({"callbacks": "abc"}, "callbacks", "'a'"),
+        ({"name": 5}, "name", 5),
+        ({"out": None}, "out", "None"),
         ({"overrides": "local.lr=0.2"}, "overrides", "local.lr=0.2"),
         ({"method": {"name": "fedavg"}}, "method", "fedavg"),
         ({"method": "fedavg"}, "method", "fedavg"),
@@ -264,6 +266,29 @@ def test_a_method_of_ones_own_runs_as_a_value_and_is_read_again(tmp_path):
 )
 def test_arguments_of_a_wrong_kind_or_given_twice_are_refused(settings, key, value, tmp_path):
     with pytest.raises(ConfigError) as caught:
-        raylt.run("fedprox", data="digits", fleet="local", out=tmp_path / "runs", quiet=True, **settings)
+        raylt.run("fedprox", data="digits", fleet="local", quiet=True, **{"out": tmp_path / "runs"} | settings)
     assert (caught.value.details["key"], caught.value.details["value"]) == (key, value)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        raylt.Run,
+        raylt.Run.open,
+        raylt.Study.open,
+        raylt.compare_clients,
+        raylt.export,
+        raylt.load_config,
+        raylt.load_model,
+        raylt.resume,
+        raylt.study,
+        lambda value: raylt.branch(value, ["method=posthoc"]),
+        lambda value: raylt.compare_clients([value]),
+        lambda value: raylt.study({}, value),
+    ],
+)
+@pytest.mark.parametrize("value", [5, b"run"])
+def test_what_is_neither_a_run_nor_a_path_is_refused(call, value):
+    with pytest.raises(RayltError):
+        call(value)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from raylt.data.images.decoding import Fit, Undecodable, fitted_image, flat_image
-from raylt.disk import exists, is_folder
+from raylt.disk import as_path, exists, is_folder
 from raylt.errors import ConfigError, DataError, count_of
 from raylt.runs.export import artefact, graph_formats
 from raylt.runs.export.artefact import choose_client_in
@@ -27,7 +27,7 @@ def load_model(file: Path | str, client: str | int | None = None) -> TrainedMode
         ConfigError: The file is of another kind, the client is unknown, or a plugin that the model needs is missing.
         CheckpointError: The file cannot be read, or the folder is not a run with a checkpoint.
     """
-    path = Path(file)
+    path = as_path(file, "file")
     if is_folder(path):
         from raylt.runs.export.export import model_of
         from raylt.runs.run import Run
