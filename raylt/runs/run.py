@@ -305,8 +305,7 @@ class Run:
         if best is None:
             raise ConfigError(
                 f"{spoken('--round', 'step')}: {self.folder} has no evaluation on validation images, so no round is "
-                f"the best ({self.config.data.validation:g}). Train with data.validation=0.1, or give the "
-                "number of a round.",
+                "the best. Train with data.validation=0.1, or give the number of a round.",
                 code="run.not-judged",
                 key="data.validation",
                 value=self.config.data.validation,

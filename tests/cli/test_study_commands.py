@@ -112,6 +112,11 @@ def test_the_page_of_a_ranking_has_the_command_that_writes_it(folder, capsys, tm
     assert page.read_text() == written
 
 
+def test_a_page_of_a_ranking_in_a_folder_that_does_not_exist_is_refused(folder):
+    with refused("file.unwritable", ConfigError, key="--to", path="absent/board.md"):
+        app(["rank", str(folder), "--to", "absent/board.md"], standalone_mode=False)
+
+
 def test_run_folders_are_ranked_as_one_study(folder, capsys):
     runs = sorted(folder.glob("if10/*/seed-*"))
     content = json.loads(printed(capsys, "rank", *runs, "--format", "json"))

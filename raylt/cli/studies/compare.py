@@ -14,7 +14,7 @@ import typer
 
 from raylt import store
 from raylt.cli.options import out
-from raylt.disk import is_file
+from raylt.disk import check_folder_of, is_file
 from raylt.errors import ConfigError
 from raylt.runs.callbacks.console import UNSAFE
 
@@ -156,6 +156,8 @@ def rank(
     from raylt.studies.analysis.ranking import with_costs
     from raylt.studies.report.leaderboard import leaderboard_page, ranking_svg, ranking_table
 
+    if to is not None:
+        check_folder_of(to, "--to")
     studies = _by_name(paths, "STUDY")
     for study in studies.values():
         _check_comparable(study, mix_versions)

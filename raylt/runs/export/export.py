@@ -8,7 +8,7 @@ import torch
 
 from raylt import store
 from raylt.data.task import JudgedImages
-from raylt.disk import check_name
+from raylt.disk import as_path, check_folder_of, check_name
 from raylt.errors import ConfigError, spoken
 from raylt.models.clip import TowerDescription
 from raylt.models.image_text import tower_of
@@ -58,8 +58,8 @@ def export(
         The path of the file.
 
     Raises:
-        ConfigError: The client or the format is unknown, the file's name does not end in the format, or the format
-            holds one model and there are several.
+        ConfigError: The client or the format is unknown, the file's name does not end in the format or its folder does
+            not exist, or the format holds one model and there are several.
         CheckpointError: The run has not committed a step, or the round's checkpoint was not kept.
     """
     run = run if isinstance(run, Run) else Run.open(run)
@@ -165,15 +165,16 @@ def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
             key="format",
             value=format,
         )
-    path = run.folder / f"exported.{format}" if to is None else Path(to)
+    path = run.folder / f"exported.{format}" if to is None else as_path(to, "to")
     check_name(path.name, "--out")
     if path.suffix != f".{format}":
         raise ConfigError(
-            f"{spoken('--out', 'path')}: must end in .{format} ({path}). Give a name with that ending.",
+            f"{spoken('--out', 'to')}: must end in .{format} ({path}). Give a name with that ending.",
             code="config.conflict",
             key="--out",
             path=str(path),
         )
+    check_folder_of(path, spoken("--out", "to"))
     return path
 
 

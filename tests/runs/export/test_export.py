@@ -196,8 +196,17 @@ def test_the_best_round_by_validation_is_kept_and_exported(folder, monkeypatch, 
 
 
 def test_without_validation_images_no_round_is_the_best(plain):
-    with refused("run.not-judged", ConfigError, key="data.validation"):
+    with refused("run.not-judged", ConfigError, key="data.validation") as caught:
         raylt.export(plain, round="best")
+    assert "(0)" not in str(caught.value)
+
+
+def test_a_file_in_a_folder_that_does_not_exist_is_refused(plain, tmp_path):
+    for to in (tmp_path / "absent/it.safetensors", Path(5 * "x/", "it.pt2")):
+        with refused("file.unwritable", ConfigError, key="to", path=str(to)):
+            raylt.export(plain, to, format=to.suffix[1:])
+    with refused("config.wrong-type", ConfigError, key="to"):
+        raylt.export(plain, 5)
 
 
 def test_a_model_card_is_written_next_to_the_file(plain, personal):
