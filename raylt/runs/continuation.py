@@ -345,19 +345,17 @@ class _Descent:
             self.folder, self.config, task.split, hash_data(task), origins(self.config), record, outline_of(task)
         )
         screen = [] if quiet else [progress_display()]
-        try:
-            self._take_over_steps(journal)
-        except BaseException:  # such as a full disk; the same call must be possible again
-            journal.discard()
-            journal.close()
-            raise
-        try:
-            carry_out(self.setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
-        except ConfigError:
-            journal.discard()
-            raise
-        finally:
-            journal.close()
+        with journal:
+            try:
+                self._take_over_steps(journal)
+            except BaseException:  # such as a full disk; the same call must be possible again
+                journal.discard()
+                raise
+            try:
+                carry_out(self.setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
+            except ConfigError:
+                journal.discard()
+                raise
         return Run(self.folder)
 
     def _take_over_steps(self, journal: Journal) -> None:
