@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from raylt.errors import CheckpointError, ConfigError, DiskFull, shorten, type_name
+from raylt.errors import CheckpointError, ConfigError, DiskFull, shorten, spoken, type_name
 
 LONGEST_NAME = 240  # Maximum length of a name in bytes; file systems allow 255, and raylt appends suffixes.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: the file would exceed `ulimit -f`.
@@ -89,6 +89,22 @@ def as_path(value: Path | str, key: str) -> Path:
         key=key,
         value=type_name(value),
     )
+
+
+def folder_path(value: Path | str, key: str) -> Path:
+    """Return a folder that the user gave, as a path that stays valid when the current folder changes.
+
+    At the shell, where the current folder stays the same, the path stays as the user typed it.
+
+    Args:
+        value: The path.
+        key: The argument, for the error.
+
+    Raises:
+        ConfigError: The value is neither a string nor a path.
+    """
+    path = as_path(value, key)
+    return Path(spoken(str(path), str(path.absolute())))
 
 
 def check_folder_of(path: Path, key: str) -> None:

@@ -33,7 +33,7 @@ from raylt.core.report import POOLED, SHARED, best_validated
 from raylt.core.setup import Setup
 from raylt.data.fingerprint import hash_data
 from raylt.data.task import outline_of
-from raylt.disk import as_path, named
+from raylt.disk import folder_path, named
 from raylt.errors import CheckpointError, ConfigError
 from raylt.registry import origins, resolve
 from raylt.runs.callbacks.base import Callback, Callbacks, checked
@@ -86,7 +86,7 @@ def branch(
         stage = fork(run.config, run.method, config, method).stage
         folder = named(run.folder).parent / f"{run.name}-{stage}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
     return branch_to(
-        run, config, as_path(folder, "folder"), fleet=fleet, address=address, quiet=quiet, callbacks=callbacks
+        run, config, folder_path(folder, "folder"), fleet=fleet, address=address, quiet=quiet, callbacks=callbacks
     )
 
 

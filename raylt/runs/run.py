@@ -15,7 +15,7 @@ from raylt.core.method import Method
 from raylt.core.report import SHARES, best_validated, shown_figure
 from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task, task_from
-from raylt.disk import as_path
+from raylt.disk import folder_path
 from raylt.errors import CheckpointError, ConfigError, DataError, resume_call, spoken
 from raylt.notebook import html_of, html_table, later
 from raylt.registry import IN_SETUP, IN_TASK, TABLES, PluginKind, check_origins, resolve, resolve_setup, seek
@@ -53,7 +53,7 @@ class Run:
     """
 
     def __init__(self, folder: Path | str):
-        self.folder = as_path(folder, "folder")
+        self.folder = folder_path(folder, "folder")
         self._files = Files(self.folder)
 
     @classmethod

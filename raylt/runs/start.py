@@ -17,7 +17,7 @@ from raylt.data.sources.sources import check_size
 from raylt.data.splits.check import complete
 from raylt.data.splits.draw import check_judged
 from raylt.data.task import Task, TaskSpec, build_task, outline_of
-from raylt.disk import as_path, check_name
+from raylt.disk import check_name, folder_path
 from raylt.errors import ConfigError, RayltError, no_exit, own_function
 from raylt.methods import METHODS
 from raylt.models import try_model
@@ -81,7 +81,7 @@ def run(
     """
     if name is not None:
         check_name(name, "name")
-    out = as_path(out, "out")
+    out = folder_path(out, "out")
     callbacks = checked(callbacks)
     setup, task, _ = plan_run(configure(what, overrides, settings))
     config = setup.config

@@ -19,7 +19,7 @@ from raylt import store
 from raylt.config import Config, DataConfig, settled
 from raylt.config import differences as setting_differences
 from raylt.data.task import JudgedImages, Task, judged_images_of
-from raylt.disk import as_path, exists, is_file
+from raylt.disk import exists, folder_path, is_file
 from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken, type_name
 from raylt.metrics import GROUPS
 from raylt.notebook import html_table, later
@@ -89,7 +89,7 @@ def study(
             key="definition",
             value=type_name(definition),
         )
-    made = Study.create(definition, as_path(out, "out"), record_file, options.get("mix_versions", False))
+    made = Study.create(definition, folder_path(out, "out"), record_file, options.get("mix_versions", False))
     failed = made.run(**options)
     if failed:
         raise RayltError(
@@ -387,7 +387,7 @@ class Study:
         Raises:
             CheckpointError: The path is neither.
         """
-        path = as_path(path, "path")
+        path = folder_path(path, "path")
         if is_file(path) and path.suffix == ".json":
             definition, records, holdings, tuned = recorded_runs.read_results(path)
             return cls(definition, None, records, holdings, tuned)

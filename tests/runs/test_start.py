@@ -234,6 +234,20 @@ def test_a_run_shows_how_it_goes_unless_it_is_quiet(tmp_path, capsys):
     assert [line.split("  ")[0] for line in lines[2:]] == ["round 1/2", "round 2/2"]
 
 
+def test_a_relative_folder_stays_valid_when_the_current_folder_changes(tmp_path, monkeypatch):
+    class Moving(raylt.Callback):
+        def on_step(self, report):
+            monkeypatch.chdir(tmp_path)
+
+    (tmp_path / "start").mkdir()
+    monkeypatch.chdir(tmp_path / "start")
+    raylt.run("fedavg", out="runs", name="one", fleet="local", quiet=True, callbacks=[Moving()], **SMALL)
+    run = raylt.Run.open("start/runs/one")
+    monkeypatch.chdir("/")
+    assert len(run.metrics) > 0
+    assert run.folder == tmp_path / "start/runs/one"
+
+
 # the user's own code
 
 
