@@ -26,11 +26,11 @@ from raylt.core.fleet.fleet import ItemFunction, compute
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault, Unusable, packed, unpacked
 from raylt.data.task import Shard, TaskSpec
-from raylt.errors import ConfigError, RayltError, count_of, one_line
+from raylt.errors import ConfigError, LateWrite, RayltError, count_of, one_line
 from raylt.own_code.shipment import Shipment
 from raylt.runs.callbacks.progress import item_writer
 from raylt.store import Folder
-from raylt.tree import Tree, from_arrays, snapshot, to_arrays
+from raylt.tree import Stamps, Tree, from_arrays, snapshot, to_arrays
 
 LOST_DEVICE_EXIT = 86  # Exit code of a process that can no longer use its device.
 DATA_SHARE = 0.5  # Share of the device memory for data; the rest is for models, activations and CUDA.
@@ -195,6 +195,8 @@ class ClientActor:
             self.packs = packs
         privates = objects[len(block.packs) :]
         received = from_arrays(message)
+        lent = Stamps()
+        lent.add(received, "message")
         replies = []
         states = []
         calls = [
@@ -204,7 +206,7 @@ class ClientActor:
         with self._stacks_after(patience):
             stacked = self.host.run_stacks(fn, received, block.round, calls)
             for call in calls:
-                reply, state = self._call(fn, received, block, call, stacked.get(call.id))
+                reply, state = self._call(fn, received, lent, block, call, stacked.get(call.id))
                 replies.append(reply)
                 states.append(state)
         if not block.keep:
@@ -231,12 +233,15 @@ class ClientActor:
         return _summed(sums, ids, map(ray.get, replies))
 
     def _call(
-        self, fn: ClientFunction, message: Tree, block: Block, call: ClientCall, outcome: Outcome | None
+        self, fn: ClientFunction, message: Tree, lent: Stamps, block: Block, call: ClientCall, outcome: Outcome | None
     ) -> tuple[Reply | Unusable | Fault, Tree]:
         """Run a call, or take its outcome from a stack of clients; return the packed reply and private state."""
         try:
             if outcome is not None:
                 return packed(*outcome)
+            path = lent.changed()
+            if path is not None:  # on a CPU, all clients of a block share the memory of the message
+                raise LateWrite(call.id, path)
             reply, state = self.host.run(fn, message, block.round, call.id, call.shard, call.private)
             if len(block.clients) > 1:
                 reply, state = _copied(reply, state)

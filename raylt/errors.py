@@ -3,7 +3,7 @@
     RayltError ─ ConfigError   ─ UnknownMethod      input: exit code 2
                ├ DataError                          input: exit code 2
                ├ ClientError   ─ ClientLost         the call of one client failed
-               ├ LateWrite                          a tensor was changed after it was handed over
+               ├ LateWrite                          a tensor of a message, reply or state was changed
                ├ TooFewReplies                      a round fell below its quorum
                ├ BudgetSpent                        an upload would exceed the privacy budget
                ├ Overflow                           a value does not fit into a secure sum
@@ -167,7 +167,7 @@ CODES: dict[str, str] = {
     # reply
     "reply.additional": "A reply has a part or an entry that was not asked for.",
     "reply.condition": "A part of a reply does not meet the condition that the server declared.",
-    "reply.late-write": "A tensor of a reply or of a client's state was changed in place after it was handed over.",
+    "reply.late-write": "A tensor was changed in place that is part of a message, a reply or a client's state.",
     "reply.missing": "A reply has no value for a part or an entry.",
     "reply.no-majority": "Two layouts of the replies are equally frequent, so none is the majority.",
     "reply.not-finite": "A reply holds a value that is infinite or not a number.",
@@ -400,18 +400,19 @@ class ClientLost(ClientError):
 
 
 class LateWrite(RayltError):
-    """Raised if a client changed a tensor in place after it put the tensor into its reply or state.
+    """Raised if a client changed a tensor of its message, or one that it had put into its reply or state.
 
     Args:
-        path: Path of the tensor in the reply or state.
+        client: Id of the client.
+        path: Path of the tensor, which starts with message, reply or state.
     """
 
-    def __init__(self, path: str):
-        super().__init__(
-            f"{path} was changed after it was handed over; hand over a copy (tree.snapshot), or change it earlier",
-            code="reply.late-write",
-            path=path,
-        )
+    def __init__(self, client: int, path: str):
+        if path.startswith("message."):
+            problem = "was changed in place; change a copy (tree.snapshot)"
+        else:
+            problem = "was changed after it was handed over; hand over a copy (tree.snapshot), or change it earlier"
+        super().__init__(f"client {client}: {path} {problem}", code="reply.late-write", client=client, path=path)
         self.path = path
 
 

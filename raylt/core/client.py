@@ -87,7 +87,8 @@ class ClientState(dict[str, Any]):
 class Client:
     """One participant: its data, its model and its private state.
 
-    A reply and a state are values: changing a tensor of them after they were handed over is an error.
+    A message, a reply and a state are values: changing a tensor of a message, or of the others after they were handed
+    over, is an error.
 
     Attributes:
         samples: The client's images and labels, on its device.
@@ -131,6 +132,10 @@ class Client:
         self._stamps = Stamps()
         self._state = ClientState(state, self._stamps)
 
+    def watch(self, message: Message) -> None:
+        """Record the tensors of the call's message, so that changes in place are detected."""
+        self._stamps.add(message, "message")
+
     @property
     def state(self) -> ClientState:
         return self._state
@@ -140,14 +145,14 @@ class Client:
         self._state = ClientState(values, self._stamps)
 
     def check_stamps(self) -> None:
-        """Check, at the end of a call, that no tensor was changed after it was put into the reply or the state.
+        """Check, at the end of a call, that no tensor of the message, the reply or the state was changed.
 
         Raises:
-            LateWrite: A tensor was changed after it was handed over.
+            LateWrite: A tensor was changed after it was received or handed over.
         """
         path = self._stamps.changed()
         if path is not None:
-            raise LateWrite(f"client {self.id}: {path}")
+            raise LateWrite(self.id, path)
 
     @property
     def augment(self) -> Augmentation | None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import trouble
@@ -26,6 +27,7 @@ from raylt.core.fleet.cohort import RoundStats
 from raylt.core.fleet.reductions import total
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault
+from raylt.errors import LateWrite
 
 HERE = Path(__file__).parent
 CLIENTS = 150  # one of them has no samples
@@ -113,6 +115,30 @@ def test_an_actor_drops_the_data_of_a_client_of_another_node(keep):
     assert block.replies[0].tree == {"shard": "shard 3"}
     assert actor.packs == ({5: pack} if keep else {})
     assert released == ([] if keep else [3])
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_after_a_client_changed_the_message_of_a_block_no_other_client_of_the_block_uses_it(read_only):
+    w = np.ones(2, np.float32)
+    w.flags.writeable = not read_only  # as arrays of the object store, which torch writes to all the same
+    actor = make_actor()
+
+    def run(fn, message, round, id, shard, private):
+        if id == 1:
+            message["w"].mul_(0.5)
+            raise LateWrite(1, "message.w")
+        return trouble.Reply(1, {"w": message["w"]}), {}
+
+    actor.host = SimpleNamespace(run_stacks=lambda *_: {}, run=run, device=torch.device("cpu"))
+    pack = SimpleNamespace(shard=lambda id: None)
+    clients = [(id, 0, None) for id in range(3)]
+    block, *_ = actor.run(None, {"w": w}, Block(1, [0], clients, True, False), 60.0, None, pack)
+    first, *others = block.replies
+    assert first.tree["w"].tolist() == [1, 1]
+    assert [(reply.code, reply.text.partition(" was")[0]) for reply in others] == [
+        ("reply.late-write", "LateWrite: client 1: message.w"),
+        ("reply.late-write", "LateWrite: client 2: message.w"),
+    ]
 
 
 def make_actor():

@@ -103,7 +103,8 @@ def judged_model(method: Method, client: Client, entries: StateDict, other: str 
     model = client.model
     if classifier.keys() != model.classifier.state_dict().keys():
         # the global model has another linear classifier than the one that clients train
-        model = with_classifier(model, classifier["weight"], classifier.get("bias"), classifier.get("longest"))
+        own = {name: value.clone() for name, value in classifier.items()}  # entries are loaded into it below
+        model = with_classifier(model, own["weight"], own.get("bias"), own.get("longest"))
     names = model.state_dict().keys()
     load_entries(model, {name: value for name, value in entries.items() if name in names})
     take_statistics(client)

@@ -146,7 +146,7 @@ class ClientHost:
             The reply, or the reason why it cannot be used, and the client's private state, both on the CPU.
 
         Raises:
-            LateWrite: The function changed a tensor after it was handed over.
+            LateWrite: The function changed a tensor of the message, or one that it had handed over.
         """
         call = ClientCall(id, shard, private)
         if self._is_stacked(fn, call):
@@ -187,6 +187,7 @@ class ClientHost:
         client, entries = self._begun(fn, round, ClientCall(id, shard, private))
         arrived = tree.to({"entries": entries, "message": message}, self.device)
         client.receive(arrived["entries"])
+        client.watch(arrived["message"])
         set_training(self.model)  # every call starts in the same mode, whatever the previous client left
         with self._calling(fn, round, id):
             reply = self._called(lambda: fn(client, arrived["message"]), self.model.state_dict)
@@ -219,6 +220,7 @@ class ClientHost:
         entries = {str(client.id): own for client, own in begun}
         arrived = tree.to({"entries": entries, "message": message}, self.device)
         privates = list(arrived["entries"].values())
+        clients[0].watch(arrived["message"])  # the stack's clients share it; each is called alone after a change
         with self._calling(fn, round, calls[0].id):
             results = self._called(
                 lambda: self._stack.train(method, clients, privates, arrived["message"]), lambda: self._stack.first

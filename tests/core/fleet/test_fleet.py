@@ -106,6 +106,10 @@ def write_late(client: Client, message: Message) -> Reply:
     return reply
 
 
+def halve(client: Client, message: Message) -> Reply:
+    return client.reply(w=message["inner"]["w"].mul_(0.5))
+
+
 def alias(client: Client, message: Message) -> Reply:
     client.state["own"] = client.model.state_dict()
     return client.reply(model=client.model.state_dict())
@@ -572,6 +576,14 @@ def test_a_tensor_that_is_changed_after_it_was_handed_over_is_an_error_that_name
     assert f"client 1: {path} was changed" in str(caught.value)
     for harmless in ("nothing", "removed"):
         assert fleet.ask(write_late, [1], {"change": harmless}, model=mean)["model"]["w"].tolist() == [1, 1]
+
+
+def test_a_client_that_changes_its_message_in_place_is_an_error_that_names_the_tensor(make_fleet):
+    fleet = make_fleet(retries=0)
+    with refused("reply.too-few", TooFewReplies, client=0, cause="reply.late-write") as caught:
+        fleet.ask(halve, IDS, {"inner": {"w": torch.ones(2)}}, w=each)
+    assert "client 0: message.inner.w was changed in place" in str(caught.value)
+    assert "change a copy (tree.snapshot)" in str(caught.value)
 
 
 def test_what_is_handed_over_may_share_memory_with_a_model_that_is_left_as_it_is(make_fleet):

@@ -427,6 +427,22 @@ class TwiceApplied(Method):
         return lambda batch: F.cross_entropy(client.model(batch.x.flip(3)), batch.y)
 
 
+def test_an_objective_that_changes_the_message_of_its_stack_is_an_error():
+    class Writes(FedAvg):
+        stackable: ClassVar[bool] = True
+
+        def objective(self, client, message):
+            if client.id == 4:
+                message["w"].mul_(0.5)
+            return super().objective(client, message)
+
+    host = make_host(Writes())
+    message = {"model": tree.snapshot(Writes().shared(host.model)), "w": torch.ones(2)}
+    calls = [ClientCall(id, shard(id), None) for id in (3, 4)]
+    with pytest.warns(UserWarning, match=r"each trains alone: LateWrite: client \d: message.w was changed in place"):
+        assert host.run_stacks(host.setup.method.train, message, 1, calls) == {}
+
+
 def test_a_stack_that_fails_is_noticed_even_if_its_clients_have_no_error():
     class Odd(FedAvg):
         stackable: ClassVar[bool] = True
