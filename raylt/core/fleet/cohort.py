@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from raylt.core.server import Timings
-from raylt.errors import ConfigError, one_line
+from raylt.errors import ConfigError, count_of, one_line
 
 
 @dataclass(frozen=True, init=False)
@@ -20,7 +20,8 @@ class Cohort:
         everyone: Whether these are all clients, independent of sampling. They do not count as participants of a round.
 
     Raises:
-        ConfigError: The ids are not whole numbers, a client is named twice, or `needed` exceeds the number of clients.
+        ConfigError: The ids are not whole numbers, a client is named twice, or `needed` is not between 1 and the number
+            of clients.
     """
 
     ids: tuple[int, ...]
@@ -44,9 +45,10 @@ class Cohort:
                 key="ids",
                 value=twice,
             )
-        if needed is not None and not 0 <= needed <= len(ordered):
+        if needed is not None and ordered and not 1 <= needed <= len(ordered):  # Fleet.ask reports an empty cohort
             raise ConfigError(
-                f"needed: {len(ordered)} clients cannot give {needed} answers. Give 0 to {len(ordered)}.",
+                f"needed: a call of {count_of(len(ordered), 'client')} cannot need {needed} answers. Give 1 to "
+                f"{len(ordered)}.",
                 code="method.wrong-argument",
                 key="needed",
                 value=needed,

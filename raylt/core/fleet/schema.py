@@ -289,7 +289,8 @@ def _leaf_fault(leaf: Any, expected: Any) -> Fault | None:
     if type(expected) is int and type(leaf) is int:
         if expected <= leaf <= LARGEST_COUNT:
             return None
-        return Fault("reply.out-of-range", f"{shown(leaf)}, expected a count of at least {expected}")
+        limit = f"at least {expected}" if leaf < expected else f"at most {LARGEST_COUNT}"
+        return Fault("reply.wrong-integer", f"{shown(leaf)}, expected a count of {limit}")
     if _leaf_kind(leaf) == _leaf_kind(expected) and (type(expected) is not int or isinstance(leaf, Tensor)):
         return None
     wanted = "count" if type(expected) is int else _leaf_kind(expected)
@@ -354,7 +355,9 @@ def _value_fault(leaf: Any, part: Reduction, largest: float, most: int) -> Fault
     if type(leaf) in (int, float):
         if isinstance(leaf, float) and not math.isfinite(leaf):
             return Fault("reply.not-finite", f"is {leaf}", leaf)
-        limit = LARGEST_COUNT if isinstance(leaf, int) else largest if part.kind == "total" else LARGEST_NUMBER
+        if isinstance(leaf, int):
+            return None if abs(leaf) <= LARGEST_COUNT else _integer_fault(leaf, -LARGEST_COUNT, LARGEST_COUNT)
+        limit = largest if part.kind == "total" else LARGEST_NUMBER
         if abs(leaf) <= limit:
             return None
         return Fault("reply.out-of-range", f"is {shown(leaf)}, beyond {limit:.0e}")
@@ -378,7 +381,12 @@ def _tensor_fault(leaf: Tensor, part: Reduction, largest: float, most: int) -> F
     least = 0 if part.kind == "mean" else -LARGEST_COUNT
     if least <= low and high <= most:
         return None
-    return Fault("reply.out-of-range", f"holds {low if low < least else high}, outside {least}..{most}")
+    return _integer_fault(int(low if low < least else high), least, most)
+
+
+def _integer_fault(value: int, least: int, most: int) -> Fault:
+    """Return the fault of a whole number outside of its range. Diverged training sends no such number."""
+    return Fault("reply.wrong-integer", f"holds the whole number {shown(value)}, outside {least}..{most}")
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

@@ -110,6 +110,10 @@ def halve(client: Client, message: Message) -> Reply:
     return client.reply(w=message["inner"]["w"].mul_(0.5))
 
 
+def repeat(client: Client, message: Message) -> Reply:
+    return client.reply(serial=message["serial"])
+
+
 def alias(client: Client, message: Message) -> Reply:
     client.state["own"] = client.model.state_dict()
     return client.reply(model=client.model.state_dict())
@@ -586,6 +590,15 @@ def test_a_client_that_changes_its_message_in_place_is_an_error_that_names_the_t
     assert "change a copy (tree.snapshot)" in str(caught.value)
 
 
+@pytest.mark.parametrize("serial", [tensor([2**62 + 1]), 2**62 + 1])
+def test_a_whole_number_that_is_too_large_is_no_divergence(make_fleet, serial):
+    with refused("reply.too-few", TooFewReplies, client=0, cause="reply.wrong-integer") as caught:
+        make_fleet().ask(repeat, IDS, {"serial": serial}, serial=each)
+    problem = f"serial holds the whole number {2**62 + 1}, outside -{2**53}..{2**53}."
+    assert problem in str(caught.value)
+    assert "local.lr" not in str(caught.value)
+
+
 def test_what_is_handed_over_may_share_memory_with_a_model_that_is_left_as_it_is(make_fleet):
     fleet = make_fleet()
     fleet.ask(alias, [0], {}, model=each)
@@ -634,15 +647,17 @@ def test_sample_takes_every_client_equally_often(tiny_task):
     assert all(abs(drawn.count(id) - 160) < 4 * 9.8 for id in range(10))
 
 
-def test_a_cohort_names_each_client_once_and_needs_no_more_answers_than_clients():
+def test_a_cohort_names_each_client_once_and_needs_one_answer_to_as_many_as_clients():
     with refused("method.wrong-argument", ConfigError, key="ids", value=3):
         Cohort([3, 1, 3])
-    with refused("method.wrong-argument", ConfigError, key="needed", value=3):
-        Cohort([1, 2], 3)
+    for needed in (-1, 0, 3):
+        with refused("method.wrong-argument", ConfigError, key="needed", value=needed):
+            Cohort([1, 2], needed)
     for ids in (None, 5, ["a"], [[1]], [0.7, 1.2], "56"):
         with refused("method.wrong-argument", ConfigError, key="ids"):
             Cohort(ids)  # pyright: ignore[reportArgumentType]
     assert Cohort([2, 1], 1).ids == (1, 2)
+    assert Cohort([], 0).ids == ()
 
 
 @pytest.mark.parametrize("id", [-1, 4, 99])  # client 4 has no samples

@@ -43,7 +43,7 @@ def fault(part, value, samples=5, labels=1, **others):
         ([5, 1, 0], "reply.wrong-sums"),
         ([6, -1, 0], "reply.wrong-sums"),
         ([2**53, 0, 0], "reply.wrong-sums"),
-        ([2**62, 2**62, 2**62], "reply.out-of-range"),
+        ([2**62, 2**62, 2**62], "reply.wrong-integer"),
     ],
 )
 def test_counts_add_up_to_the_samples(counts, code):
@@ -266,7 +266,7 @@ def test_no_client_can_bring_the_counters_of_the_others_to_their_limit(tiny_task
 def test_a_process_of_clients_knows_the_limit_of_counters_too():
     batches = {"batches": torch.tensor(7), "weight": torch.zeros(3)}
     checks = Schema({"model": mean.like(batches)}, {7: 5}).restricted_to([7])
-    for count, code in ((8, None), (2**40, "reply.out-of-range")):
+    for count, code in ((8, None), (2**40, "reply.wrong-integer")):
         found = checks.fault(7, Reply(5, {"model": batches | {"batches": torch.tensor(count)}}))
         assert (found and found.code) == code
 
