@@ -27,6 +27,7 @@ from raylt.core.client import ClientFunction
 from raylt.core.fleet.block_sums import BLOCK, SummedReply, split_into_blocks
 from raylt.core.fleet.cohort import RoundStats
 from raylt.core.fleet.fleet import Answer, Arrived, ItemFunction
+from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault, unpacked
 from raylt.core.training.stacked_sgd import FEW, SAMPLES
@@ -158,7 +159,7 @@ class ClientCalls(Job):
         self.enough = enough
         self.usable = usable
         self.sums = sums
-        self.name = getattr(fn, "__name__", "call")
+        self.name = function_name(fn)
         self.answers: dict[int, Answer] = {}
         self._usable_answers = 0
         self._attempts = dict.fromkeys(ids, 0)
@@ -425,7 +426,7 @@ class ServerItems(Job):
         self.fn = fn
         self.items = items
         self.retries = retries
-        self.name = getattr(fn, "__name__", "map")
+        self.name = function_name(fn)
         self.results: dict[int, Tree] = {}
         self.error: RayltError | None = None
         self._waiting = list(range(len(items)))  # a heap, so that the items are submitted in order

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from raylt.config import Config
 from raylt.contract.case import fitting, learning_part
 from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.method import Method
 from raylt.core.server import Server, Timings
@@ -317,7 +318,7 @@ class _Host(ClientHost):
         _count_layers(self.model, self.spec.shape)
 
     def run(self, fn: Any, message: Any, round: int, id: int, shard: Shard | None, private: Any) -> Any:
-        self._passes.call = getattr(fn, "__name__", "call")
+        self._passes.call = function_name(fn)
         try:
             return super().run(fn, message, round, id, shard, private)
         finally:
@@ -352,7 +353,7 @@ class _Fleet(LocalFleet):
         self.sends: dict[str, dict[str, str]] = {}  # client function: {part: reduction}
 
     def ask(self, fn: Any, cohort: Any, message: Any, weights: Any = None, /, **parts: Any) -> Any:
-        self.sends[getattr(fn, "__name__", "call")] = {name: part.kind for name, part in parts.items()}
+        self.sends[function_name(fn)] = {name: part.kind for name, part in parts.items()}
         return super().ask(fn, cohort, message, weights, **parts)
 
 

@@ -12,6 +12,7 @@ from raylt import tree
 from raylt.contract.trace import fingerprint
 from raylt.core.client import Client, Reply
 from raylt.core.fleet.client_host import ClientHost, Outcome
+from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.setup import Setup
 from raylt.errors import in_user_code
@@ -56,7 +57,7 @@ class Recorder(ClientHost):
     def run(self, fn, message, round, id, shard, private):
         self.messages.append(message)
         before = fingerprint(message)
-        name = getattr(fn, "__name__", "call")
+        name = function_name(fn)
         reply, after = super().run(fn, message, round, id, shard, private)
         if fingerprint(message) != before:
             self.changed.add(name)
@@ -176,7 +177,7 @@ class FailsFirst(ClientHost):
 
     def run(self, fn, message, round, id, shard, private):
         result = super().run(fn, message, round, id, shard, private)
-        call = (getattr(fn, "__name__", "call"), round, id)
+        call = (function_name(fn), round, id)
         if call not in self.failed:
             self.failed.add(call)
             raise RuntimeError("the first attempt is lost")

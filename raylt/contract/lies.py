@@ -10,6 +10,7 @@ from torch import Tensor
 from raylt.core.client import Reply
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.fleet import Answer
+from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.schema import LARGEST_COUNT, Schema
 from raylt.errors import ClientError
@@ -36,7 +37,7 @@ class Lies(ClientHost):
 
     def run(self, fn, message, round, id, shard, private):
         reply, after = super().run(fn, message, round, id, shard, private)
-        if id != LIAR or not isinstance(reply, Reply) or getattr(fn, "__name__", "") in ("judge", "settle"):
+        if id != LIAR or not isinstance(reply, Reply) or function_name(fn) in ("judge", "settle"):
             return reply, after
         worst = {
             name: replaced(value, lambda leaf: LARGEST_COUNT if is_whole(leaf) else math.nan)

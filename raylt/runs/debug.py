@@ -16,6 +16,7 @@ from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.device import one_thread
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.fleet import Answer, Arrived
+from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Unusable
@@ -144,7 +145,7 @@ class ReplayFleet(LocalFleet):
         sums: Schema | None,
     ) -> Iterator[Answer]:
         round, client, function = self._wanted
-        name = getattr(fn, "__name__", "call")
+        name = function_name(fn)
         if self.round != round or client not in ids or function not in (None, name):
             return super()._answers(fn, ids, message, enough, usable, sums)
         private = next((state for _, state in self.private_states([client])), None) if client in self._private else None

@@ -14,6 +14,7 @@ from raylt import tree
 from raylt.core.client import Client, ClientFunction, Message, Reply
 from raylt.core.device import describe, is_full
 from raylt.core.evaluation.counts import EvaluationSet
+from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.wire import Unusable, plain, room_for
 from raylt.core.method import Method
 from raylt.core.setup import Setup, private_entries
@@ -236,7 +237,7 @@ class ClientHost:
         client = self._admit(call.id, call.shard)
         private = {"model": self._initial, "state": {}} if call.private is None else call.private
         client.recall(private["state"])
-        client.begin(getattr(fn, "__name__", "call"), round)
+        client.begin(function_name(fn), round)
         return client, private["model"]
 
     @contextmanager
@@ -245,7 +246,7 @@ class ClientHost:
         threads = torch.get_num_threads()
         self._set_threads(self._threads)  # the same number everywhere, since it affects the order of some sums
         try:
-            with seeded(self.setup.config.seed, getattr(fn, "__name__", "call"), round, id, device=self.device):
+            with seeded(self.setup.config.seed, function_name(fn), round, id, device=self.device):
                 yield
         finally:
             self._set_threads(threads)

@@ -26,6 +26,7 @@ from raylt.config import Config
 from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.fleet.aggregation import Aggregator, LayoutVote, Replies
 from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
+from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.item_progress import ItemsHook, progress_of_items, steps_reported_to
 from raylt.core.fleet.quorum import Call, Quorum
 from raylt.core.fleet.reductions import Reduction
@@ -136,7 +137,7 @@ class Fleet(ABC):
             RayltError: The message is not finite.
         """
         cohort = cohort if isinstance(cohort, Cohort) else Cohort(cohort)
-        name = getattr(fn, "__name__", "call")
+        name = function_name(fn)
         self._check_asked(name, cohort, weights, parts)
         self._check_message(name, message)
         check_finite(message, f"round {self.round}, {name}: the message to the clients", self.config)
@@ -172,12 +173,12 @@ class Fleet(ABC):
     def show_items(self, fn: ItemFunction, done: int, total: int) -> None:
         """Tell the observer how many items of a `map` call are done."""
         if self.on_progress is not None:
-            self.on_progress(getattr(fn, "__name__", "map"), done, total)
+            self.on_progress(function_name(fn), done, total)
 
     def show_steps(self, fn: ItemFunction, done: int, total: int, steps: Mapping[int, tuple[int, int]]) -> None:
         """Tell the observer how many steps of each unfinished `map` item are done; see `progress_of_items`."""
         if self.on_items is not None:
-            self.on_items(progress_of_items(getattr(fn, "__name__", "map"), done, total, steps))
+            self.on_items(progress_of_items(function_name(fn), done, total, steps))
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

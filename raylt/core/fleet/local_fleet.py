@@ -13,6 +13,7 @@ from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.fleet.block_sums import split_into_blocks
 from raylt.core.fleet.client_host import ClientCall, ClientHost
 from raylt.core.fleet.fleet import Answer, Arrived, Fleet, ItemFunction, compute
+from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault, Unusable, packed, unpacked
 from raylt.data.task import Task
@@ -36,6 +37,7 @@ class LocalFleet(Fleet):
         self._host = host
 
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
+        name = function_name(fn)
         threads = max(1, int(self.config.resources.cpus_per_client))
         results = []
         for number, item in enumerate(items):
@@ -48,7 +50,6 @@ class LocalFleet(Fleet):
                 fn_copy, item_copy = pickle.loads(cloudpickle.dumps((fn, item)))
                 results.append(compute(fn_copy, item_copy, threads, self._host.device, show))
             except Exception as error:
-                name = getattr(fn, "__name__", "map")
                 raise RayltError(
                     f"{name}, item {number}: {one_line(error)}", code="server.map-failed", function=name, item=number
                 ) from error
@@ -97,7 +98,7 @@ class LocalFleet(Fleet):
         Args:
             call: The pickled function and message.
         """
-        name = getattr(fn, "__name__", "call")
+        name = function_name(fn)
         deadline = self.config.federation.deadline_s
 
         def answer(id: int) -> Answer:

@@ -15,6 +15,7 @@ from raylt.core.client import ClientFunction
 from raylt.core.fleet.block_sums import BLOCK
 from raylt.core.fleet.client_host import ClientCall, ClientHost
 from raylt.core.fleet.fleet import Answer, ItemFunction, compute
+from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.wire import Fault, packed, unpacked
 from raylt.core.processes.forked_workers import ForkedWorkers, Lost
@@ -91,7 +92,7 @@ class ProcessFleet(LocalFleet):
             )
 
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
-        name = getattr(fn, "__name__", "map")
+        name = function_name(fn)
         tasks = deque(_Item(number, cloudpickle.dumps(item)) for number, item in enumerate(items))
         tries = dict.fromkeys(range(len(items)), self.config.federation.retries)
         results: dict[int, Tree] = {}
@@ -115,7 +116,7 @@ class ProcessFleet(LocalFleet):
         super().close()
 
     def _in_order(self, fn: ClientFunction, call: bytes, ids: Sequence[int]) -> Generator[Answer]:
-        name = getattr(fn, "__name__", "call")
+        name = function_name(fn)
         limit = self.config.federation.deadline_s
         until = None if limit is None else time.monotonic() + limit
         size = 1 if until is not None else self._task_size(fn, len(ids))

@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,14 @@ def halve(client: Client, message: Message) -> Reply:
 
 def repeat(client: Client, message: Message) -> Reply:
     return client.reply(serial=message["serial"])
+
+
+def draw_number(client: Client, message: Message, factor: float = 1.0) -> Reply:
+    return client.reply(x=factor * torch.rand(1))
+
+
+def redraw(client: Client, message: Message) -> Reply:
+    return draw_number(client, message)
 
 
 def alias(client: Client, message: Message) -> Reply:
@@ -597,6 +606,29 @@ def test_a_whole_number_that_is_too_large_is_no_divergence(make_fleet, serial):
     problem = f"serial holds the whole number {2**62 + 1}, outside -{2**53}..{2**53}."
     assert problem in str(caught.value)
     assert "local.lr" not in str(caught.value)
+
+
+def test_a_partial_is_called_under_the_name_of_its_function(make_fleet):
+    fleet = make_fleet()
+    fleet.begin(1)
+    for fn in (draw_number, partial(draw_number, factor=1.0), partial(partial(draw_number), factor=1.0)):
+        assert fleet.ask(fn, [0], {}, x=each)["x"] == fleet.ask(draw_number, [0], {}, x=each)["x"]
+    assert fleet.ask(partial(redraw), [0], {}, x=each)["x"] != fleet.ask(draw_number, [0], {}, x=each)["x"]
+    assert set(fleet.round_stats.traffic) == {"draw_number", "redraw"}
+
+
+class Nameless:
+    def __call__(self, *arguments):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("fn", [Nameless(), partial(Nameless())])
+def test_a_function_without_a_name_is_refused(make_fleet, fn):
+    fleet = make_fleet()
+    with refused("method.wrong-argument", ConfigError, key="fleet"):
+        fleet.ask(fn, [0], {})
+    with refused("method.wrong-argument", ConfigError, key="fleet"):
+        fleet.map(fn, [])
 
 
 def test_what_is_handed_over_may_share_memory_with_a_model_that_is_left_as_it_is(make_fleet):
