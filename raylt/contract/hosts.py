@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,10 +129,8 @@ class InStacks(ClientHost):
         compared: Number of calls that were compared.
     """
 
-    on_any_processor: ClassVar[bool] = True
-
     def __init__(self, setup: Setup, *args: Any):
-        super().__init__(setup, *args)
+        super().__init__(setup, *args, any_processor=True)
         local = setup.config.local.model_copy(update={"stacked": "off"})
         self._alone = ClientHost(replace(setup, config=setup.config.model_copy(update={"local": local})), *args)
         self.difference = 0.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -56,13 +56,11 @@ class ClientHost:
         room: Maximum size in bytes of all samples on the device. Beyond it, the host drops the samples of the least
             recently called client, and that client's next call must supply them again.
         on_problem: Called with one line of text about a problem from which the host recovers; by default a warning.
+        any_processor: Whether to use stacks even on processors where the bits of one client depend on the others.
 
     Attributes:
         why_alone: The reason why no clients train in stacks, as a text; None if small clients do.
-        on_any_processor: Whether to use stacks even on processors where the bits of one client depend on the others.
     """
-
-    on_any_processor: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -72,6 +70,7 @@ class ClientHost:
         device: torch.device,
         room: float = math.inf,
         on_problem: Callable[[str], None] = warnings.warn,
+        any_processor: bool = False,
     ):
         self.setup = setup
         self.spec = spec
@@ -84,9 +83,7 @@ class ClientHost:
         self._initial = tree.snapshot(private_entries(setup.method, self.model))
         self._test = EvaluationSet(test, spec, device)
         self._threads = max(1, int(setup.config.resources.cpus_per_client))
-        self.why_alone = why_alone(
-            setup.config, setup.method, self.model, spec, setup.augment, device, self.on_any_processor
-        )
+        self.why_alone = why_alone(setup.config, setup.method, self.model, spec, setup.augment, device, any_processor)
         self._room = room_for(tree.nbytes(dict(self.model.state_dict()) | frozen_entries(self.model)))
 
     def describe(self) -> dict[str, str | None]:
