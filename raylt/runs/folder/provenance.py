@@ -48,6 +48,7 @@ _DECISIVE = (
     "tree",
     "registry",
     "recordability",
+    "staging",
     "data",
     "models",
     "core",

@@ -9,6 +9,7 @@ import pytest
 from made import report
 from refusals import refused
 from small_runs import make_run
+from test_layers import edges
 
 import raylt
 from raylt import Callback, Run
@@ -21,6 +22,16 @@ from raylt.runs.folder.writer import Journal
 from raylt.runs.verify import verify
 from raylt.studies.records.record import read_run
 from raylt.typed_json import hash_json
+
+# Modules and packages that decisive ones import, and that decide no result: errors, files, processes, the user's code.
+INDECISIVE = {"disk", "errors", "machine", "notebook", "own_code", "store", "typed_json"}
+
+
+def test_the_hash_of_the_code_covers_what_decisive_modules_import():
+    inner = [[name.split(".")[1] for name in (module, reached) if name.count(".")] for module, reached, _ in edges()]
+    decisive = set(provenance._DECISIVE)
+    reached = {names[1] for names in inner if len(names) == 2 and names[0] in decisive}
+    assert reached - decisive == INDECISIVE
 
 
 @pytest.fixture(scope="module")
