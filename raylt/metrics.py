@@ -185,19 +185,23 @@ def as_seen(matrix: Tensor, view: Tensor) -> Tensor:
     return torch.zeros_like(matrix).index_add_(1, view, rows)
 
 
-def seen_by_each(matrices: Mapping[int, Tensor] | Tensor, views: Tensor, ids: Iterable[int]) -> Mapping[int, Tensor]:
+def seen_by_each(
+    matrices: Mapping[int, Tensor] | Tensor, views: np.ndarray | None, ids: Iterable[int]
+) -> Mapping[int, Tensor]:
     """Return confusion matrices by client id, with the classes mapped to the classes that each client distinguishes.
 
     Args:
         matrices: Counts of each client's own model by client id, or the counts of one shared model.
-        views: View of each client, int64 [K, C]; see `as_seen`.
+        views: View of each client, int64 [K, C], see `as_seen`; None if all clients see the classes themselves.
         ids: Clients that use the shared model.
     """
     import torch
 
     own = matrices if isinstance(matrices, Mapping) else dict.fromkeys(ids, matrices)
-    plain = (views == torch.arange(views.shape[1])).all(1).tolist()
-    return Computed(own, lambda k: own[k] if plain[k] else as_seen(own[k], views[k]))
+    if views is None:
+        return own
+    plain = (views == np.arange(views.shape[1])).all(1).tolist()
+    return Computed(own, lambda k: own[k] if plain[k] else as_seen(own[k], torch.from_numpy(views[k])))
 
 
 class Computed(Mapping[int, "Tensor"]):

@@ -172,16 +172,19 @@ class Task(TaskSpec):
         """Return the number of images of each client, int64 [K]."""
         return self.shards.sizes if isinstance(self.shards, PerClient) else np.array(list(map(len, self.shards)))
 
-    @property
-    def views(self) -> np.ndarray:
-        """Return each client's class mapping for evaluation, int64 [K, C].
+    @cached_property
+    def views(self) -> np.ndarray | None:
+        """Return each client's class mapping for evaluation, int64 [K, C]; None if no client's mapping renames classes.
 
         Entry c of a client is the class that replaces class c.
         """
-        classes = np.arange(self.classes)
         if isinstance(self.shards, Holdings) and self.shards.views is None:
-            return np.tile(classes, (self.clients, 1))
-        return np.stack([classes if shard.renaming is None else shard.renaming for shard in self.shards])
+            return None
+        renamings = [shard.renaming for shard in self.shards]
+        if all(renaming is None for renaming in renamings):
+            return None
+        classes = np.arange(self.classes)
+        return np.stack([classes if renaming is None else renaming for renaming in renamings])
 
     @property
     def spec(self) -> TaskSpec:

@@ -116,7 +116,7 @@ def confusion_of(run: Run, client: str | int | None = None, step: int | None = N
             images = "all test images"
         samples = task.client_counts[id]
         model = f"client {task.client_names[id]}"
-        seen = {} if matrix is None else metrics.seen_by_each({id: matrix}, torch.from_numpy(task.views), ())
+        seen = {} if matrix is None else metrics.seen_by_each({id: matrix}, task.views, ())
     elif of_clients:
         return _of_own_models(run, task, matrices)
     else:
@@ -126,22 +126,21 @@ def confusion_of(run: Run, client: str | int | None = None, step: int | None = N
         seen = {}
         if matrices.shared is not None:
             ids = [id for id, _ in clients_of(run)]
-            seen = metrics.seen_by_each(matrices.shared, torch.from_numpy(task.views), ids)
+            seen = metrics.seen_by_each(matrices.shared, task.views, ids)
     total = sum(seen.values(), start=torch.zeros(task.classes, task.classes, dtype=torch.int64))
     return Confusion(f"{run.name}: {model}, {images}", total, task.class_names, task.groups, samples.tolist())
 
 
 def _of_own_models(run: Run, task: Task, matrices: Matrices) -> Confusion:
     """Return the summed confusion matrix of all clients' own models, each on its client's test images."""
-    views = torch.from_numpy(task.views)
     zeros = torch.zeros(task.classes, task.classes, dtype=torch.int64)
     if matrices.own:
-        seen = metrics.seen_by_each(matrices.own, views, ())
+        seen = metrics.seen_by_each(matrices.own, task.views, ())
         images = "own test images"
         total = sum(seen.values(), start=zeros)
         tested = total.sum(1).tolist()
     else:
-        seen = metrics.seen_by_each(matrices.clients, views, ())
+        seen = metrics.seen_by_each(matrices.clients, task.views, ())
         images = "own class mix"
         total = zeros.double()
         for id, matrix in seen.items():

@@ -63,7 +63,7 @@ def draw_predictions(
     truth = load(take(task.test.y, rows))
     id, model, title = _model_to_draw(run, client)
     predicted = model.predict(pictures).labels.numpy().astype(np.uint8)
-    if id is not None:
+    if id is not None and task.views is not None:
         truth = relabel(truth, task.views[id])
         predicted = relabel(predicted, task.views[id])
     figure = _plot(

@@ -143,19 +143,24 @@ def nan_predictions_on(shard: Shard) -> Reduction:
     return each.like(0).where(lambda count: f"is more than the {most} labels" if count > most else None)
 
 
-def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor:
-    """Count the samples or labelled pixels of each class over a test set or some of its rows.
+def totals(shard: Shard, classes: int) -> Tensor:
+    """Return the samples or labelled pixels of each class in a test set, int64 [C]."""
+    return torch.from_numpy(class_counts(shard.labels(), classes))
+
+
+def totals_of_each(shard: Shard, classes: int, rows: Mapping[int, np.ndarray]) -> dict[int, Tensor]:
+    """Count the samples or labelled pixels of each class over the rows of each client.
 
     Args:
         shard: The test set.
         classes: Number of classes, C.
-        rows: The rows to count; by default all.
+        rows: Rows of the test set by client id.
 
     Returns:
-        Counts, int64 [C].
+        Counts by client id, int64 [C].
     """
     labels = shard.labels()
-    return torch.from_numpy(class_counts(labels if rows is None else labels[rows], classes))
+    return {id: torch.from_numpy(class_counts(labels[own], classes)) for id, own in rows.items()}
 
 
 def _cells_like(expected: Tensor, columns: int) -> Reduction:

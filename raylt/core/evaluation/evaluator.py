@@ -26,7 +26,7 @@ from raylt.core.evaluation.client_models import (
     judged_entries,
     judged_model,
     nan_predictions_on,
-    totals,
+    totals_of_each,
 )
 from raylt.core.evaluation.counts import NO_CLIENT, Counts, CountsByClient, Matrices, counts_of
 from raylt.core.fleet.cohort import Cohort
@@ -37,6 +37,7 @@ from raylt.core.report import POOLED, SHARED
 from raylt.core.server import Server
 from raylt.data.images.cache import Mapped, load
 from raylt.data.samples import Samples
+from raylt.data.splits.split import grouped
 from raylt.data.task import Shard, Task
 from raylt.models.split import SplitModel
 from raylt.seeds import seeded
@@ -230,7 +231,7 @@ class Evaluator:
             matrices: Confusion matrices of the clients' own models or of the global model.
             ids: The clients that use the global model, if `matrices` has none of their own.
         """
-        views, owned = torch.from_numpy(self.task.views), torch.from_numpy(self.task.client_counts)
+        views, owned = self.task.views, torch.from_numpy(self.task.client_counts)
         everyone = matrices.clients or matrices.shared
         assert everyone is not None
         seen = metrics.seen_by_each(everyone, views, ids)
@@ -266,8 +267,8 @@ class Evaluator:
         test, classes = self.task.test, self.task.classes
         if self.task.own_tests is None:
             return counts_on(test, classes)
-        own = {id: totals(test, classes, rows) for id, rows in enumerate(self.task.own_tests) if len(rows)}
-        return counts_on_own(test, classes, own)
+        own = {id: rows for id, rows in enumerate(self.task.own_tests) if len(rows)}
+        return counts_on_own(test, classes, totals_of_each(test, classes, own))
 
 
 def _shown(clients: dict[str, Any]) -> str:
@@ -321,7 +322,8 @@ def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[s
     assert owners is not None
     if has_own_models(method, server):
         message = {"model": judged_entries(server, method), "judged": _as_message(shard), "owners": view(owners)}
-        taken = {id: totals(shard, task.classes, np.flatnonzero(owners == id)) for id in np.unique(owners).tolist()}
+        ids = np.unique(owners)
+        taken = totals_of_each(shard, task.classes, dict(zip(ids.tolist(), grouped(owners, ids), strict=True)))
         reduction = counts_on_own(shard, task.classes, taken)
         with fleet.judging():
             got = fleet.ask(ValidationJudge(method).judge, fleet.everyone, message, confusion=reduction)
@@ -334,10 +336,9 @@ def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[s
         counts = counts_of(predict, samples, task.classes, server.config.evaluation.batch, torch.from_numpy(owners))
         judged = balance(counts.all)
         own = counts.own
-    views = torch.from_numpy(task.views)
-    seen = metrics.seen_by_each(judged, views, fleet.ids)
+    seen = metrics.seen_by_each(judged, task.views, fleet.ids)
     pooled = sum(seen.values(), start=torch.zeros_like(next(iter(seen.values()))))
-    own_seen = metrics.seen_by_each(own.of(set(fleet.ids)), views, ())
+    own_seen = metrics.seen_by_each(own.of(set(fleet.ids)), task.views, ())
     clients = metrics.client_figures(metrics.by_client(seen, torch.from_numpy(task.client_counts), own_seen))
     return {
         "accuracy": metrics.accuracy(pooled),

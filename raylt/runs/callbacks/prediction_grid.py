@@ -77,7 +77,7 @@ def draw_prediction_grid(setup: Setup, task: Task, folder: Path) -> Picture:
         class_pairs = [(task.class_names[a], task.class_names[b]) for a, b in zip(truth, predicted, strict=True)]
         return _with_words(images, class_pairs, name)
     predicted = predicted.astype(np.uint8)
-    if client is not None:
+    if client is not None and task.views is not None:
         truth = relabel(truth, task.views[client])
         predicted = relabel(predicted, task.views[client])
     palette = palette_of(task)

@@ -111,7 +111,7 @@ def test_figures_of_kept_cells_are_those_of_dense_matrices_to_the_bit():
     views = torch.arange(11).repeat(200, 1)
     views[::2, 3:] = 10
     owned = torch.randint(4, (200, 11), generator=chance)
-    seen = metrics.seen_by_each(kept, views, ())
+    seen = metrics.seen_by_each(kept, views.numpy(), ())
     by_hand = {id: matrix if id % 2 else metrics.as_seen(matrix, views[id]) for id, matrix in dense.items()}
     assert torch.equal(metrics.pooled(seen.values()), sum(by_hand.values()))
     assert metrics.by_client(seen, owned, seen) == metrics.by_client(by_hand, owned, by_hand)

@@ -150,7 +150,7 @@ def test_a_client_s_model_is_taken_by_name_or_id(made):
 
 def test_a_client_cannot_say_what_it_is_not_judged_on(made):
     task = made("fedper").task
-    own = {id: client_models.totals(task.test, 4, rows) for id, rows in enumerate(task.own_tests)}
+    own = client_models.totals_of_each(task.test, 4, dict(enumerate(task.own_tests)))
     schema = client_models.counts_on_own(task.test, 4, own)
     on_all, on_own = torch.diag(client_models.totals(task.test, 4)), torch.diag(own[1])
     honest = counts.cells_of(on_all, on_own)

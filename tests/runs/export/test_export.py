@@ -96,7 +96,7 @@ def test_the_exported_file_gives_what_was_judged(folder, name, kind):
         return
     matrices = {id: counts(run, raylt.load_model(file, id)) for id in range(4)}
     assert all(torch.equal(matrices[id], judged.clients[id]) for id in range(4))
-    seen = metrics.seen_by_each(matrices, torch.from_numpy(run.task.views), range(4))
+    seen = metrics.seen_by_each(matrices, run.task.views, range(4))
     figures = metrics.by_client(seen, torch.from_numpy(run.task.client_counts))
     assert figures == {kind: run.reports[-1]["by_client"][kind] for kind in figures}
 
