@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from raylt.config import Config, Section, check
 from raylt.config.sections import LAST_SEED
@@ -31,7 +31,7 @@ from raylt.disk import LONGEST_NAME
 from raylt.errors import ConfigError, did_you_mean
 from raylt.studies.analysis.claims import Claim, read_claim
 from raylt.studies.analysis.measures import At, measure_of
-from raylt.studies.running.tuning import Outcomes, Tuning
+from raylt.studies.running.tuning import Metric, Outcomes, Tuning
 from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolved, slug
 
 MAX_SEEDS = 10_000
@@ -97,6 +97,15 @@ class Definition(Section):
         if isinstance(value, list) and (len(value) > MAX_SEEDS or max(value) > LAST_SEED):
             raise ValueError(f"must be at most {MAX_SEEDS:,} seeds, each at most {LAST_SEED}")
         return value
+
+    @field_validator("tune")
+    @classmethod
+    def _metric(cls, value: Tuning | None, info: ValidationInfo) -> Tuning | None:
+        """Return the settings of the searches with a metric: by default the figure by which the study compares."""
+        if value is None or value.metric is not None:
+            return value
+        measure = info.data.get("measure")
+        return value.model_copy(update={"metric": measure if measure in get_args(Metric) else "accuracy"})
 
     @property
     def compared_to(self) -> str:

@@ -54,7 +54,8 @@ class Tuning(Section):
         ranges: Range of each setting that is searched for all arms, such as loguniform(0.003, 0.1). The range of a
             method's field applies to arms whose method has this field.
         fields: Method fields to search, by arm; by default all fields that the study does not set.
-        metric: Figure on the validation samples to maximise.
+        metric: Figure on the validation samples to maximise. In a definition it is the study's measure by default, or
+            accuracy if the measure is none of these figures.
         splits: Number of splits on which each trial runs; its score is the worst over these splits. The splits use the
             study's first seed and the seeds after it.
         searcher: Tree-structured Parzen estimator, or random search.
@@ -64,7 +65,7 @@ class Tuning(Section):
     count: Count = "steps"
     ranges: dict[str, str] = Field(default={})
     fields: dict[str, list[str]] = Field(default={})
-    metric: Metric = "accuracy"
+    metric: Metric | None = None
     searcher: Literal["tpe", "random"] = "tpe"
     splits: int = Field(default=1, ge=1, le=MOST_SPLITS)
 

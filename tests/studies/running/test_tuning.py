@@ -50,6 +50,21 @@ def outcome(definition, arm, cell="", **values):
     return {"asked": wanted, "values": values, "score": 0.5, "trials": 3, "client_steps": 90, "budget": 99}
 
 
+@pytest.mark.parametrize(
+    ("parts", "metric"),
+    [
+        ({}, "accuracy"),
+        ({"measure": "matched"}, "matched"),
+        ({"measure": "matched", "tune": TUNED["tune"] | {"metric": "accuracy"}}, "accuracy"),
+        ({"measure": "global_miou"}, "accuracy"),
+    ],
+)
+def test_arms_are_tuned_by_the_figure_by_which_they_are_compared(parts, metric, tmp_path):
+    study = Study.create(define(TUNED | parts), tmp_path)
+    assert study.definition.tune.metric == metric
+    assert read_definition(study.folder / "study.yaml").tune.metric == metric
+
+
 def test_runs_have_what_their_arm_was_tuned_to_in_that_cell():
     definition = define(TUNED | {"cells": {"data.imbalance": [5, 10]}})
     first, second = definition.all_cells
@@ -187,10 +202,10 @@ def test_arms_without_rounds_are_searched_by_trials_as_a_budget_does_not_limit_t
         f"{name} once": {"method": name, "federation.rounds": 0} for name in ("fed3r", "fedncm")
     }
     base = TUNED["base"] | {"trainable": "classifier"}
-    definition = define(TUNED | {"base": base, "arms": arms})
-    tuning = Tuning(runs=3, searcher="random", ranges={"local.lr": "loguniform(0.01, 0.1)"}, fields={"fedncm once": []})
+    tune = TUNED["tune"] | {"ranges": {"local.lr": "loguniform(0.01, 0.1)"}, "fields": {"fedncm once": []}}
+    definition = define(TUNED | {"base": base, "arms": arms, "tune": tune})
     once, nothing = (
-        tune_arm(tmp_path / name, definition.bases()["", name], definition.bases()["", "fedavg"], tuning, name)
+        tune_arm(tmp_path / name, definition.bases()["", name], definition.bases()["", "fedavg"], definition.tune, name)
         for name in ("fed3r once", "fedncm once")
     )
     assert (once["trials"], once["client_steps"]) == (3, 0)
