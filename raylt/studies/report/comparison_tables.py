@@ -268,6 +268,7 @@ def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Map
     """Find the best and second-best mean of each cell and measure; return their ranks by row and column.
 
     Means with equal text in the table have the same rank. A cell with one arm, or with equal arms only, has no ranks.
+    Of two arms, only the better one has a rank.
     """
     places: Places = {}
     for comparison in comparisons:
@@ -286,7 +287,7 @@ def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Map
                 places |= {
                     (index, columns[measure]): best_first.index(value) + 1
                     for index, value in values.items()
-                    if value in best_first[:2]
+                    if value in best_first[: 2 if len(values) > 2 else 1]
                 }
     return places
 

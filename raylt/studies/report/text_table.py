@@ -111,7 +111,8 @@ class TextTable:
 
         The facts for the caption, further tables and notes are in comments.
         """
-        ranked = ["in each column the best mean is bold, the second underlined"] if self.places else []
+        second = ", the second underlined" if 2 in self.places.values() else ""
+        ranked = [f"in each column the best mean is bold{second}"] if self.places else []
         lines = [
             r"% \usepackage{booktabs}",
             *(f"% {_line(text)}" for text in [self.title, *ranked]),

@@ -421,6 +421,12 @@ def test_latex_marks_the_best_and_the_second_mean_of_each_column_by_its_directio
     assert rows["b"][0].endswith(r"$\pm$ 0.71")  # the standard deviation of 0.70 and 0.71
 
 
+def test_the_worse_of_two_arms_is_not_underlined_as_the_second_best():
+    text = comparison_tables.comparison_table(compare(records(), "a")).latex()
+    assert r"\textbf" in text
+    assert "underline" not in text
+
+
 def test_latex_comments_say_what_a_caption_needs():
     made = records()
     for each in made:
