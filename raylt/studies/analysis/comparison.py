@@ -15,7 +15,7 @@ from raylt.errors import CheckpointError, ConfigError, count_of, did_you_mean, s
 from raylt.notebook import later
 from raylt.studies.analysis.answers import by_cell
 from raylt.studies.analysis.claims import Claim, ClaimFigures, Judged, Values, difference, judge
-from raylt.studies.analysis.measures import At, measure_of, value_of
+from raylt.studies.analysis.measures import At, is_of_deployed_models, measure_of, of_rounds, value_of
 from raylt.studies.analysis.statistics import Interval, Paired, improvement, mean_interval, over_cells
 from raylt.studies.records.record import RunRecord
 
@@ -39,7 +39,8 @@ class Row:
         planned: Number of seeds of the cell.
         sd: Standard deviation over the seeds; None for a single seed.
         difference: To the reference arm over the seeds that both have; None for the reference itself.
-        optimism: Mean difference of the best to the last round on the test set; None where the measure has no curve.
+        optimism: Mean difference of the best to the last round on the test set; None where the measure has no curve, or
+            was evaluated in one round only.
     """
 
     cell: str
@@ -76,6 +77,8 @@ class Comparison:
         versions: One line for each version of the code, where several made the runs.
         unsealed: One line for each arm and cell with runs that no hash binds to their summaries.
         tests: One line for each cell on the numbers of test images behind its figures, where its runs recorded them.
+        models: A line that says whose models the figures are of, if some arms have clients' own models and others not.
+        one_round: A line that names the arms which evaluated the measure in one round, if others did in several.
     """
 
     measure: str
@@ -94,6 +97,8 @@ class Comparison:
     versions: list[str]
     unsealed: list[str]
     tests: list[str]
+    models: list[str]
+    one_round: list[str]
 
     def __repr__(self) -> str:
         arms = ", ".join(_in_order(row.arm for row in self.rows))
@@ -213,6 +218,8 @@ def compare(
         versions=_versions(done),
         unsealed=_unsealed(done),
         tests=_test_images(done, cells),
+        models=_whose_models(done, measure),
+        one_round=_with_one_round(done, measure),
     )
 
 
@@ -258,6 +265,54 @@ def _test_images(done: Sequence[RunRecord], cells: Iterable[str]) -> list[str]:
     """Return a line for each cell that says on how many test images its runs were evaluated, where it is recorded."""
     lines = {cell: judged_on([record for record in done if record.cell == cell]) for cell in cells}
     return [f"{cell}: {line}" if cell else line for cell, line in lines.items() if line]
+
+
+def _whose_models(done: Sequence[RunRecord], measure: str) -> list[str]:
+    """Return a line on whose models were evaluated; no line for one kind of model, or if some run does not tell."""
+    if not is_of_deployed_models(measure):
+        return []
+    kinds: dict[tuple[str, str], str | None] = {}
+    for record in done:
+        shown = (record.summary or {}).get("shown") or {}
+        kinds[record.arm, record.cell] = shown.get("figure")
+    own = [key for key, figure in kinds.items() if figure != "accuracy"]
+    if None in kinds.values() or len(own) in (0, len(kinds)):
+        return []
+    named = _names_of_arms(own, kinds)
+    return [
+        f"of {', '.join(named)}: clients' own models (accuracy and class groups: all their answers together); of the "
+        "others: the global model"
+    ]
+
+
+def _names_of_arms(some: Sequence[tuple[str, str]], every: Collection[tuple[str, str]]) -> list[str]:
+    """Return the names of arms, with the cell for an arm that some cells only have.
+
+    Args:
+        some: Arms and cells to name.
+        every: Arms and cells of all runs.
+    """
+    partly = {arm for arm, cell in every if (arm, cell) not in some}
+    return _in_order(f"{arm} in {cell}" if arm in partly else arm for arm, cell in some)
+
+
+def _with_one_round(done: Sequence[RunRecord], measure: str) -> list[str]:
+    """Return a line that names the arms whose runs of several rounds evaluated the measure in one of them."""
+    curve = measure_of(measure).every_round
+    if curve is None:
+        return []
+    counts: dict[tuple[str, str], int] = {}
+    for record in done:
+        if record.rounds > 1:
+            key = record.arm, record.cell
+            counts[key] = max(counts.get(key, 0), len(of_rounds(record, curve)))
+    one = [key for key, count in counts.items() if count == 1]
+    if max(counts.values(), default=0) < 2 or not one:
+        return []
+    return [
+        f"{', '.join(_names_of_arms(one, counts))}: the last one; evaluation.personal=1 evaluates clients' own models "
+        "after each round"
+    ]
 
 
 def judged_on(done: Sequence[RunRecord]) -> str:
@@ -503,11 +558,12 @@ def _rows(
 
 
 def _optimism(done: Sequence[RunRecord], arm: str, cell: str, measure: str) -> float | None:
-    if measure_of(measure).every_round is None:
+    curve = measure_of(measure).every_round
+    if curve is None:
         return None
     gaps = []
     for record in done:
-        if (record.arm, record.cell) == (arm, cell):
+        if (record.arm, record.cell) == (arm, cell) and len(of_rounds(record, curve)) > 1:
             best = value_of(record, measure, "best")
             last = value_of(record, measure, "last")
             if best is not None and last is not None:

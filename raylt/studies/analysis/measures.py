@@ -145,13 +145,23 @@ def value_of(record: RunRecord, measure: str, at: At) -> float | None:
         return last
     if at == "validation":
         return _chosen(record, definition.every_round)
-    # only completed rounds: federation.patience may have ended the run early
-    curve = [
-        value for value in record.curve.get(definition.every_round, [])[: record.summary["rounds"]] if value is not None
-    ]
+    curve = of_rounds(record, definition.every_round)
     if not curve:
         return None
     return fmean(curve[-10:]) if at == "last10" else max([*curve, last])
+
+
+def of_rounds(record: RunRecord, curve: str) -> list[float]:
+    """Return the values of a finished run's curve in its evaluated rounds, without the phase after the last round.
+
+    Only completed rounds count: federation.patience may have ended the run early.
+    """
+    return [value for value in record.curve.get(curve, [])[: record.rounds] if value is not None]
+
+
+def is_of_deployed_models(measure: str) -> bool:
+    """Return whether a measure is of the models that clients use: their own ones, or the global model."""
+    return measure in _OF_MODELS
 
 
 def _chosen(record: RunRecord, key: str) -> float | None:

@@ -52,7 +52,7 @@ def comparison_table(comparison: Comparison, spread: Spread = "interval") -> Tex
         grouped=cells,
         naming=1 + cells,
         further=_further(comparison),
-        notes=_notes(comparison, left_out),
+        notes=_notes(comparison, left_out, comparison.models, comparison.one_round),
     )
 
 
@@ -98,7 +98,12 @@ def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval
         grouped=several,
         naming=1 + several,
         places=_places(ordered, comparisons, {name: 2 + several + number for number, name in enumerate(names)}),
-        notes=_notes(first, _left_out_of_several(comparisons)),
+        notes=_notes(
+            first,
+            _left_out_of_several(comparisons),
+            _in_any(comparisons, lambda each: each.models),
+            _in_any(comparisons, lambda each: [] if each.at == "last" else each.one_round),
+        ),
     )
 
 
@@ -292,9 +297,18 @@ def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Map
     return places
 
 
-def _notes(comparison: Comparison, left_out: list[str]) -> dict[str, list[str]]:
+def _in_any(comparisons: Sequence[Comparison], of: Callable[[Comparison], list[str]]) -> list[str]:
+    """Return the different lines of several comparisons."""
+    return list(dict.fromkeys(line for each in comparisons for line in of(each)))
+
+
+def _notes(
+    comparison: Comparison, left_out: list[str], models: list[str], one_round: list[str]
+) -> dict[str, list[str]]:
     return {
         "judged on": comparison.tests,
+        "judged models": models,
+        "one evaluated round": one_round,
         ANSWERS: _answers(comparison),
         "arms with settings of their own": comparison.apart,
         "tuned on validation samples": comparison.tuned,
@@ -408,7 +422,7 @@ def _left_out_of_several(comparisons: Sequence[Comparison]) -> list[str]:
         for each in comparisons
         if each is first or any(row.finished < seeds.get((row.cell, row.arm), 0) for row in each.rows)
     ]
-    return list(dict.fromkeys(line for each in named for line in each.left_out))
+    return _in_any(named, lambda each: each.left_out)
 
 
 def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]]]]:

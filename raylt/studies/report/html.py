@@ -112,6 +112,8 @@ def render(study: Study, mix_versions: bool = False) -> str:
         "overall": _overall(comparison),
         "diverged": comparison.diverged,
         "left_out": comparison.left_out,
+        "models": comparison.models,
+        "one_round": comparison.one_round,
         "apart": comparison.apart,
         "tuned": comparison.tuned,
         "cells": [_cell(study, comparison, cell, colours, detail) for cell in cells],

@@ -58,6 +58,52 @@ def test_the_gap_between_the_best_and_the_last_round_is_that_of_the_cell():
     assert optimism == {(cell, arm): pytest.approx(gap) for cell, gap in gaps.items() for arm in "ab"}
 
 
+def own_models(arm, seed, accuracy, **more):
+    """Return a finished run whose clients' own models were evaluated after the last round only."""
+    run = record(arm, seed, accuracy, **more)
+    curve = run.curve | {"accuracy": [None] * 9 + [accuracy]}
+    return replace(run, curve=curve, summary=run.summary | {"shown": {"figure": "matched", "last": accuracy}})
+
+
+def of_global_model(arm, seed, accuracy, **more):
+    run = record(arm, seed, accuracy, **more)
+    return replace(run, summary=run.summary | {"shown": {"figure": "accuracy", "last": accuracy}})
+
+
+def test_an_arm_with_one_evaluated_round_has_no_gain_from_a_choice_and_is_named():
+    runs = [make(arm, seed, 0.5) for seed in (0, 1) for arm, make in (("a", record), ("own", own_models))]
+    compared = compare(runs, "a")
+    assert {row.arm: row.optimism for row in compared.rows} == {"a": pytest.approx(0), "own": None}
+    line = "own: the last one; evaluation.personal=1 evaluates clients' own models after each round"
+    assert compared.one_round == [line]
+    assert f"% one evaluated round: {line}" in comparison_tables.comparison_table(compared).latex()
+    for at in ("last", "last10"):
+        text = comparison_tables.measures_table([compare(runs, "a", at=at)]).markdown()
+        assert (line in text) == (at == "last10")
+    assert compare(runs, "a", measure="matched").one_round == []
+    assert compare(runs[1::2], "own").one_round == []
+
+
+def test_a_table_says_whose_models_were_evaluated_where_both_kinds_stand_in_it():
+    kinds = (("a", of_global_model), ("own", own_models))
+    runs = [make(arm, seed, 0.5, cell=cell) for cell in CELLS for seed in (0, 1) for arm, make in kinds]
+    line = (
+        "of own: clients' own models (accuracy and class groups: all their answers together); of the others: the "
+        "global model"
+    )
+    compared = compare(runs, "a")
+    assert compared.models == [line]
+    measures = [compared, compare(runs, "a", measure="matched"), compare(runs, "a", measure="seconds")]
+    for table in (comparison_tables.comparison_table(compared), comparison_tables.measures_table(measures)):
+        assert f"Judged models:\n\n- {line}\n" in table.markdown()
+        assert f"% judged models: {line}" in table.latex()
+    assert compare(runs, "a", measure="global_accuracy").models == []
+    assert compare(runs[::2], "a").models == []
+    assert compare([record("old", 0, 0.5, cell=CELLS[0]), *runs], "a").models == []
+    partly = [*runs, of_global_model("both", 0, 0.5, cell=CELLS[0]), own_models("both", 0, 0.5, cell=CELLS[1])]
+    assert compare(partly, "a").models == [line.replace("own:", f"own, both in {CELLS[1]}:", 1)]
+
+
 def test_bytes_until_a_target_are_shown_in_mebibytes():
     reaching = Reached("", "a", 0.5, 1, 1, 3.0, 100 * 2**20, 10.0, 0)
     table = with_target(TextTable("", [], [], ""), [reaching], 0.5)

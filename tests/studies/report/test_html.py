@@ -220,6 +220,18 @@ def test_best_less_last_is_a_column_where_it_is_known():
     assert column not in render(Study(own, None, several.records, several.holdings))
 
 
+def test_the_table_of_arms_says_whose_models_were_evaluated_and_in_one_round_only():
+    made = study(arms=("fedavg", "ditto"), seeds=2)
+    for number, run in enumerate(made.records):
+        own = run.arm == "ditto"
+        curve = run.curve | ({"accuracy": [None] * 9 + run.curve["accuracy"][9:]} if own else {})
+        shown = {"figure": "matched" if own else "accuracy", "last": 0.5}
+        made.records[number] = replace(run, summary=run.summary | {"shown": shown}, curve=curve)
+    text = render(made)
+    assert "Judged models: of ditto: clients&#39; own models" in text
+    assert "One evaluated round: ditto: the last one" in text
+
+
 def test_an_interval_is_drawn_only_over_values_that_a_share_can_have():
     wide = study(seeds=2)  # with two seeds a t interval is wider than all possible shares
     for each in wide.records:
