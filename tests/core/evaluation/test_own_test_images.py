@@ -262,7 +262,9 @@ def test_each_class_has_its_figures(made):
     assert own.title == "fedper: models of all clients, own test images"
     assert torch.equal(own.matrix, sum(made("fedper").matrices().own.values()))
     assert own.matrix.sum() == len(made("fedper").task.test)
-    assert confusion_of(made("fedavg")).matrix.sum() == 4 * len(made("fedavg").task.test)
+    of_all = confusion_of(made("fedavg"))
+    assert torch.equal(of_all.matrix, made("fedavg").matrices().shared)  # counted once, not once for each client
+    assert [row["tested"] for row in of_all.figures()] == np.bincount(load(made("fedavg").task.test.y)).tolist()
     with pytest.raises(ConfigError, match="rom"):
         confusion_of(made("fedavg"), "rom")
 
