@@ -134,11 +134,23 @@ def caption(study: Study, spread: Spread = "interval", level: float = 0.95) -> s
         text += f" Bands: {band}."
     if any(record.steps > record.rounds for record in done):
         text += " Last marker behind a dotted line: after the method's last phase."
-    tests = next((tests for run in done if run.summary and (tests := run.summary.get("tests"))), None)
-    if tests is not None:
-        groups = ", ".join(f"{n} {group}" for group, n in tests["groups"].items() if n)
-        text += f" Test images: {tests['images']} ({groups})."
+    images = _test_images(done)
+    if len(set(images.values())) == 1:
+        text += f" Test images: {next(iter(images.values()))}."
+    elif images:
+        text += f" Test images: {'; '.join(f'{cell}: {counts}' for cell, counts in images.items())}."
     return text
+
+
+def _test_images(done: Sequence[RunRecord]) -> dict[str, str]:
+    """Return the numbers of test images by cell, such as "300 (150 many, 150 medium)", where they are recorded."""
+    images: dict[str, str] = {}
+    for record in done:
+        tests = (record.summary or {}).get("tests")
+        if tests:
+            groups = ", ".join(f"{n} {group}" for group, n in tests["groups"].items() if n)
+            images.setdefault(record.cell, f"{tests['images']} ({groups})")
+    return images
 
 
 def _judged_measures(done: Sequence[RunRecord]) -> list[str]:
@@ -207,6 +219,8 @@ def _figure(
     over: Over,
 ) -> "Figure":
     """Draw a figure with a row of panels per cell; a single cell has two panels in a row."""
+    from matplotlib.ticker import MaxNLocator
+
     panels = [(cell, name) for cell in cells for name in names]
     columns = min(2, len(names)) if len(cells) == 1 else len(names)
     rows = -(-len(panels) // columns)
@@ -221,7 +235,12 @@ def _figure(
     for ax, (cell, name) in zip(axes.flat, panels, strict=False):
         for curve in curves[cell, name]:
             _draw(ax, curve, arms.index(curve.arm))
-        _limit(ax, curves[cell, name])
+        if curves[cell, name]:
+            _limit(ax, curves[cell, name])
+        else:
+            _say_empty(ax, name)
+        if over == "rounds":
+            ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
         words = TITLES[name]
         ax.set_title(plain_text(f"{words}, {cell}" if len(cells) > 1 else words), fontsize=TEXT, pad=3)
         ax.tick_params(labelsize=SMALL, length=2, pad=2)
@@ -301,14 +320,19 @@ def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
     )
 
 
+def _say_empty(ax: "Axes", measure: str) -> None:
+    """Write into a panel without curves that there is nothing to draw, in place of an axis without values."""
+    text = f"no {TITLES[measure]} class" if measure in GROUPS else "not evaluated"
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=SMALL)
+    ax.set_yticks([])
+
+
 def _limit(ax: "Axes", panel: Sequence[ArmCurve]) -> None:
     """Set the vertical axis to the range of the means.
 
     Intervals are ignored, since with two or three seeds they may be larger than all differences.
     """
     means = [value for curve in panel for value in curve.mean]
-    if not means:
-        return
     low, high = min(means), max(means)
     space = max(2.0, 0.25 * (high - low))
     ax.set_ylim(max(-2.5, low - space), min(102.5, high + space))  # leaves room for markers at 0 and 100

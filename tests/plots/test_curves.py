@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 import pytest
+from made import record
 from refusals import refused
 from scipy import stats
 from small_runs import make_tiny_run
@@ -14,6 +15,7 @@ from small_runs import make_tiny_run
 from raylt.errors import ConfigError
 from raylt.plots.curves import caption, draw_curves
 from raylt.plots.style import COLOURS
+from raylt.studies.definition import define
 from raylt.studies.study import Study, of_runs
 
 DIGITS = Path(__file__).parents[2] / "studies" / "results" / "digits.json"
@@ -106,6 +108,31 @@ def test_the_caption_says_what_lines_and_bands_are(study):
     assert "last phase" in text
     one = Study(study.definition, None, [record for record in study.records if record.seed == 0])
     assert "Bands" not in caption(one)
+
+
+def test_cells_with_other_groups_are_told_apart():
+    """Two cells, of which the first has no few-shot class."""
+    few_of = {"IF 5": 0, "IF 20": 90}
+    records = [record(arm, 0, 0.5, cell=cell) for cell in few_of for arm in ("fedavg", "la")]
+    for run in records:
+        few = few_of[run.cell]
+        run.curve["few"] = run.curve["few"] if few else [None] * 10
+        groups = {"many": 150, "medium": 150 - few, "few": few}
+        run.summary["tests"] = {"images": 300, "groups": groups, "thresholds": [20, 100], "own": None, "one_class": []}
+    study = Study(define({"name": "x", "arms": {"fedavg": "fedavg", "la": "la"}}), None, records)
+    assert "Test images: IF 5: 300 (150 many, 150 medium); IF 20: 300 (150 many, 60 medium, 90 few)." in caption(study)
+    one = Study(study.definition, None, records[:2])
+    assert "Test images: 300 (150 many, 150 medium)." in caption(one)
+    panel = next(ax for ax in draw_curves(study).axes if ax.get_title() == "few-shot, IF 5")
+    assert [text.get_text() for text in panel.texts] == ["no few-shot class"]
+    assert list(panel.get_yticks()) == []
+
+
+def test_ticks_of_few_rounds_are_whole_numbers():
+    run = record("fedavg", 0, 0.5)
+    three = replace(run, steps=3, curve={key: values[:3] for key, values in run.curve.items()})
+    figure = draw_curves(Study(define({"name": "x", "arms": {"fedavg": "fedavg"}}), None, [three]), ["accuracy"])
+    assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
 
 
 def test_what_has_no_curve_is_refused(study):
