@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import generate
 import pytest
 import torch
 import typer
 
+import raylt
 from raylt.cli.main import app
 from raylt.config import DEMO
 from raylt.methods import METHODS
@@ -67,6 +69,18 @@ def test_the_blocks_of_a_page_on_own_code_run(name, printed, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     exec(compile(blocks(DOCS / name), str(DOCS / name), "exec"), {"__name__": "docs"})
     assert printed in capsys.readouterr().out
+
+
+def test_a_callback_of_a_page_bears_steps_without_an_evaluation():
+    """Between rounds nothing is evaluated for clients' own models."""
+    (code,) = re.findall(r"^class Patience.*?(?=\n\S)", blocks(DOCS / "library.md"), re.M | re.S)
+    scope = {"raylt": raylt}
+    exec(code, scope)
+    patience = scope["Patience"](2)
+    for accuracy in (0.5, None, None, None, 0.5):
+        patience.on_step(SimpleNamespace(accuracy=accuracy))
+    with pytest.raises(KeyboardInterrupt):
+        patience.on_step(SimpleNamespace(accuracy=0.4))
 
 
 def test_blocks_keep_the_lines_of_their_page():
