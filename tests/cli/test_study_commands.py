@@ -16,6 +16,7 @@ from raylt.errors import CheckpointError, ConfigError
 from raylt.methods.sfd.method import SFD
 from raylt.runs.folder.writer import Journal
 from raylt.studies.definition import define
+from raylt.studies.report.listing import ListedRun
 from raylt.studies.study import Study
 
 TREE = {
@@ -323,6 +324,16 @@ def test_ls_says_the_same_of_a_damaged_run_in_its_folder_and_in_itself(folder, c
     assert itself in [entry | {"age_s": itself["age_s"]} for entry in listed]
     (run.parent / "config.yaml").write_text("")  # of the user
     assert len(json.loads(printed(capsys, "ls", run.parent, "--format", "json"))) == 2
+
+
+@pytest.mark.parametrize("figure", ["matched", "local", "accuracy"])
+def test_ls_marks_the_figures_of_clients_own_models_in_80_columns(folder, capsys, monkeypatch, figure):
+    entry = ListedRun("ditto-digits-1", "run", "ditto", "stopped", "100/100", 0.5468, 3000.0, 10000, figure)
+    monkeypatch.setattr("raylt.studies.report.listing.listing", lambda folder: [entry])
+    monkeypatch.setenv("COLUMNS", "80")
+    (line,) = [line for line in printed(capsys, "ls").splitlines() if "54.68 %" in line]
+    mark = {"matched": " own mix", "local": " own images", "accuracy": ""}[figure]
+    assert re.search(rf"54.68 %{mark} +10000", line)
 
 
 def test_report_is_written_beside_the_study(folder, capsys):

@@ -33,6 +33,7 @@ Fleet = Annotated[
     Literal["local", "ray"],
     typer.Option(help="Do each run in one process, or one run after another with client actors on Ray."),
 ]
+OF_CLIENTS: dict[str | None, str] = {"matched": " own mix", "local": " own images"}  # marks in the list of runs
 Address = Annotated[str | None, typer.Option(help="Use this Ray cluster, HOST:PORT or auto; needs --fleet ray.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder in which to create the study's folder.")]
 MixVersions = Annotated[
@@ -102,7 +103,7 @@ def ls(
         return
     table = plain_table("name", "method", "state", "round", "accuracy", "n", "age")
     for entry in entries:
-        accuracy = "" if entry.accuracy is None else f"{100 * entry.accuracy:.2f} %"
+        accuracy = "" if entry.accuracy is None else f"{100 * entry.accuracy:.2f} %{OF_CLIENTS.get(entry.figure, '')}"
         age = "" if entry.age_s is None else duration(entry.age_s)
         images = "" if entry.images is None else str(entry.images)
         table.add_row(entry.name, entry.method, entry.state, entry.progress, accuracy, images, age)

@@ -16,7 +16,7 @@ from raylt.config.yaml_text import read_file
 from raylt.disk import is_folder, named
 from raylt.errors import CheckpointError, ConfigError
 from raylt.store import Folder
-from raylt.studies.records.record import age, read_run
+from raylt.studies.records.record import RunRecord, age, read_run
 
 STUDY = "study.yaml"
 RUN_FILES = ("identity.json", "split.json", "metrics.jsonl")  # any of them shows that a config.yaml is of a run
@@ -52,6 +52,7 @@ class ListedRun:
         age_s: Seconds since a file was written.
         images: Number of test images behind the accuracy; None for a study, and if the run is not finished or did not
             record it.
+        figure: Name of the main accuracy: "accuracy", or "local" or "matched" for clients' own models; None without it.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ListedRun:
     accuracy: float | None
     age_s: float | None
     images: int | None = None
+    figure: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON values."""
@@ -119,7 +121,6 @@ def _runs(study: Path) -> list[Path]:
 
 def _run(folder: Path, name: str) -> ListedRun:
     record = read_run(folder)
-    judged = [value for value in record.curve.get("shown", []) if value is not None]
     method = record.config.get("method", {}).get("name", "") if record.config else ""
     return ListedRun(
         name,
@@ -127,10 +128,23 @@ def _run(folder: Path, name: str) -> ListedRun:
         method,
         record.state,
         f"{record.rounds if record.summary else min(record.steps, record.planned_steps)}/{record.planned_steps}",
-        judged[-1] if judged else None,
+        _last(record, "shown"),
         age(folder),
         _images(record.summary),
+        _figure(record),
     )
+
+
+def _figure(record: RunRecord) -> str | None:
+    """Return the name of the curve whose last value is the last main accuracy; None if there is none."""
+    shown = _last(record, "shown")
+    names = ("accuracy", "local", "matched")
+    return None if shown is None else next((name for name in names if _last(record, name) == shown), None)
+
+
+def _last(record: RunRecord, curve: str) -> float | None:
+    values = [value for value in record.curve.get(curve, []) if value is not None]
+    return values[-1] if values else None
 
 
 def _images(summary: Mapping[str, Any] | None) -> int | None:

@@ -113,10 +113,10 @@ def test_personal_models_are_shown_by_their_clients_figures(made, folder):
         **dict.fromkeys(("last", "last10", "best"), dealt.summary["clients"]["by"]["matched"]["mean"]),
         "before_finish": None,
     }
-    listed = {entry.name: entry.accuracy for entry in listing(folder)}
-    assert listed["fedper"] == by_own_images
-    assert listed["fedavg"] == made("fedavg").summary["accuracy"]["last"]
-    assert listed["personal"] == dealt.summary["shown"]["last"]
+    listed = {entry.name: (entry.accuracy, entry.figure) for entry in listing(folder)}
+    assert listed["fedper"] == (by_own_images, "local")
+    assert listed["fedavg"] == (made("fedavg").summary["accuracy"]["last"], "accuracy")
+    assert listed["personal"] == (dealt.summary["shown"]["last"], "matched")
     console = Console(width=120)
     with console.capture() as capture:
         console.print(table_of(dealt.summary))
