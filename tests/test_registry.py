@@ -22,6 +22,8 @@ from raylt.errors import ConfigError
 from raylt.models import build_model
 from raylt.registry import check_origins, load_plugin, origins, register, resolve
 from raylt.runs.export.export import export
+from raylt.studies.study import Study
+from raylt.studies.verify import verify_study
 
 SHOPS = Path(__file__).parent / "guests" / "shops.py"
 SETTINGS = [
@@ -91,6 +93,26 @@ def test_a_run_is_not_opened_without_its_plugin_nor_with_a_changed_one(shops, tm
         raylt.Run.open(folder).resume(fleet="local", quiet=True)
     with refused("plugin.changed", ConfigError):
         _ = raylt.Run.open(folder).task
+
+
+def test_a_study_is_not_read_without_the_plugin_of_an_arm_which_is_named(shops, tmp_path):
+    load_plugin(shops)
+    definition = {
+        "name": "study",
+        "base": {"data": {"clients": 3}, "federation.rounds": 1, "local.epochs": 1, "model": "small"},
+        "arms": {"fedavg": "fedavg", "mine": "smoothed"},
+        "seeds": 1,
+    }
+    folder = raylt.study(definition, out=tmp_path, parallel=1).folder
+    registry._plugins.pop(("method", "smoothed"))
+    registry.TABLES["method"].pop("smoothed")
+    with refused("plugin.missing", ConfigError, name="smoothed") as caught:
+        Study.open(folder)
+    assert str(caught.value) == (
+        f"{folder}/mine/seed-0: the run's method 'smoothed' is not registered (shops.py). Give --plugin shops.py again."
+    )
+    (finding,) = [each for each in verify_study(folder) if not each.checked]
+    assert finding.detail == str(caught.value)
 
 
 def test_models_need_no_plugin_that_only_makes_the_task(shops, tmp_path):

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -23,9 +24,12 @@ from raylt.disk import exists, folder_path, is_file
 from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken, type_name
 from raylt.metrics import GROUPS
 from raylt.notebook import html_table, later
+from raylt.registry import check_origins
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import observer
 from raylt.runs.folder import provenance
+from raylt.runs.folder.identity import PluginRecord
+from raylt.runs.folder.reader import Files
 from raylt.runs.runner import check_fleet
 from raylt.runs.start import lacks_files, preview_run
 from raylt.studies.analysis.comparison import Comparison, compare
@@ -188,6 +192,19 @@ def check_open_runs(definition: Definition, plans: Sequence[Planned], ended: Seq
     if configs and not lacking and cells | {cell for cell, _ in configs} == definition.all_cells.keys():
         _check_claimed_groups(definition, judged)
     return lacking[0] if lacking and len(lacking) == len(configs) else None
+
+
+def _check_plugins_of_runs(folder: Path) -> None:
+    """Check that the plugins of the runs in a study's folder are registered.
+
+    Raises:
+        ConfigError: A plugin is missing or has another source.
+    """
+    for path in sorted(folder.rglob("seed-*")):
+        recorded: list[PluginRecord] = []
+        with suppress(CheckpointError):  # `verify` and `check_whole` report damaged runs
+            recorded = Files(path).plugins()
+        check_origins([{**plugin} for plugin in recorded], path)
 
 
 def _judged_before(records: Sequence[RunRecord]) -> tuple[list[JudgedImages], set[str]]:
@@ -406,9 +423,18 @@ class Study:
 
     @classmethod
     def open_unchecked(cls, folder: Path) -> "Study":
-        """Open a study's folder even if runs are damaged or have other settings than the study plans."""
-        opened = cls(read_definition(folder / FILE), folder, [])
-        opened.read()
+        """Open a study's folder even if runs are damaged or have other settings than the study plans.
+
+        Raises:
+            ConfigError: A setting is unknown; if a plugin of a run brings it, the message names the plugin.
+        """
+        try:
+            opened = cls(read_definition(folder / FILE), folder, [])
+            opened.read()
+        except ConfigError as error:
+            if error.code == "config.unknown-name":
+                _check_plugins_of_runs(folder)
+            raise
         return opened
 
     @property
