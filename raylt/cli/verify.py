@@ -195,6 +195,15 @@ def _print(findings: "list[Finding]", format: Format) -> None:
     table.columns[2].overflow = "fold"
     for finding in findings:
         mend = f"; --repair would {finding.mendable}" if finding.mendable else ""
-        state = "DAMAGED" if not finding.whole else "intact" if finding.checked else "not checked"
-        table.add_row(finding.what, state, f"{finding.detail.removesuffix('.') if mend else finding.detail}{mend}")
+        detail = finding.detail.removeprefix("unsealed: ")
+        table.add_row(finding.what, _state(finding), f"{detail.removesuffix('.') if mend else detail}{mend}")
     out.print(table)
+
+
+def _state(finding: "Finding") -> str:
+    """Return the state of a file as one word or two."""
+    if not finding.whole:
+        return "DAMAGED"
+    if not finding.checked:
+        return "not checked"
+    return "unsealed" if finding.detail.startswith("unsealed: ") else "intact"

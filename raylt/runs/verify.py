@@ -29,6 +29,8 @@ from raylt.store import Folder
 CHECKPOINTS = "checkpoints"
 UNSEALED = "unsealed: no hash binds it"
 LAST_MISSING = "missing: the run cannot be branched or continued from its last step"
+EVENTS = "events.out.tfevents."  # names of TensorBoard's files begin with it
+ALL_EVENTS = f"{EVENTS}*"
 # Error codes for things that are missing on this machine or in this process.
 ABSENT = ("config.missing-package", "data.not-found", "plugin.missing")
 BOUND = {
@@ -87,14 +89,16 @@ def verify_inner(folder: Path, what: str, state: str, continues: bool = True) ->
 
     Returns:
         A finding for each damaged file; if there is none, one for the whole run, which names the files without a
-        recorded hash.
+        recorded hash, except TensorBoard's files.
     """
     # a study does not need models, so they may have been removed
     removed = not os.path.lexists(folder / summary.MODEL)
     needless = {*([summary.MODEL] if removed else []), *([] if continues else [CHECKPOINTS])}
     findings = [each for each in verify(folder, data=False) if each.what not in needless]
     damaged = [Finding(f"{what}/{each.what}", False, each.detail) for each in findings if not each.whole]
-    unbound = "".join(f"; {each.what}: {UNSEALED}" for each in findings if each.detail == UNSEALED)
+    unbound = "".join(
+        f"; {each.what}: {UNSEALED}" for each in findings if each.detail == UNSEALED and each.what != ALL_EVENTS
+    )
     return damaged or [Finding(what, True, f"{state}{unbound}")]
 
 
@@ -232,14 +236,14 @@ def _findings(run: Run, data: bool) -> Iterator[Finding]:
 
 
 def unbound_in(folder: Folder, bound: Collection[str]) -> Iterator[Finding]:
-    """Yield a finding for each file of a folder that has no recorded hash.
+    """Yield a finding for each file of a folder that has no recorded hash, and one for all files of TensorBoard.
 
     Args:
         bound: Names of the files with a recorded hash.
     """
-    for name in folder.names():
-        if name not in bound and not name.endswith(ENDING):
-            yield Finding(name, True, UNSEALED)
+    names = [name for name in folder.names() if name not in bound and not name.endswith(ENDING)]
+    for name in dict.fromkeys(ALL_EVENTS if name.startswith(EVENTS) else name for name in names):
+        yield Finding(name, True, UNSEALED)
 
 
 def finding_of(what: str, read: Callable[[], str]) -> Finding:

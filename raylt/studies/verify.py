@@ -10,7 +10,7 @@ from raylt.disk import exists, is_folder
 from raylt.errors import RayltError, count_of
 from raylt.runs.folder import metrics_log
 from raylt.runs.folder.reader import Files
-from raylt.runs.verify import ABSENT, Finding, finding_of, unbound_in, verify_inner
+from raylt.runs.verify import ABSENT, ALL_EVENTS, UNSEALED, Finding, finding_of, unbound_in, verify_inner
 from raylt.store import Folder
 from raylt.studies.records import recorded_runs
 from raylt.studies.records.recorded_runs import read_results
@@ -79,8 +79,13 @@ def _check_runs_in(folder: Path, checked: Collection[str] = ()) -> Iterator[Find
 
 
 def _check_others(folder: Path) -> Iterator[Finding]:
-    """Yield a finding for each file directly in the folder that has no recorded hash, such as process logs."""
+    """Yield a finding for each file directly in the folder that has no recorded hash, such as process logs.
+
+    The files of TensorBoard in all runs have one finding.
+    """
     bound = {FILE, SEAL, TUNED, recorded_runs.RECORDED, recorded_runs.FILE}
+    if any(folder.rglob(f"seed-*/{ALL_EVENTS}")):
+        yield Finding(f"seed-*/{ALL_EVENTS}", True, UNSEALED)
     with Folder.open(folder) as study_folder:
         bound |= {name for name in study_folder.names() if not study_folder.has(name)}
         yield from unbound_in(study_folder, bound)

@@ -70,12 +70,22 @@ def test_a_whole_run_is_whole_and_nothing_is_written(run):
         "provenance.jsonl",
         "summary.json",
         "model.safetensors",
-        *[file.name for file in run.folder.glob("events.*")],
+        "events.out.tfevents.*",
     ]
     assert findings[-1].detail == "unsealed: no hash binds it"
     assert all(finding.whole for finding in findings)
     assert {file: file.stat().st_mtime_ns for file in run.folder.rglob("*")} == before
     assert repair(run.folder) == []
+
+
+def test_a_file_without_a_hash_has_one_state_and_all_files_of_tensorboard_one_line(run, capsys):
+    for name in ("picture.png", "events.out.tfevents.1", "events.out.tfevents.2"):
+        (run.folder / name).write_text("")
+    app(["verify", str(run.folder)], standalone_mode=False)
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [[name, state, text.strip()] for name, state, text in lines] == [
+        [name, "unsealed", "no hash binds it"] for name in ("events.out.tfevents.*", "picture.png")
+    ]
 
 
 def test_a_torn_last_line_is_cut(made, stopped):
@@ -222,7 +232,7 @@ def test_the_command_says_it_in_80_columns_and_by_its_exit_code(run, capsys, mon
     code, out, _ = called(capsys, run.folder)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    assert out.count(" intact") == 14
+    assert (out.count(" intact"), out.count(" unsealed")) == (13, 1)
     flip(run.folder / "checkpoints/000003/server.safetensors")
     code, out, _ = called(capsys, run.folder, "--format", "json")
     assert code == 2

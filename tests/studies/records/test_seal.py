@@ -44,6 +44,16 @@ def folder(made, tmp_path):
     return shutil.copytree(made, tmp_path / "tiny")
 
 
+def test_files_of_tensorboard_in_all_runs_are_one_finding(folder):
+    for run in folder.glob("*/seed-*"):
+        for number in (1, 2):
+            (run / f"events.out.tfevents.{number}").write_text("")
+    named = [finding for finding in verify_study(folder) if "tfevents" in f"{finding.what} {finding.detail}"]
+    assert [(finding.what, finding.detail) for finding in named] == [
+        ("seed-*/events.out.tfevents.*", "unsealed: no hash binds it")
+    ]
+
+
 @pytest.fixture
 def results(folder):
     return folder / "results.json"
