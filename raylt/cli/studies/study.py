@@ -102,6 +102,7 @@ def ls(
         sys.stdout.write(json.dumps([entry.to_json() for entry in entries], indent=1) + "\n")
         return
     table = plain_table("name", "method", "state", "round", "accuracy", "n", "age")
+    table.columns[4].no_wrap = True  # names and methods wrap first
     for entry in entries:
         accuracy = "" if entry.accuracy is None else f"{100 * entry.accuracy:.2f} %{OF_CLIENTS.get(entry.figure, '')}"
         age = "" if entry.age_s is None else duration(entry.age_s)
