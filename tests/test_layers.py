@@ -19,6 +19,7 @@ LAYERS = (
         "raylt.machine",
         "raylt.notebook",
         "raylt.metrics",
+        "raylt.formatting",
         "raylt.signals",
         "raylt.store",
         "raylt.own_code",

@@ -84,7 +84,7 @@ def data(
 
 def _show_caches(root: Path, cleared: str | None, format: Format) -> None:
     from raylt.data.images.cache import caches, clear
-    from raylt.runs.folder.summary import size
+    from raylt.formatting import size
 
     listed = caches(root) if cleared is None else clear(root, cleared)
     if format is Format.json:
@@ -103,7 +103,7 @@ def _table(listed: "list[Cache]") -> object:
     from rich import box
     from rich.table import Table
 
-    from raylt.runs.folder.summary import size
+    from raylt.formatting import size
 
     table = Table(
         "cache",

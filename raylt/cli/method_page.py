@@ -21,9 +21,9 @@ from raylt.contract.costs import ROUNDS, measure, relative_cost
 from raylt.core.checkpoint.branch_points import stage_of
 from raylt.core.method import Method
 from raylt.errors import CheckpointError, ConfigError
+from raylt.formatting import size
 from raylt.hyper import range_of
 from raylt.models import SplitModel, build_model
-from raylt.runs.folder.summary import size
 
 GROUPS = {
     "global": "One model for all clients, with another local training",

@@ -105,9 +105,9 @@ def evaluate(
     format: FormatOption = Format.table,
 ) -> None:
     """Evaluate a model on new images, and each personal model on its client's folder."""
+    from raylt.formatting import percent
     from raylt.runs.export.evaluate import evaluate as judge
     from raylt.runs.export.load import describe_faults, load_model
-    from raylt.runs.folder.summary import percent
 
     evaluation = judge(
         lambda name: load_model(model, client or name),
@@ -140,8 +140,8 @@ def evaluate(
 
 def _with_interval(figures: dict[str, Any]) -> str:
     """Return an accuracy in percent as text, with its confidence interval if it is based on few images."""
+    from raylt.formatting import interval_text, percent
     from raylt.metrics import FEW_SAMPLES
-    from raylt.runs.folder.summary import interval_text, percent
 
     accuracy, images = figures["accuracy"], figures["images"]
     if accuracy is None or images >= FEW_SAMPLES:

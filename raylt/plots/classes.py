@@ -12,9 +12,9 @@ from torch import Tensor
 from raylt import metrics
 from raylt.core.evaluation.counts import Matrices
 from raylt.data.task import Task
+from raylt.formatting import percent
 from raylt.plots.style import COLOURS, new_figure, plain_text, save_if_asked, style_axes, tick_name
 from raylt.runs.export.export import choose_client_of, clients_of, has_client_models
-from raylt.runs.folder.summary import percent
 from raylt.runs.run import Run
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from raylt.data.task import judged_images_of
 from raylt.errors import CheckpointError, ConfigError, spoken, type_name
+from raylt.formatting import interval_text, percent
 from raylt.metrics import FEW_SAMPLES, LOCAL, worst_decile
 from raylt.plots.style import COLOURS, new_figure, save_if_asked, style_axes, tick_name
-from raylt.runs.folder.summary import interval_text, percent
 from raylt.runs.run import Run
 
 if TYPE_CHECKING:

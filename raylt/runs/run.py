@@ -17,6 +17,7 @@ from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task, task_from
 from raylt.disk import folder_path
 from raylt.errors import CheckpointError, ConfigError, DataError, resume_call, spoken
+from raylt.formatting import percent
 from raylt.notebook import html_of, html_table, later
 from raylt.registry import IN_SETUP, IN_TASK, TABLES, PluginKind, check_origins, resolve, resolve_setup, seek
 from raylt.runs.callbacks.base import Callback, Callbacks, checked
@@ -26,7 +27,7 @@ from raylt.runs.export.artefact import choose_client
 from raylt.runs.folder import provenance
 from raylt.runs.folder.identity import PluginRecord
 from raylt.runs.folder.reader import Files, RunState
-from raylt.runs.folder.summary import percent, table_of
+from raylt.runs.folder.summary import table_of
 from raylt.runs.folder.writer import Journal
 from raylt.runs.in_process import on_any_device, open_in_process
 from raylt.runs.runner import FleetKind, carry_out

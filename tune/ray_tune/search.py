@@ -30,8 +30,8 @@ from typing_extensions import TypedDict
 from raylt.config import Config, check, yaml_text
 from raylt.disk import file_errors, make
 from raylt.errors import CheckpointError, on_one_line
+from raylt.formatting import percent
 from raylt.hyper import Choice
-from raylt.runs.folder.summary import percent
 from raylt.store import Folder
 from raylt.typed_json import as_json, closed
 from tune.plan import with_validation

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 
 from raylt.config import yaml_text
 from raylt.errors import CheckpointError, count_of
+from raylt.formatting import in_percent, percent
 from raylt.registry import plugin_files
 from raylt.runs.folder.reader import Files
-from raylt.runs.folder.summary import in_percent, percent
 from raylt.store import Folder
 from raylt.studies.report.text_table import TextTable
 from raylt.typed_json import as_json

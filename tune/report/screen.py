@@ -7,9 +7,9 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from raylt.errors import count_of
+from raylt.formatting import percent
 from raylt.runs.callbacks.base import Callback, TrialReport
 from raylt.runs.callbacks.console import PlainConsole
-from raylt.runs.folder.summary import percent
 
 
 class SearchProgress(Callback):

@@ -10,7 +10,7 @@ from raylt.cli.options import Format, err, out, print_json
 from raylt.config import Config
 from raylt.disk import check_name
 from raylt.errors import ConfigError, count_of
-from raylt.runs.folder.summary import in_percent
+from raylt.formatting import in_percent
 from raylt.store import followed
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ import re
 import shlex
 
 from raylt.data.task import JudgedImages
+from raylt.formatting import percent, with_images
 from raylt.metrics import LOCAL
 from raylt.runs.export.artefact import ModelDescription
-from raylt.runs.folder.summary import percent, with_images
 
 FIGURES = {
     "accuracy": "accuracy on the test set",

@@ -32,7 +32,8 @@ from raylt.core.report import (
 )
 from raylt.data.task import JudgedImages, Task
 from raylt.errors import CheckpointError, count_of
-from raylt.metrics import FEW_SAMPLES, LOCAL, client_figures, wilson_interval
+from raylt.formatting import interval_text, percent, size, with_images
+from raylt.metrics import FEW_SAMPLES, LOCAL, client_figures
 from raylt.runs.folder.metrics_log import Lines
 from raylt.runs.folder.provenance import SCHEMA
 from raylt.store import Folder
@@ -455,9 +456,9 @@ def split_table(task: Task, width: int) -> Table:
                 table.caption_justify = "left"
             return table
     table = _counts_table("client", "samples", "classes", "of the largest")
-    for k, (row, size) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
+    for k, (row, samples) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
         largest = f"{task.class_names[row.argmax()]} {percent(row.max() / row.sum())}" if row.any() else ""
-        table.add_row(task.client_names[k], str(size), str((row > 0).sum()), largest)
+        table.add_row(task.client_names[k], str(samples), str((row > 0).sum()), largest)
     table.add_section()
     table.add_row("all", str(task.sizes.sum()), str(task.classes), "")
     return table
@@ -466,8 +467,8 @@ def split_table(task: Task, width: int) -> Table:
 def _class_table(task: Task, heads: Sequence[str], groups: Sequence[str]) -> Table:
     """Return a table of each client's samples by class, with each class's group in the last row."""
     table = _counts_table("client", *heads, "samples")
-    for k, (row, size) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
-        table.add_row(task.client_names[k], *(_short(n) if n else "·" for n in row), str(size))
+    for k, (row, samples) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
+        table.add_row(task.client_names[k], *(_short(n) if n else "·" for n in row), str(samples))
     table.add_section()
     table.add_row("all", *(_short(n) for n in task.counts), str(task.sizes.sum()))
     table.add_row("group", *groups, "")
@@ -489,46 +490,5 @@ def _short(count: int) -> str:
     return f"{count / 1e3:.0f}k" if count < 1e7 else f"{count / 1e6:.0f}M"
 
 
-def percent(value: float | None) -> str:
-    """Return a share as text in percent with the sign, or "-" for None."""
-    return "-" if value is None else f"{in_percent(value)} %"
-
-
-def in_percent(value: float | None) -> str:
-    """Return a share as text in percent without the sign, or "-" for None."""
-    return "-" if value is None else f"{100 * value:.2f}"
-
-
-def with_images(value: float | None, images: int | None, task: str) -> str:
-    """Return a share in percent with the number of test images.
-
-    If there are few images, the confidence interval follows, except for a share of pixels, which is not binomial.
-
-    Args:
-        value: Share in [0, 1]; None if nothing was evaluated.
-        images: Number of test images; None if unknown.
-        task: Kind of the task, "classification" or "segmentation".
-    """
-    if value is None or not images:
-        return percent(value)
-    few = f", {interval_text(value, images)}" if images < FEW_SAMPLES and task == "classification" else ""
-    return f"{percent(value)} (n = {images}{few})"
-
-
-def interval_text(value: float, images: int) -> str:
-    """Return Wilson's 95 % confidence interval of an accuracy as text, in percent."""
-    low, high = wilson_interval(value, images)
-    return f"{100 * low:.1f} to {100 * high:.1f} %"
-
-
 def _percents(groups: dict[str, float | None]) -> str:
     return " / ".join(percent(value) for value in groups.values())
-
-
-def size(count: float) -> str:
-    """Return a number of bytes as text with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from raylt.runs.folder.summary import in_percent
+from raylt.formatting import in_percent
 from raylt.studies.papers.printed_tables import PAPERS
 from raylt.studies.papers.reproduce import command
 from raylt.studies.papers.verdicts import KINDS, MAX_HALF_WIDTH, MIN_SEEDS, Verdict, count

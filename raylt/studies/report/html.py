@@ -12,10 +12,10 @@ from markupsafe import Markup
 
 from raylt import store
 from raylt.errors import CheckpointError, ConfigError, count_of, spoken
+from raylt.formatting import in_percent
 from raylt.methods import METHODS
 from raylt.metrics import GROUPS
 from raylt.runs.callbacks.console import UNSAFE
-from raylt.runs.folder.summary import in_percent
 from raylt.studies.analysis.comparison import Comparison, Row, judged_on
 from raylt.studies.analysis.measures import measure_of, value_of
 from raylt.studies.papers.verdicts import verdicts

@@ -17,9 +17,10 @@ from raylt.core.evaluation import client_models, counts
 from raylt.core.evaluation.counts import NO_CLIENT, Matrices
 from raylt.data.images.cache import load
 from raylt.errors import CheckpointError, ConfigError
+from raylt.formatting import percent
 from raylt.plots.classes import confusion_of
 from raylt.plots.clients import compare_clients
-from raylt.runs.folder.summary import percent, table_of
+from raylt.runs.folder.summary import table_of
 from raylt.runs.verify import verify
 from raylt.studies.report.listing import listing
 

@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from raylt.runs.folder.summary import (
-    _short,
-    interval_text,
-    percent,
-    size,
-    split_table,
-    summarise,
-    table_of,
-    with_images,
-)
+from raylt.formatting import interval_text, percent, size, with_images
+from raylt.runs.folder.summary import _short, split_table, summarise, table_of
 
 CONCLUDED = {"model_sha256": "ab" * 32, "task": "classification"}
 
