@@ -194,7 +194,7 @@ class ClientActor:
         if block.keep:
             self.packs = packs
         privates = objects[len(block.packs) :]
-        received = from_arrays(message)
+        received = snapshot(from_arrays(message))  # a copy, since other blocks and actors read the message too
         lent = Stamps()
         lent.add(received, "message")
         replies = []

@@ -109,7 +109,6 @@ def _search(
     if (folder / NAME / "search.json").exists():
         _check_same_search(folder / NAME, base.method["name"], arm_space, budget, tuning)
         return resume(folder / NAME, fleet=fleet, address=address)
-    assert tuning.metric is not None, "a definition sets it"
     with folder_for(folder) as arm_folder:
         arm_folder.remove(NAME)  # a process may have died before it wrote search.json
     return search(
@@ -118,7 +117,7 @@ def _search(
         None if limited else ceil(tuning.runs),
         out=folder,
         name=NAME,
-        metric=tuning.metric,
+        metric=tuning.metric or "accuracy",
         searcher=tuning.searcher,
         scheduler="asha" if rungs(base.federation.rounds, None) else "none",
         budget=budget or None,

@@ -514,8 +514,8 @@ class EvaluationConfig(Section):
     )
     fresh: bool = setting(
         False,
-        "After the last step, also evaluate clients' own models after one more round with every client. The measures "
-        "are matched@fresh, .... That round is undone.",
+        "After the last step, also evaluate clients' own models after every client has trained once more from the last "
+        "global model. The measures are matched@fresh, .... The training is undone.",
     )
     batch: int = setting(500, "Images per batch of an evaluation.", ge=1, le=MAX_COUNT)
 

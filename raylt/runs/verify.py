@@ -141,11 +141,16 @@ def _rewrite_model(run: Run, files: Files) -> list[str]:
     """
     if _check_model(files).whole:
         return []
+    last = len(files.lines().reports)
+    if last not in checkpoint.steps(run.folder / CHECKPOINTS):
+        return [f"{summary.MODEL} cannot be rewritten: the last checkpoint is missing. Put the original file back"]
     try:
-        saved = files.checkpoint_after(len(files.lines().reports))
+        saved = files.checkpoint_after(last)
         recorded = files.summary()["model_sha256"]
         with one_thread():  # as in the server, for the same bits
-            model = open_in_process(on_any_device(run.setup), run.outline, run.folder, saved).deployed_model()
+            model = open_in_process(
+                on_any_device(run.setup), run.outline, run.folder, saved, clients=False
+            ).deployed_model()
     except RayltError as error:
         return [f"{summary.MODEL} cannot be rewritten: {error}"]
     if checkpoint.hash_tensors(model) != recorded:

@@ -380,7 +380,24 @@ def read_definition(path: Path) -> Definition:
     Raises:
         ConfigError: The file cannot be read, or its content is invalid.
     """
+    return _defined(read_yaml(path), path)
+
+
+def reread_definition(path: Path) -> Definition:
+    """Read the definition that raylt wrote into a study's folder.
+
+    Earlier versions left out the metric of the searches where it was accuracy.
+
+    Raises:
+        ConfigError: As for `read_definition`.
+    """
     tree = read_yaml(path)
+    if isinstance(tree.get("tune"), dict):
+        tree = tree | {"tune": {"metric": "accuracy"} | tree["tune"]}
+    return _defined(tree, path)
+
+
+def _defined(tree: dict[str, Any], path: Path) -> Definition:
     defaults = {"name": path.stem}
     recipe = tree.get("recipe")
     files = [folder / recipe for folder in (path.parent, Path()) if isinstance(recipe, str)]

@@ -34,7 +34,7 @@ from raylt.runs.runner import check_fleet
 from raylt.runs.start import lacks_files, preview_run
 from raylt.studies.analysis.comparison import Comparison, compare
 from raylt.studies.analysis.measures import At, value_of
-from raylt.studies.definition import Definition, Planned, define, read_definition
+from raylt.studies.definition import Definition, Planned, define, read_definition, reread_definition
 from raylt.studies.records import recorded_runs
 from raylt.studies.records.record import RunRecord, read_run
 from raylt.studies.records.recorded_runs import Holdings, Recorded
@@ -429,7 +429,7 @@ class Study:
             ConfigError: A setting is unknown; if a plugin of a run brings it, the message names the plugin.
         """
         try:
-            opened = cls(read_definition(folder / FILE), folder, [])
+            opened = cls(reread_definition(folder / FILE), folder, [])
             opened.read()
         except ConfigError as error:
             if error.code == "config.unknown-name":

@@ -114,7 +114,7 @@ def test_fields_change_a_judged_model_with_a_frozen_encoder_except_those_in_the_
 
 
 def judged_with_a_frozen_encoder(method: Method, folder: Path) -> tuple[Any, ...]:
-    """Return what determines the judged models of a run: the global model, and the clients' private states."""
+    """Return what determines the evaluated models of a run: the global model, and the clients' private states."""
     trace = Case(method, method.problems[0], folder, "classifier").run()
     models = {part: bits for part, bits in trace.bits.items() if part != "server"}
     return models, [(report.accuracy, report.clients) for report in trace.reports]

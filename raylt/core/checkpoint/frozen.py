@@ -25,7 +25,7 @@ def hash_frozen(model: nn.Module) -> str | None:
 
 
 def check_frozen(server_part: Tree, model: nn.Module, config: Config) -> None:
-    """Check that a model has the frozen part with which a checkpoint was written.
+    """Check that a model has the entries and the frozen part with which a checkpoint was written.
 
     Args:
         server_part: The part "server" of the checkpoint.
@@ -33,8 +33,19 @@ def check_frozen(server_part: Tree, model: nn.Module, config: Config) -> None:
         config: Configuration of this run.
 
     Raises:
-        CheckpointError: The weights or the image preprocessing in the model's files have changed.
+        CheckpointError: The weights or the image preprocessing in the model's files have changed, or the checkpoint has
+            other entries than the model.
     """
+    other = server_part["model"].keys() ^ model.state_dict().keys()
+    if other:
+        raise CheckpointError(
+            f"model: the checkpoint has other entries than {config.model} (such as {min(other)}). Continue with the "
+            "version of raylt that made the run, or start a new run.",
+            code="model.weights-mismatch",
+            key="model",
+            value=config.model,
+            entry=min(other),
+        )
     if server_part.get("frozen") == hash_frozen(model):
         return
     key, file = ("model", config.model) if config.weights is None else ("weights", config.weights)

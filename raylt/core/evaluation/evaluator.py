@@ -39,6 +39,7 @@ from raylt.data.images.cache import Mapped, load
 from raylt.data.samples import Samples
 from raylt.data.splits.split import grouped
 from raylt.data.task import Shard, Task
+from raylt.errors import RayltError
 from raylt.models.split import SplitModel
 from raylt.seeds import seeded
 from raylt.tree import view
@@ -90,7 +91,7 @@ class Evaluator:
         if own_models and done:
             judged["others"] = {name: self._figures_of_other(name) for name in self.method.other_models}
             if self._config.fresh:
-                judged["others"][FRESH] = self._figures_when_fresh()
+                judged["others"] |= self._fresh_figures()
         if done and self.fleet.new_clients:
             self.server.figures["new_clients"] = self._judge_new_clients(None if own_models else deployed)
         if shared is None and clients is None:
@@ -210,10 +211,22 @@ class Evaluator:
     def _figures_of_other(self, name: str) -> dict[str, Any]:
         return self._figures(self._judge_clients(self.fleet.everyone, name), self.fleet.ids)
 
-    def _figures_when_fresh(self) -> dict[str, Any]:
-        """Compute the metrics of clients' own models after one more round with every client, which is then undone.
+    def _fresh_figures(self) -> dict[str, Any]:
+        """Return the metrics of clients' own models after every client has trained once more, as a model "fresh".
 
-        The last phase of a method trains every client, so no round follows it.
+        If the training fails, the run ends without them, and the user is told.
+        """
+        try:
+            return {FRESH: self._figures_when_fresh()}
+        except RayltError as error:
+            self.fleet.note(f"the clients' models after one more training were not evaluated: {error}")
+            return {}
+
+    def _figures_when_fresh(self) -> dict[str, Any]:
+        """Compute the metrics of clients' own models after every client has trained once more, which is then undone.
+
+        The clients train as in one more round. What they share stays that of the last round. The last phase of a method
+        trains every client, so nothing follows it.
         """
         if self.method.finishes:
             return self._figures(self._judge_clients(self.fleet.everyone), self.fleet.ids)

@@ -198,13 +198,15 @@ class Fleet(ABC):
         would not make these calls.
 
         Args:
-            round: The number of the round inside the block, on which seeds depend; by default the current one.
+            round: The number of a further round, on which the seeds inside the block depend. The statistics then get
+                nothing. By default the block belongs to the current round.
         """
         with self.rehearsing(), self.protection.judging():
             self.round = self.round if round is None else round
             self.round_stats = judged = RoundStats()
             yield
-        self.round_stats.add_troubles(judged)
+        if round is None:
+            self.round_stats.add_troubles(judged)
 
     @abstractmethod
     def describe(self) -> dict[str, str | None]:

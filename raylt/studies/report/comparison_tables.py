@@ -307,7 +307,7 @@ def _notes(
 ) -> dict[str, list[str]]:
     return {
         "judged on": comparison.tests,
-        "judged models": models,
+        "evaluated models": models,
         "one evaluated round": one_round,
         ANSWERS: _answers(comparison),
         "arms with settings of their own": comparison.apart,

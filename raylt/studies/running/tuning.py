@@ -41,6 +41,7 @@ SEARCH_CODE = "from raylt.own_code.top_level_names import claim; claim(); from t
 Count = Literal["steps", "passes"]
 Metric = Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou", "local", "worst_decile"]
 MOST_SPLITS = 20
+_LATER = ("evaluation.fresh",)
 UNITS: dict[Count, str] = {"steps": "client-steps", "passes": "client-steps of FedAvg"}
 
 
@@ -199,8 +200,8 @@ def search_hash(
 ) -> str:
     """Return a hash of everything that an arm's search depends on, except the location of files.
 
-    Settings of other arms are not included, nor are `count` and `splits` at their defaults, which earlier versions did
-    not have. The reference arm's settings are included, since its runs are the unit of the budget.
+    Settings of other arms are not included, nor are `count`, `splits` and later settings at their defaults, which
+    earlier versions did not have. The reference arm's settings are included, since its runs are the unit of the budget.
 
     Args:
         tuning: Settings of the searches.
@@ -212,7 +213,9 @@ def search_hash(
         former_names: Whether that version used the former names of method fields.
     """
     method = resolve(base).method
-    newer = {} if version is None else {key: field.default for key, field in settings() if key not in version}
+    newer = {
+        key: field.default for key, field in settings() if key in _LATER or (version is not None and key not in version)
+    }
     ranges = applying(tuning.ranges, type(method))
     fields = tuning.fields.get(arm)
     if former_names:

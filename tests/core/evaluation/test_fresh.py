@@ -91,6 +91,35 @@ def test_every_personal_method_has_fresh_models_and_is_not_changed_by_them(no_gu
         assert fresh.summary[key] == plain.summary[key]
 
 
+class Breaking(Ditto):
+    """Ditto whose clients fail in the third round; only the second one with `one`."""
+
+    one: bool = False
+
+    def train(self, client, message):
+        if client.round == 3 and (not self.one or client.id == 1):
+            raise RuntimeError("the machine goes down")
+        return super().train(client, message)
+
+
+def test_a_failure_of_the_further_training_leaves_the_result_of_the_run(tiny_task, tmp_path):
+    federation = {"retries": 0}
+    plain, expected = run(tiny_task, tmp_path / "a", Ditto(), federation=federation)
+    with pytest.warns(RuntimeWarning, match="after one more training were not evaluated"):
+        made, report = run(tiny_task, tmp_path / "b", Breaking(), federation=federation, evaluation={"fresh": True})
+    assert report.others == {}
+    assert report.by_client == expected.by_client
+    assert made.server.round == plain.server.round == 2
+
+
+def test_a_client_that_fails_in_the_further_training_is_not_lost_in_the_last_round(tiny_task, tmp_path):
+    settings = {"federation": {"retries": 0, "quorum": 0.5}, "evaluation": {"fresh": True}}
+    with pytest.warns(RuntimeWarning, match="the machine goes down"):
+        _, report = run(tiny_task, tmp_path, Breaking(one=True), **settings)
+    assert report.others["fresh"]["clients"]
+    assert (report.lost, report.retried) == ([], [])
+
+
 def test_a_shared_model_has_no_fresh_version(tiny_task, tmp_path):
     _, report = run(tiny_task, tmp_path, FedAvg(), evaluation={"fresh": True})
     assert report.others is None

@@ -95,8 +95,8 @@ def test_a_table_says_whose_models_were_evaluated_where_both_kinds_stand_in_it()
     assert compared.models == [line]
     measures = [compared, compare(runs, "a", measure="matched"), compare(runs, "a", measure="seconds")]
     for table in (comparison_tables.comparison_table(compared), comparison_tables.measures_table(measures)):
-        assert f"Judged models:\n\n- {line}\n" in table.markdown()
-        assert f"% judged models: {line}" in table.latex()
+        assert f"Evaluated models:\n\n- {line}\n" in table.markdown()
+        assert f"% evaluated models: {line}" in table.latex()
     assert compare(runs, "a", measure="global_accuracy").models == []
     assert compare(runs[::2], "a").models == []
     assert compare([record("old", 0, 0.5, cell=CELLS[0]), *runs], "a").models == []

@@ -228,7 +228,7 @@ def test_the_table_of_arms_says_whose_models_were_evaluated_and_in_one_round_onl
         shown = {"figure": "matched" if own else "accuracy", "last": 0.5}
         made.records[number] = replace(run, summary=run.summary | {"shown": shown}, curve=curve)
     text = render(made)
-    assert "Judged models: of ditto: clients&#39; own models" in text
+    assert "Evaluated models: of ditto: clients&#39; own models" in text
     assert "One evaluated round: ditto: the last one" in text
 
 

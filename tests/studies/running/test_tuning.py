@@ -1,5 +1,6 @@
 """Arms that are tuned with equal budgets before their seeds run."""
 
+import json
 import time
 from pathlib import Path
 
@@ -9,12 +10,12 @@ from made import write_run
 from refusals import refused
 
 import raylt
-from raylt.config import load
+from raylt.config import load, settings
 from raylt.errors import CheckpointError, ConfigError
 from raylt.hyper import LogUniform
 from raylt.studies import study as study_module
 from raylt.studies.analysis.comparison import compare
-from raylt.studies.definition import define, read_definition
+from raylt.studies.definition import define, read_definition, reread_definition
 from raylt.studies.report import comparison_tables
 from raylt.studies.running import tuning
 from raylt.studies.running.tuning import FILE, Tuning, describe, search_arms, search_hash, write_tuned
@@ -63,6 +64,25 @@ def test_arms_are_tuned_by_the_figure_by_which_they_are_compared(parts, metric, 
     study = Study.create(define(TUNED | parts), tmp_path)
     assert study.definition.tune.metric == metric
     assert read_definition(study.folder / "study.yaml").tune.metric == metric
+
+
+def test_a_folder_of_an_earlier_version_was_tuned_by_accuracy(tmp_path):
+    file = tmp_path / "study.yaml"
+    written = {key: value for key, value in (TUNED | {"measure": "matched"}).items() if key != "name"}
+    file.write_text(json.dumps(written))
+    assert reread_definition(file).tune.metric == "accuracy"
+    file.write_text(json.dumps(written | {"tune": TUNED["tune"] | {"metric": "few"}}))
+    assert reread_definition(file).tune.metric == "few"
+
+
+def test_a_setting_that_searches_of_earlier_versions_did_not_have_counts_where_it_is_set():
+    definition = define(TUNED)
+    base = definition.base_of("", "prox")
+    asked = search_hash(definition.tune, "prox", base, base)
+    earlier = frozenset(key for key, _ in settings() if key != "evaluation.fresh")
+    assert search_hash(definition.tune, "prox", base, base, earlier) == asked
+    fresh = base.model_copy(update={"evaluation": base.evaluation.model_copy(update={"fresh": True})})
+    assert search_hash(definition.tune, "prox", fresh, fresh) != asked
 
 
 def test_runs_have_what_their_arm_was_tuned_to_in_that_cell():
