@@ -117,12 +117,15 @@ class Evaluator:
         The global model cannot be evaluated if it has no running statistics (federation.batchnorm = local), or if
         clients share neither encoder nor classifier, so that it is never trained.
         """
-        if self.server.model.local_buffers or (self.method.personal and not self._trains_global):
+        if self.server.model.local_buffers or not self.trains_global:
             return False
         return last or step % self._config.every == 0
 
     @cached_property
-    def _trains_global(self) -> bool:
+    def trains_global(self) -> bool:
+        """Return whether rounds train the global model: clients share entries of its encoder or classifier."""
+        if not self.method.personal:
+            return True
         names = self.method.shared(self.server.model)
         return any(name.startswith(("encoder.", "classifier.")) for name in names)
 
