@@ -403,7 +403,7 @@ def _client_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "before training (zero-shot)", percent(start["accuracy"])
         yield "  many / medium / few", _percents({group: start[group] for group in summary["groups"]})
     for name, figures in summary["others"].items():
-        yield f"  evaluated with {name}", percent(figures["clients"]["matched"]["mean"])
+        yield f"clients' own models, {name}", percent(figures["clients"]["matched"]["mean"])
     if "privacy" in summary:
         budget = summary["privacy"]
         excluded = budget["not_covered"].partition(":")[0]

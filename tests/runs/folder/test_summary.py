@@ -158,7 +158,7 @@ def test_other_models_and_new_clients_are_shown_by_their_own_class_mix():
             report(1, 0.5, others={"local": {"clients": spreads, "by_client": {}}}, figures={"new_clients": new})
         )
     )
-    assert "evaluated with local" in text
+    assert "clients' own models, local" in text
     assert "33.00 %" in text
     assert "35.00 % (4)" in text
 
