@@ -25,11 +25,11 @@ from actors.shards import Shards
 from raylt.config import Config
 from raylt.core.client import ClientFunction
 from raylt.core.fleet.block_sums import BLOCK, SummedReply, split_into_blocks
-from raylt.core.fleet.cohort import RoundStats
 from raylt.core.fleet.fleet import Answer, Arrived, ItemFunction
 from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault, unpacked
+from raylt.core.round_stats import RoundStats
 from raylt.core.training.stacked_sgd import FEW, SAMPLES
 from raylt.errors import ClientError, ClientLost, RayltError
 from raylt.tree import Tree, from_arrays, to_arrays

@@ -19,7 +19,7 @@ from raylt.machine import cores
 if TYPE_CHECKING:
     from actors.remote_experiment import RemoteExperiment
     from raylt.core.fleet.item_progress import ItemsHook
-    from raylt.core.server import ProgressHook
+    from raylt.core.round_stats import ProgressHook
     from raylt.core.setup import Setup
 
 

@@ -23,7 +23,7 @@ from actors.shards import Shards
 from raylt.core.checkpoint.checkpoint import Seal
 from raylt.core.fleet.item_progress import ItemsHook, ItemsProgress
 from raylt.core.report import RoundReport
-from raylt.core.server import ProgressHook
+from raylt.core.round_stats import ProgressHook
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, ServerLost

@@ -23,7 +23,8 @@ from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.method import Method
-from raylt.core.server import Server, Timings
+from raylt.core.round_stats import Timings
+from raylt.core.server import Server
 from raylt.core.setup import Setup
 from raylt.data.label_maps import class_counts
 from raylt.data.samples import Samples

@@ -21,12 +21,12 @@ from raylt.core.device import describe, is_full
 from raylt.core.evaluation import counts
 from raylt.core.evaluation.counts import Matrices
 from raylt.core.evaluation.evaluator import Evaluator
-from raylt.core.fleet.cohort import RoundStats, Traffic
 from raylt.core.fleet.fleet import Fleet, check_finite
 from raylt.core.fleet.quorum import MAY_DIVERGE
 from raylt.core.protection.protection import check_delta
 from raylt.core.report import CHECKPOINT, EVALUATION, JUDGED, RoundReport
-from raylt.core.server import ENDED_EARLY, Server, Timings
+from raylt.core.round_stats import RoundStats, Timings, Traffic
+from raylt.core.server import ENDED_EARLY, Server
 from raylt.core.setup import Setup, check_model
 from raylt.data.samples import Samples
 from raylt.data.task import Task

@@ -7,9 +7,7 @@ always the clients' mean.
 
 import copy
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from raylt import tree
 from raylt.config import Config
+from raylt.core.round_stats import Timings
 from raylt.core.training.schedules import Schedule
 from raylt.data.samples import Samples
 from raylt.data.task import TaskSpec
@@ -104,47 +103,6 @@ class ServerYogi(ServerAdam):
 
 ENDED_EARLY = "rounds ended"  # figure in the last steps of a run that federation.patience stopped early
 OWN_FIGURES = ("validation", "new_clients", "predictions", "zero_shot", "privacy", ENDED_EARLY)
-
-# Called with the name of a call or stage, the number of finished clients, and their total.
-ProgressHook = Callable[[str, int, int], None]
-
-StageProgress = Callable[[int, int], None]  # called with the number of finished steps of a stage, and their total
-
-
-class Timings(dict[str, float]):
-    """Seconds that each stage of a step took, by name.
-
-    Args:
-        on_progress: Called for each stage that begins.
-    """
-
-    def __init__(self, *seconds: Mapping[str, float], on_progress: ProgressHook | None = None):
-        super().__init__(*seconds)
-        self._on_progress = on_progress
-
-    @contextmanager
-    def time(self, name: str) -> Iterator[StageProgress]:
-        """Add the duration of the block, in seconds, to the named stage.
-
-        Yields:
-            A function that reports the number of finished steps of the stage, and their total, to the observer.
-        """
-
-        def show(done: int, total: int) -> None:
-            if self._on_progress is not None:
-                self._on_progress(name, done, total)
-
-        show(0, 0)
-        start = time.perf_counter()
-        try:
-            yield show
-        finally:
-            self.add({name: time.perf_counter() - start})
-
-    def add(self, seconds: Mapping[str, float]) -> None:
-        """Add the given seconds to the stages with the same names."""
-        for name, more in seconds.items():
-            self[name] = self.get(name, 0.0) + more
 
 
 class Server:

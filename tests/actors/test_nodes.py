@@ -23,10 +23,10 @@ from actors.client import Block, BlockReplies, ClientActor
 from actors.fleet import RayFleet
 from actors.shards import Shards
 from raylt.core.fleet.block_sums import BLOCK, SummedReply
-from raylt.core.fleet.cohort import RoundStats
 from raylt.core.fleet.reductions import total
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault
+from raylt.core.round_stats import RoundStats
 from raylt.errors import LateWrite
 
 HERE = Path(__file__).parent

@@ -12,13 +12,13 @@ from typing import Any
 
 from raylt.core.client import Reply
 from raylt.core.fleet.block_sums import BlockSums, ReplyLayout, SummedReply, block_numbers
-from raylt.core.fleet.cohort import Traffic
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.robust.means import robust_mean
 from raylt.core.fleet.robust.sums import Rule, robust_sum
 from raylt.core.fleet.schema import layout_fault
 from raylt.core.fleet.value_store import ValueStore
 from raylt.core.fleet.wire import Fault
+from raylt.core.round_stats import Traffic
 from raylt.tree import Tree
 
 

@@ -1,12 +1,10 @@
-"""`Cohort`, the clients that a call asks, and `RoundStats`, the statistics of one round."""
+"""`Cohort`, the clients that a call asks."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
-from typing import Any
 
-from raylt.core.server import Timings
 from raylt.errors import ConfigError, count_of, one_line
 
 
@@ -62,43 +60,3 @@ class Cohort:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-@dataclass
-class Traffic:
-    """Bytes in all calls of one client function: `down` in messages, `up` in replies, and the number of `replies`.
-
-    See `raylt.core.report.TrafficRecord` for what counts.
-    """
-
-    down: int = 0
-    up: int = 0
-    replies: int = 0
-
-    def add(self, more: "Traffic") -> None:
-        """Add the bytes and replies of another `Traffic`."""
-        self.down += more.down
-        self.up += more.up
-        self.replies += more.replies
-
-
-@dataclass
-class RoundStats:
-    """Statistics of one round: traffic by client function, clients with problems, and durations.
-
-    `timings` holds the wait for clients under the function's name, and "aggregation".
-    """
-
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-    lost: list[int] = field(default_factory=list)  # clients without an answer, for example failed or late ones
-    retried: list[int] = field(default_factory=list)
-    rejected: dict[int, str] = field(default_factory=dict)  # why each reply was not usable, by client id
-    participants: set[int] = field(default_factory=set)  # clients with a usable reply, except to calls for everyone
-    timings: Timings = field(default_factory=Timings)
-    privacy: dict[str, Any] | None = None  # description of the noise in the uploads, and the budget
-
-    def add_troubles(self, more: "RoundStats") -> None:
-        """Add only the clients with problems from other statistics."""
-        self.lost += more.lost
-        self.retried += more.retried
-        self.rejected |= more.rejected

@@ -25,7 +25,7 @@ from raylt import tree
 from raylt.config import Config
 from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.fleet.aggregation import Aggregator, LayoutVote, Replies
-from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
+from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.item_progress import ItemsHook, progress_of_items, steps_reported_to
 from raylt.core.fleet.quorum import Call, Quorum
@@ -34,7 +34,7 @@ from raylt.core.fleet.robust.outliers import Outliers
 from raylt.core.fleet.schema import Arrived, Schema
 from raylt.core.fleet.wire import Fault, Unusable
 from raylt.core.protection.protection import Protection
-from raylt.core.server import ProgressHook, StageProgress
+from raylt.core.round_stats import ProgressHook, RoundStats, StageProgress, Traffic
 from raylt.data.task import Task
 from raylt.errors import ClientError, ConfigError, Overflow, RayltError, TooFewReplies, shorten, type_name
 from raylt.tree import Tree

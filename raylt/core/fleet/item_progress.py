@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from raylt.core.server import StageProgress
+from raylt.core.round_stats import StageProgress
 
 _observer: ContextVar[StageProgress | None] = ContextVar("observer", default=None)
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from raylt.core.client import Reply
 from raylt.core.fleet.aggregation import Aggregator, Replies
 from raylt.core.fleet.block_sums import SummedReply
-from raylt.core.fleet.cohort import Traffic
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.protection.masking import HASH_BYTES, KEY_BYTES, SHARE_BYTES, Collector, Member, introduce
 from raylt.core.protection.survivors import fewest_survivors
+from raylt.core.round_stats import Traffic
 from raylt.errors import ConfigError, Overflow
 from raylt.tree import LeafPath, Tree, from_leaf_paths, leaf_paths
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from raylt.core.client import Client
-from raylt.core.server import Server, StageProgress
+from raylt.core.round_stats import StageProgress
+from raylt.core.server import Server
 from raylt.core.training.estimates import about
 from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.sgd import learning_rate

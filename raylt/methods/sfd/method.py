@@ -42,7 +42,8 @@ from raylt.core.fleet.item_progress import report_steps
 from raylt.core.fleet.reductions import each, total
 from raylt.core.fleet.upload_limit import check_class_sums
 from raylt.core.method import Group, Method, train_clients
-from raylt.core.server import Server, StageProgress
+from raylt.core.round_stats import StageProgress
+from raylt.core.server import Server
 from raylt.core.training.estimates import about
 from raylt.core.training.features import features
 from raylt.core.training.fit_classifier import fit_classifier

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from raylt.core.server import StageProgress
+from raylt.core.round_stats import StageProgress
 from raylt.methods.sfd.fourier import fourier
 
 RAW_JITTER = 1e-6  # Jitter of the features' covariance, which is well conditioned; Appendix B states no value.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raylt.core.fleet.item_progress import ItemsProgress
-from raylt.core.server import StageProgress
+from raylt.core.round_stats import StageProgress
 from raylt.errors import RayltError
 from raylt.store import Folder
 from raylt.typed_json import parse_json

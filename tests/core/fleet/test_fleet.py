@@ -12,9 +12,10 @@ from torch import tensor
 
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.client_host import ClientHost
-from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
+from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.reductions import Reduction, each, mean, total
+from raylt.core.round_stats import RoundStats, Traffic
 from raylt.core.server import Server
 from raylt.errors import ConfigError, TooFewReplies
 from raylt.methods.fedavg import FedAvg
