@@ -20,7 +20,7 @@ from ray.exceptions import ObjectLostError
 
 from actors.actor_pool import ActorPool, ActorSlot
 from actors.client import Block, name_clients
-from actors.dispatch import Call, Job, Outcome, Reach
+from actors.dispatch import ActorCall, ItemOutcome, Job, Reach
 from actors.shards import Shards
 from raylt.config import Config
 from raylt.core.client import ClientFunction
@@ -64,7 +64,7 @@ class StoredBlock:
         self.missing = set(self.ids)
 
 
-class Addition(Call):
+class Addition(ActorCall):
     """A call that adds up the replies of a `StoredBlock`."""
 
 
@@ -175,7 +175,7 @@ class ClientCalls(Job):
         self._block_size = min(MAX_CLIENTS_PER_CALL, size) if waits_for_all else 1
         self._queues = [NodeQueue() for _ in range(1 + fleet.slots.home_nodes.max())]
         self._stored_blocks: dict[int, StoredBlock] = {}  # by client
-        self._stored_replies: dict[int, Outcome] = {}  # by client
+        self._stored_replies: dict[int, ItemOutcome] = {}  # by client
         blocks = [] if sums is None else split_into_blocks(ids)
         stores = sums is not None and waits_for_all and len(blocks) > 1 and sums.template_bytes >= MIN_STORED_BYTES
         in_no_call = set(ids)
@@ -205,7 +205,7 @@ class ClientCalls(Job):
     def satisfied(self) -> bool:
         return self._usable_answers >= self.enough
 
-    def submit(self, slot: ActorSlot, reach: Reach) -> tuple[Any, Call] | None:
+    def submit(self, slot: ActorSlot, reach: Reach) -> tuple[Any, ActorCall] | None:
         queue = self._queues[slot.home_node]
         if reach == "others":
             queue = max(self._queues, key=len)
@@ -248,7 +248,7 @@ class ClientCalls(Job):
         """Return whether a client's reply stays in the object store."""
         return id in self._stored_blocks
 
-    def _submit(self, slot: ActorSlot, ids: list[int], sums: Schema | None = None) -> tuple[Any, Call]:
+    def _submit(self, slot: ActorSlot, ids: list[int], sums: Schema | None = None) -> tuple[Any, ActorCall]:
         shards = self.fleet.shards
         private_refs = [self.fleet.private(id) for id in ids]
         new_packs = sorted({shards.places[id] for id in ids} - slot.packs)
@@ -274,10 +274,10 @@ class ClientCalls(Job):
             *(shards.packs[number] for number in new_packs),
             *(private for private in private_refs if private is not None),
         )
-        call = Call(ids, slot, len(self.fleet.slots), refs[: len(ids)], refs[len(ids) :], patience=patience)
+        call = ActorCall(ids, slot, len(self.fleet.slots), refs[: len(ids)], refs[len(ids) :], patience=patience)
         return replies, call
 
-    def _submit_addition(self, slot: ActorSlot, block: StoredBlock) -> tuple[Any, Call]:
+    def _submit_addition(self, slot: ActorSlot, block: StoredBlock) -> tuple[Any, ActorCall]:
         assert self.sums is not None
         ids = [id for id in block.ids if id in self._stored_replies]
         # if the references were separate arguments, Ray would fetch all replies at once
@@ -286,7 +286,7 @@ class ClientCalls(Job):
         sums = slot.actor.add_up.options(name=name).remote(self.sums.restricted_to(ids), ids, replies)
         return sums, Addition(ids, slot, len(self.fleet.slots))
 
-    def outcomes(self, call: Call, results: Any) -> Sequence[Outcome]:
+    def outcomes(self, call: ActorCall, results: Any) -> Sequence[ItemOutcome]:
         if isinstance(call, Addition):
             private_refs = [self._stored_replies[id].private_ref for id in call.ids]
         else:
@@ -296,9 +296,11 @@ class ClientCalls(Job):
             results = results.replies
         if call.reply_refs:
             results = [fault or StoredReply(ref) for fault, ref in zip(results, call.reply_refs, strict=True)]
-        return [Outcome(id, reply, private) for id, reply, private in zip(call.ids, results, private_refs, strict=True)]
+        return [
+            ItemOutcome(id, reply, private) for id, reply, private in zip(call.ids, results, private_refs, strict=True)
+        ]
 
-    def accept(self, outcome: Outcome, seconds: float) -> None:
+    def accept(self, outcome: ItemOutcome, seconds: float) -> None:
         added_up = self._stored_replies.pop(outcome.id, None) is not None
         if not added_up:
             self.fleet.record_seconds(self.name, outcome.id, seconds)
@@ -338,7 +340,7 @@ class ClientCalls(Job):
             if self._stored_replies.pop(id, None) is not None and self._stores(id):
                 self._stored_blocks[id].missing.add(id)
 
-    def lose(self, call: Call, error: Exception) -> None:
+    def lose(self, call: ActorCall, error: Exception) -> None:
         """Retry the calls of all clients whose actor died.
 
         If the call had several clients, it is unknown which of them ended the process, so this is not counted as an
@@ -358,7 +360,7 @@ class ClientCalls(Job):
             )
             self._ask_alone(call.ids)
 
-    def _lose_addition(self, call: Call, error: BaseException) -> None:
+    def _lose_addition(self, call: ActorCall, error: BaseException) -> None:
         """Add up a block again on another actor, or ask its clients again for replies that the server adds up.
 
         The clients are asked again if a reply was lost with its node, or after a second loss.
@@ -378,7 +380,7 @@ class ClientCalls(Job):
             del self._stored_blocks[id]
         self._ask_alone(call.ids)
 
-    def reject(self, call: Call, cause: BaseException) -> None:
+    def reject(self, call: ActorCall, cause: BaseException) -> None:
         if isinstance(call, Addition):
             self._lose_addition(call, cause)
         elif len(call.ids) > 1:
@@ -391,7 +393,7 @@ class ClientCalls(Job):
         self.fleet.round_stats.retried += ids
         self.requeue(ids)
 
-    def expire(self, calls: Sequence[Call]) -> None:
+    def expire(self, calls: Sequence[ActorCall]) -> None:
         limit = self.fleet.config.federation.deadline_s
         running = [id for call in calls for id in call.ids]
         waiting = [id for queue in self._queues for id in queue.clients]
@@ -400,7 +402,7 @@ class ClientCalls(Job):
             error = ClientError(id, self.fleet.round, self.name, cause, code="client.late", deadline_s=limit)
             self.answers[id] = Answer(id, None, None, error)
 
-    def report_stuck(self, call: Call, seconds: float) -> None:
+    def report_stuck(self, call: ActorCall, seconds: float) -> None:
         self.fleet.note_stuck(call.ids, self.name, seconds, call.slot)
 
     def describe(self, id: int) -> str:
@@ -446,18 +448,18 @@ class ServerItems(Job):
     def satisfied(self) -> bool:
         return self.error is not None or len(self.results) == len(self.items)
 
-    def submit(self, slot: ActorSlot, reach: Reach) -> tuple[Any, Call] | None:
+    def submit(self, slot: ActorSlot, reach: Reach) -> tuple[Any, ActorCall] | None:
         if reach == "own" or not self._waiting:
             return None
         item = heapq.heappop(self._waiting)
         self._submitted.add(item)
         ref = slot.actor.compute.remote(self.fn, to_arrays(self.items[item]), item)
-        return ref, Call([item], slot, len(self.pool))
+        return ref, ActorCall([item], slot, len(self.pool))
 
-    def outcomes(self, call: Call, results: Any) -> Sequence[Outcome]:
-        return [Outcome(call.ids[0], results)]
+    def outcomes(self, call: ActorCall, results: Any) -> Sequence[ItemOutcome]:
+        return [ItemOutcome(call.ids[0], results)]
 
-    def accept(self, outcome: Outcome, seconds: float) -> None:
+    def accept(self, outcome: ItemOutcome, seconds: float) -> None:
         self._submitted.discard(outcome.id)
         self.results[outcome.id] = from_arrays(outcome.value)
 
@@ -474,7 +476,7 @@ class ServerItems(Job):
         for id in ids:
             heapq.heappush(self._waiting, id)
 
-    def lose(self, call: Call, error: Exception) -> None:
+    def lose(self, call: ActorCall, error: Exception) -> None:
         item = call.ids[0]
         self._losses[item] += 1
         if self._losses[item] > self.retries:
@@ -482,7 +484,7 @@ class ServerItems(Job):
         else:
             self.requeue([item])
 
-    def reject(self, call: Call, cause: BaseException) -> None:
+    def reject(self, call: ActorCall, cause: BaseException) -> None:
         self.fail(call.ids[0], Fault.of(cause))
 
     def describe(self, id: int) -> str:

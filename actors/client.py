@@ -21,7 +21,7 @@ from actors.shards import Pack
 from raylt.config import Config
 from raylt.core.client import ClientFunction, Reply
 from raylt.core.device import is_full, open_device
-from raylt.core.fleet.client_host import ClientCall, ClientHost, Outcome
+from raylt.core.fleet.client_host import ClientCall, ClientHost, ReplyAndState
 from raylt.core.fleet.fleet import ItemFunction, compute
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault, Unusable, packed, unpacked
@@ -233,7 +233,13 @@ class ClientActor:
         return _summed(sums, ids, map(ray.get, replies))
 
     def _call(
-        self, fn: ClientFunction, message: Tree, lent: Stamps, block: Block, call: ClientCall, outcome: Outcome | None
+        self,
+        fn: ClientFunction,
+        message: Tree,
+        lent: Stamps,
+        block: Block,
+        call: ClientCall,
+        outcome: ReplyAndState | None,
     ) -> tuple[Reply | Unusable | Fault, Tree]:
         """Run a call, or take its outcome from a stack of clients; return the packed reply and private state."""
         try:

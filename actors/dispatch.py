@@ -23,7 +23,7 @@ REACHES: tuple[Reach, ...] = ("own", "node", "others")  # In order of preference
 
 
 @dataclass
-class Call:
+class ActorCall:
     """A call that is running on an actor.
 
     Attributes:
@@ -56,7 +56,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ItemOutcome:
     """The result of a call for one client or one item.
 
     Attributes:
@@ -90,7 +90,7 @@ class Job(ABC):
         """Return whether the job needs no further result."""
 
     @abstractmethod
-    def submit(self, slot: ActorSlot, reach: Reach) -> tuple[Any, Call] | None:
+    def submit(self, slot: ActorSlot, reach: Reach) -> tuple[Any, ActorCall] | None:
         """Submit the next call that an idle actor can run.
 
         Args:
@@ -103,11 +103,11 @@ class Job(ABC):
         """
 
     @abstractmethod
-    def outcomes(self, call: Call, results: Any) -> Sequence[Outcome]:
+    def outcomes(self, call: ActorCall, results: Any) -> Sequence[ItemOutcome]:
         """Split the results of a call by client or item."""
 
     @abstractmethod
-    def accept(self, outcome: Outcome, seconds: float) -> None:
+    def accept(self, outcome: ItemOutcome, seconds: float) -> None:
         """Record the outcome of a client or item whose function raised no error."""
 
     @abstractmethod
@@ -119,21 +119,21 @@ class Job(ABC):
         """Submit the calls of the given clients or items again, without counting another attempt."""
 
     @abstractmethod
-    def lose(self, call: Call, error: Exception) -> None:
+    def lose(self, call: ActorCall, error: Exception) -> None:
         """Record that the actor of a call died, or that an object was lost."""
 
     @abstractmethod
-    def reject(self, call: Call, cause: BaseException) -> None:
+    def reject(self, call: ActorCall, cause: BaseException) -> None:
         """Record that Ray could not transfer a call or its results."""
 
     @abstractmethod
     def describe(self, id: int) -> str:
         """Return a description of a client or item, as in `client 3, round 2, train`."""
 
-    def expire(self, calls: Sequence[Call]) -> None:  # noqa: B027  (optional: a job may have no deadline)
+    def expire(self, calls: Sequence[ActorCall]) -> None:  # noqa: B027  (optional: a job may have no deadline)
         """Give up all running and pending calls, because the deadline has passed."""
 
-    def report_stuck(self, call: Call, seconds: float) -> None:  # noqa: B027  (optional: calls may have no patience)
+    def report_stuck(self, call: ActorCall, seconds: float) -> None:  # noqa: B027  (optional: calls may have no patience)
         """Report a call that has run longer than expected."""
 
 
@@ -153,7 +153,7 @@ class Dispatcher:
         self.pool = pool
         self.job = job
         self.note = note
-        self.running: dict[Any, Call] = {}
+        self.running: dict[Any, ActorCall] = {}
         self.over = False
 
     def advance(self, wait_s: float | None = None) -> None:
@@ -201,7 +201,7 @@ class Dispatcher:
         seconds = [max(0.0, moment - time.monotonic()) for moment in known_times]
         return min([*seconds, *([] if wait_s is None else [wait_s])], default=None)
 
-    def _record(self, ref: Any, call: Call) -> None:
+    def _record(self, ref: Any, call: ActorCall) -> None:
         try:
             outcomes = self.job.outcomes(call, ray.get(ref))
         except LOST as error:
@@ -229,7 +229,7 @@ class Dispatcher:
         if self.job.deadline is not None:
             self.job.deadline += time.monotonic() - start
 
-    def _make_room(self, call: Call, id: int) -> None:
+    def _make_room(self, call: ActorCall, id: int) -> None:
         """Remove half of the actors because a device was full, and submit the same calls again.
 
         If actors were removed after this call was submitted, only submit the call again.

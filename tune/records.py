@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from raylt.config import Config, followed
+from raylt.core.report import Fraction
 from raylt.disk import exists
 from raylt.errors import CheckpointError
 from raylt.methods import make_method
@@ -27,7 +28,6 @@ from tune.asha import Outcome
 ScoreKind = Literal["round", "proxy", "rehearsal", "final"]
 Searcher = Literal["tpe", "random", "grid"]
 Scheduler = Literal["asha", "none"]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 SCORES = "scores.jsonl"  # In a trial's folder.
 TRIALS = "trials.jsonl"  # In a search's folder.
@@ -40,10 +40,10 @@ class ScoreJson(TypedDict):
 
     step: Annotated[int, Field(ge=1)]
     kind: ScoreKind
-    score: Share
+    score: Fraction
     steps: Annotated[int, Field(ge=0)]
-    validation: dict[str, Share | None]
-    test: dict[str, Share | None]
+    validation: dict[str, Fraction | None]
+    test: dict[str, Fraction | None]
     split: NotRequired[Annotated[int, Field(ge=1)]]
 
 

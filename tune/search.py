@@ -38,7 +38,7 @@ from tune.records import PLAN, Metric, TrialRecord
 from tune.report import results
 from tune.space import Space
 
-FleetKind = Literal["ray", "local"]
+SearchFleet = Literal["ray", "local"]
 # environment variables that Tune reads when its processes start
 QUIET = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -86,7 +86,7 @@ class Execution:
     """Options of `search` that decide where its trials run."""
 
     parallel: int | None
-    fleet: FleetKind
+    fleet: SearchFleet
     address: str | None
     track: Sequence[str]
     callback: Callback
@@ -109,7 +109,7 @@ def search(
     parallel: int | None = None,
     retries: int = 2,
     splits: int = 1,
-    fleet: FleetKind = "ray",
+    fleet: SearchFleet = "ray",
     address: str | None = None,
     track: Sequence[str] = (),
     callbacks: Sequence[Callback] | None = None,
@@ -176,7 +176,7 @@ def search(
         lag=0,
     )
     check_arguments(plan, parallel)
-    check_fleet(fleet, address, get_args(FleetKind))
+    check_fleet(fleet, address, get_args(SearchFleet))
     folder = _new_folder(Path(out), name, by_method)
     forget_tasks()
     check_plan(plan)
@@ -187,7 +187,7 @@ def resume(
     folder: Path | str,
     *,
     parallel: int | None = None,
-    fleet: FleetKind = "ray",
+    fleet: SearchFleet = "ray",
     address: str | None = None,
     track: Sequence[str] = (),
     callbacks: Sequence[Callback] | None = None,
@@ -209,7 +209,7 @@ def resume(
             code="search.not-found",
             path=str(folder),
         )
-    check_fleet(fleet, address, get_args(FleetKind))
+    check_fleet(fleet, address, get_args(SearchFleet))
     with Folder.open(folder) as search_folder:
         plan = SearchPlan.from_json(search_folder.read(PLAN), str(folder / PLAN))
     forget_tasks()
@@ -373,7 +373,7 @@ def _locked(folder: Path, new: SearchPlan | None) -> Iterator[None]:
 
 
 @contextmanager
-def _open_cluster(fleet: FleetKind, address: str | None) -> Iterator[list[dict[str, float]] | None]:
+def _open_cluster(fleet: SearchFleet, address: str | None) -> Iterator[list[dict[str, float]] | None]:
     """Join or start the cluster for the trials; yield the resources of its nodes, or None for "local"."""
     if fleet == "local":
         yield None

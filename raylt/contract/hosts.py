@@ -11,7 +11,7 @@ from torch import Tensor
 from raylt import tree
 from raylt.contract.trace import fingerprint
 from raylt.core.client import Client, Reply
-from raylt.core.fleet.client_host import ClientHost, Outcome
+from raylt.core.fleet.client_host import ClientHost, ReplyAndState
 from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.setup import Setup
@@ -146,7 +146,7 @@ class InStacks(ClientHost):
         return outcomes
 
 
-def _difference(outcome: Outcome, alone: Outcome) -> float:
+def _difference(outcome: ReplyAndState, alone: ReplyAndState) -> float:
     numbers, expected = (dict(_numbers_of(each)) for each in (outcome, alone))
     if numbers.keys() != expected.keys():
         return math.inf
@@ -158,7 +158,7 @@ def _difference(outcome: Outcome, alone: Outcome) -> float:
     return worst
 
 
-def _numbers_of(outcome: Outcome) -> Iterator[tuple[str, Tensor]]:
+def _numbers_of(outcome: ReplyAndState) -> Iterator[tuple[str, Tensor]]:
     reply, private = outcome
     assert isinstance(reply, Reply)
     for path, leaf in tree.leaves({"reply": reply.tree, "private": private}):

@@ -29,6 +29,7 @@ Seconds = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Fraction | None  # None if nothing was evaluated
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+ReportDict = dict[str, Any]  # a `RoundReport` as JSON
 
 
 def _client_id(key: object) -> object:

@@ -18,7 +18,7 @@ from raylt.errors import DataError, RayltError
 from raylt.typed_json import closed, hash_json
 
 SIDECAR = ".sha256"  # suffix of the file that keeps the hash of a file of decoded images
-OUTLINE = "clients and classes"  # the name of the outline's hash
+OUTLINE_HASH = "clients and classes"  # the name of the outline's hash
 
 
 @closed
@@ -46,7 +46,7 @@ def hash_data(task: Task) -> dict[str, str]:
         "test images": _hash([task.test.x]),
         "test labels": _hash([task.test.y]),
         "classes and normalisation": hash_json(spec),
-        OUTLINE: hash_json(outline_of(task)),
+        OUTLINE_HASH: hash_json(outline_of(task)),
     }
     if task.own_tests is not None:
         hashes["clients of test images"] = _hash(task.own_tests)

@@ -447,7 +447,7 @@ class TaskOutline(TypedDict):
     newcomers: list[Count]
 
 
-OUTLINE = TypeAdapter(TaskOutline)
+OUTLINES = TypeAdapter(TaskOutline)
 
 
 def outline_of(task: Task) -> TaskOutline:

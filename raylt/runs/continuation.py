@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from raylt.config import Config, check, differences, followed, load, override, settled
 from raylt.core.checkpoint import checkpoint
@@ -29,7 +28,7 @@ from raylt.core.evaluation import counts
 from raylt.core.evaluation.counts import Matrices
 from raylt.core.evaluation.evaluator import listed_by_client
 from raylt.core.method import Method
-from raylt.core.report import POOLED, SHARED, best_validated
+from raylt.core.report import POOLED, SHARED, ReportDict, best_validated
 from raylt.core.setup import Setup
 from raylt.data.fingerprint import hash_data
 from raylt.data.task import outline_of
@@ -47,7 +46,6 @@ from raylt.runs.runner import FleetKind, carry_out, check_fleet
 FILE_KEYS = ("schema", "previous", "date")  # keys of a line that are specific to the file
 ROUNDS = "federation.rounds"
 ROUNDS_STAGE = "rounds"  # stage in the parent record of a longer run
-MetricsLine = dict[str, Any]
 
 
 def branch(
@@ -116,7 +114,7 @@ def branch_to(
     setup.check(run.task.spec, setup.new_model(run.task.spec))
     saved = run.checkpoint_after(step)
 
-    def judge_again(report: MetricsLine) -> None:
+    def judge_again(report: ReportDict) -> None:
         with one_thread():
             end = open_in_process(setup, run.task, folder, saved)
             if end.done:  # the last shared step ends this run, so evaluate it as the last step
@@ -216,7 +214,7 @@ def extend(
             path=str(run.folder),
         )
 
-    def judge_again(report: MetricsLine) -> None:
+    def judge_again(report: ReportDict) -> None:
         if report["step"] == run.config.federation.rounds:  # it was evaluated as a last round
             _as_any_round(report, config, setup.method, run, folder)
 
@@ -275,7 +273,7 @@ def _reads_rounds(method: Method) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr == "rounds" for node in nodes)
 
 
-def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run, folder: Path) -> None:
+def _as_any_round(report: ReportDict, config: Config, method: Method, run: Run, folder: Path) -> None:
     """Remove from a report, in place, the figures that only a last round has."""
     step = report["step"]
     every = config.evaluation
@@ -325,7 +323,7 @@ class _Descent:
     folder: Path
     stage: str
     saved: Checkpoint
-    judge_again: Callable[[MetricsLine], None]
+    judge_again: Callable[[ReportDict], None]
 
     def run_rest(self, fleet: FleetKind, address: str | None, quiet: bool, callbacks: Sequence[Callback]) -> Run:
         """Take over the shared steps from the parent run and run the remaining steps.
@@ -370,7 +368,7 @@ class _Descent:
         provenance.copy(self.parent.folder, self.folder)
         journal.adopt(reports, [*self._best(reports), self.saved], self.config)
 
-    def _best(self, reports: Sequence[MetricsLine]) -> list[Checkpoint]:
+    def _best(self, reports: Sequence[ReportDict]) -> list[Checkpoint]:
         """Return the checkpoint with the best accuracy on validation images before the last of these steps.
 
         The list is empty if the last step is better, or if the checkpoint is damaged, since the run can continue

@@ -12,7 +12,7 @@ from raylt.core.checkpoint.checkpoint import Checkpoint
 from raylt.core.evaluation.counts import Matrices
 from raylt.core.experiment import Experiment
 from raylt.core.method import Method
-from raylt.core.report import SHARES, best_validated, shown_figure
+from raylt.core.report import SHARES, ReportDict, best_validated, shown_figure
 from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task, task_from
 from raylt.disk import folder_path
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 PictureKind = Literal["curves", "data", "clients", "classes", "confusion", "features", "clusters", "predictions"]
-MetricsLine = dict[str, Any]
 WHOLE = "all"  # the group of a figure that covers everything
 
 
@@ -478,7 +477,7 @@ class Run:
         check_origins([{**plugin} for plugin in self.origins if plugin["kind"] in kinds], self.folder)
 
 
-def _figures(report: MetricsLine) -> Iterator[tuple[str, str, Any]]:
+def _figures(report: ReportDict) -> Iterator[tuple[str, str, Any]]:
     """Yield the metric, group and value of each figure in a step's report."""
     yield "accuracy", WHOLE, report["accuracy"]
     for group, value in (report["groups"] or {}).items():

@@ -29,7 +29,7 @@ from raylt.tree import Tree
 
 T = TypeVar("T")
 IN_STACKS = "small clients"  # "stacked" in provenance.jsonl where small clients train in stacks
-Outcome = tuple[Reply | Unusable, Tree]  # a reply and the client's private state after the call
+ReplyAndState = tuple[Reply | Unusable, Tree]  # a reply and the client's private state after the call
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ClientHost:
 
     def run_stacks(
         self, fn: ClientFunction, message: Message, round: int, calls: Sequence[ClientCall]
-    ) -> dict[int, Outcome]:
+    ) -> dict[int, ReplyAndState]:
         """Run the training function once for each small client among several, in stacks.
 
         Args:
@@ -115,7 +115,7 @@ class ClientHost:
         """
         small = [call for call in calls if self._is_stacked(fn, call)]
         small.sort(key=self._size, reverse=True)
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, ReplyAndState] = {}
         while small:
             stack, small = small[: self._stack.slots], small[self._stack.slots :]
             try:
@@ -127,7 +127,7 @@ class ClientHost:
 
     def run(
         self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None, private: Tree | None
-    ) -> Outcome:
+    ) -> ReplyAndState:
         """Run a client function once for one client.
 
         If the device is full, the host drops the data of the other clients and runs the function again.
@@ -181,7 +181,7 @@ class ClientHost:
 
     def _run(
         self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None, private: Tree | None
-    ) -> Outcome:
+    ) -> ReplyAndState:
         client, entries = self._begun(fn, round, ClientCall(id, shard, private))
         arrived = tree.to({"entries": entries, "message": message}, self.device)
         client.receive(arrived["entries"])
@@ -211,7 +211,7 @@ class ClientHost:
 
     def _run_stack(
         self, fn: ClientFunction, message: Message, round: int, calls: Sequence[ClientCall]
-    ) -> dict[int, Outcome]:
+    ) -> dict[int, ReplyAndState]:
         method: Method = fn.__self__  # pyright: ignore[reportFunctionMemberAccess]
         begun = [self._begun(fn, round, call) for call in calls]
         clients = [client for client, _ in begun]

@@ -17,7 +17,7 @@ from raylt.core.training.cuda_graphs import Repeated
 from raylt.core.training.optimisers import SGD
 from raylt.recordability import recordable
 
-Schedule = Literal["epoch", "iteration", "constant"]
+FitSchedule = Literal["epoch", "iteration", "constant"]
 WORTH = 10  # replays that make a recording worthwhile
 Step = Callable[[Tensor], None]  # a training step on the given rows of the features
 
@@ -39,7 +39,7 @@ def fit_classifier(
     momentum: float,
     weight_decay: float,
     seed: int,
-    schedule: Schedule = "epoch",
+    schedule: FitSchedule = "epoch",
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
     progress: Callable[[int, int], None] | None = None,
 ) -> float:
@@ -62,8 +62,8 @@ def fit_classifier(
     Raises:
         ValueError: The schedule is unknown.
     """
-    if schedule not in get_args(Schedule):
-        raise ValueError(f"schedule: unknown schedule ({schedule}). Give one of {', '.join(get_args(Schedule))}.")
+    if schedule not in get_args(FitSchedule):
+        raise ValueError(f"schedule: unknown schedule ({schedule}). Give one of {', '.join(get_args(FitSchedule))}.")
     optimiser = SGD(classifier.parameters(), lr, momentum, weight_decay)
     generator = torch.Generator().manual_seed(seed)
     classifier.train()

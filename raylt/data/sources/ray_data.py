@@ -42,7 +42,7 @@ FileKind = Literal["parquet", "webdataset", "images"]
 BY_SUFFIX: dict[str, FileKind] = {".parquet": "parquet", ".tar": "webdataset"}
 
 
-class Stored(NamedTuple):
+class StoredFile(NamedTuple):
     """A file of the data set: its path below the address, size in bytes, and modification time in ns."""
 
     path: str
@@ -170,7 +170,9 @@ def file_system(address: str) -> tuple[Any, str]:
         raise _not_found(address, _cause(error)) from None
 
 
-def _list_parts(config: DataConfig, address: str) -> tuple[tuple[list[Stored], list[Stored] | None], tuple[str, ...]]:
+def _list_parts(
+    config: DataConfig, address: str
+) -> tuple[tuple[list[StoredFile], list[StoredFile] | None], tuple[str, ...]]:
     """Return the files of the training and the test part, sorted by path, and notes on what is not read."""
     listed = _list(address)
     files = [file for file in listed if _kind_of(config.source, file) is not None]
@@ -200,7 +202,7 @@ def _list_parts(config: DataConfig, address: str) -> tuple[tuple[list[Stored], l
     return (train, tested or None), notes
 
 
-def _list(address: str) -> list[Stored]:
+def _list(address: str) -> list[StoredFile]:
     """List the files at an address, sorted by path; files and folders whose names begin with . or _ are left out."""
     from pyarrow import ArrowException
     from pyarrow.fs import FileSelector, FileType
@@ -209,7 +211,7 @@ def _list(address: str) -> list[Stored]:
     try:
         top = system.get_file_info(path)
         if top.type == FileType.File:
-            return [Stored("", top.size, top.mtime_ns or 0)]
+            return [StoredFile("", top.size, top.mtime_ns or 0)]
         if top.type == FileType.NotFound:
             raise _not_found(address, "no such file or folder")
         entries = system.get_file_info(FileSelector(path, recursive=True))
@@ -220,7 +222,7 @@ def _list(address: str) -> list[Stored]:
     for entry in entries:
         inner = PurePosixPath(entry.path).relative_to(root)
         if entry.type == FileType.File and not any(part[0] in "._" for part in inner.parts):
-            files.append(Stored(str(inner), entry.size, entry.mtime_ns or 0))
+            files.append(StoredFile(str(inner), entry.size, entry.mtime_ns or 0))
     if not files:
         raise _not_found(address, "the folder holds no files")
     return sorted(files)
@@ -241,7 +243,7 @@ def _not_found(address: str, cause: str) -> DataError:
     )
 
 
-def _kind_of(name: str, file: Stored) -> FileKind | None:
+def _kind_of(name: str, file: StoredFile) -> FileKind | None:
     """Return a file's format by its suffix; None if the format is not supported."""
     suffix = PurePosixPath(file.path or name).suffix.lower()
     if suffix in SUFFIXES:
@@ -249,20 +251,20 @@ def _kind_of(name: str, file: Stored) -> FileKind | None:
     return BY_SUFFIX.get(suffix)
 
 
-def _kind(name: str, files: Sequence[Stored]) -> FileKind:
+def _kind(name: str, files: Sequence[StoredFile]) -> FileKind:
     """Return the file format of a data set.
 
     Raises:
         DataError: Its files have several formats, or the only file is an image.
     """
-    examples: dict[FileKind | None, Stored] = {_kind_of(name, file): file for file in files}
+    examples: dict[FileKind | None, StoredFile] = {_kind_of(name, file): file for file in files}
     kind = next(iter(examples))
     if kind is None or len(examples) > 1 or (files[0].path == "" and kind == "images"):
         raise _wrong_layout(name, [*examples.values()])
     return kind
 
 
-def _wrong_layout(name: str, files: Sequence[Stored]) -> DataError:
+def _wrong_layout(name: str, files: Sequence[StoredFile]) -> DataError:
     shown = ", ".join(shown_name(file.path or name) for file in files[:3])
     return DataError(
         f"data.source: the files of {name} are not of one supported kind ({shown}). {LAYOUT}",

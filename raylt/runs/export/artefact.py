@@ -25,6 +25,7 @@ from typing_extensions import TypedDict
 from raylt import store
 from raylt.config import Config, check
 from raylt.core.checkpoint.checkpoint import hash_tensors
+from raylt.core.report import Fraction
 from raylt.core.setup import Setup
 from raylt.data.images.decoding import PIXELS
 from raylt.data.task import JudgedImages, TaskSpec
@@ -43,7 +44,6 @@ KEY = "raylt"  # metadata key
 MAX_DESCRIPTION_LENGTH = 64 * store.MIB  # maximum number of characters
 Size = Annotated[int, Field(ge=1, le=2**16)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, AfterValidator(printable)]
 Name = Annotated[str, Field(min_length=1), AfterValidator(printable)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -78,7 +78,7 @@ class ClientEntry(TypedDict):
     id: Annotated[int, Field(ge=0)]
     name: Name
     own: dict[str, int]
-    figures: dict[Text, Share | None]
+    figures: dict[Text, Fraction | None]
     tested: NotRequired[Annotated[int, Field(ge=0)] | None]
 
 
@@ -107,7 +107,7 @@ class ModelDescription(TypedDict):
     rounds: Annotated[int, Field(ge=0)]
     run: Sha256
     split_sha256: Sha256
-    figures: dict[Text, Share | None]
+    figures: dict[Text, Fraction | None]
     versions: dict[Text, Text]
     guests: list[PluginRecord]
     clients: Annotated[list[ClientEntry], Field(min_length=1)] | None

@@ -107,8 +107,8 @@ class Files:
         Raises:
             CheckpointError: outline.json was changed.
         """
-        from raylt.data.fingerprint import OUTLINE as OUTLINE_HASH
-        from raylt.data.task import OUTLINE as OUTLINES
+        from raylt.data.fingerprint import OUTLINE_HASH
+        from raylt.data.task import OUTLINES
 
         with self._open() as folder:
             sha256 = self.identity["data"].get(OUTLINE_HASH)

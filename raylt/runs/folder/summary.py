@@ -23,6 +23,7 @@ from raylt.core.report import (
     SHARES,
     Count,
     Fraction,
+    ReportDict,
     RoundReport,
     Seconds,
     Sha256,
@@ -51,7 +52,6 @@ SHORT_GROUPS = {"many": "many", "medium": "med.", "few": "few", "-": "-"}  # for
 ADDED = (*SHARES, "tests", "shown", "answers")
 TROUBLES = ("lost", "retried", "rejected")
 SERVER_DEATHS = "server_deaths"
-MetricsLine = dict[str, Any]
 Groups = dict[str, Share]
 
 
@@ -165,7 +165,7 @@ _SUMMARY = TypeAdapter(Summary)
 
 
 def summarise(
-    reports: list[MetricsLine], method: str, split_sha256: str, tests: JudgedImages | None, model: dict[str, str]
+    reports: list[ReportDict], method: str, split_sha256: str, tests: JudgedImages | None, model: dict[str, str]
 ) -> dict[str, Any]:
     """Compute the content of summary.json.
 
@@ -220,7 +220,7 @@ def summarise(
     }
 
 
-def _shown(reports: list[MetricsLine]) -> dict[str, Any]:
+def _shown(reports: list[ReportDict]) -> dict[str, Any]:
     """Return the main figure's last value, best value, mean of the last ten, and value before the final phase."""
     name, last = shown_figure(reports[-1])
     rounds = [report for report in reports if report["phase"] == "round"]
@@ -244,7 +244,7 @@ def _pooled(by_client: dict[str, list[float | None]], tests: JudgedImages | None
     return sum(value * n for value, n in judged) / sum(n for _, n in judged) if judged else None
 
 
-def _by_participation(reports: list[MetricsLine]) -> dict[str, dict[str, Any] | None]:
+def _by_participation(reports: list[ReportDict]) -> dict[str, dict[str, Any] | None]:
     """Return the figures of clients that trained in at least one round, and of clients that never trained.
 
     A group without clients is None.
