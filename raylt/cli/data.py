@@ -1,17 +1,26 @@
 """The command `raylt data`: show how the data is split over clients, and the caches of decoded images."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, Settings, divide, err, out, print_json
 from raylt.config import load_data
 from raylt.errors import CheckpointError, ConfigError, count_of
+from raylt.formatting import percent
 
 if TYPE_CHECKING:
     from raylt.data.images.cache import Cache
+    from raylt.data.task import Task
+
+SHORT_GROUPS = {"many": "many", "medium": "med.", "few": "few", "-": "-"}  # for columns of four letters
 
 
 def data(
@@ -66,8 +75,6 @@ def data(
             }
         )
         return
-    from raylt.runs.folder.summary import split_table
-
     for note in task.notes:
         err.print(note, soft_wrap=True)
     out.print(f"split {task.split.sha256}", soft_wrap=True)
@@ -124,3 +131,54 @@ def _table(listed: "list[Cache]") -> object:
         column.no_wrap = True  # so that names can be copied
     table.columns[1].no_wrap, table.columns[1].overflow = False, "fold"
     return table
+
+
+def split_table(task: "Task", width: int) -> Table:
+    """Return a table of each client's samples by class, abbreviated if it would exceed `width`.
+
+    Column headings are class names. If these do not fit, they are numbers, with the names below the table.
+    """
+    console = Console(width=10_000)
+    numbers = tuple(map(str, range(task.classes)))
+    for heads, groups in ((task.class_names, task.groups), (numbers, [SHORT_GROUPS[group] for group in task.groups])):
+        table = _class_table(task, heads, groups)
+        if heads is numbers:
+            table.padding = 0
+        if Measurement.get(console, console.options, table).maximum <= width:
+            if heads is numbers and numbers != tuple(task.class_names):
+                table.caption = ", ".join(f"{c} {name}" for c, name in enumerate(task.class_names))
+                table.caption_justify = "left"
+            return table
+    table = _counts_table("client", "samples", "classes", "of the largest")
+    for k, (row, samples) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
+        largest = f"{task.class_names[row.argmax()]} {percent(row.max() / row.sum())}" if row.any() else ""
+        table.add_row(task.client_names[k], str(samples), str((row > 0).sum()), largest)
+    table.add_section()
+    table.add_row("all", str(task.sizes.sum()), str(task.classes), "")
+    return table
+
+
+def _class_table(task: "Task", heads: Sequence[str], groups: Sequence[str]) -> Table:
+    """Return a table of each client's samples by class, with each class's group in the last row."""
+    table = _counts_table("client", *heads, "samples")
+    for k, (row, samples) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
+        table.add_row(task.client_names[k], *(_short(n) if n else "·" for n in row), str(samples))
+    table.add_section()
+    table.add_row("all", *(_short(n) for n in task.counts), str(task.sizes.sum()))
+    table.add_row("group", *groups, "")
+    return table
+
+
+def _counts_table(*heads: str) -> Table:
+    """Return a table without rows, in which all columns except the first are right-aligned."""
+    table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _short(count: int) -> str:
+    """Return a count as short text: samples in full, pixels in thousands or millions."""
+    if count < 100_000:
+        return str(count)
+    return f"{count / 1e3:.0f}k" if count < 1e7 else f"{count / 1e6:.0f}M"

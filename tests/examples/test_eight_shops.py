@@ -8,10 +8,10 @@ import pytest
 from refusals import refused
 
 import raylt
+from raylt.cli.data import split_table
 from raylt.config import load
 from raylt.data.task import build_task
 from raylt.errors import DataError
-from raylt.runs.folder.summary import split_table
 
 EXAMPLE = Path(__file__).parents[2] / "raylt/templates/eight_shops.py"
 
