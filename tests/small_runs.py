@@ -1,6 +1,7 @@
 """Runs of a few seconds on the digits in this process, for tests that read run folders."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from raylt.config import load
 from raylt.contract.case import WithPrompts, make_scenes, pixels
 from raylt.methods import METHODS
 from raylt.models import MODELS, SplitModel
+from raylt.runs.callbacks.base import Callback
 
 # small values for fields that only decide how long a method computes
 QUICK: dict[str, dict[str, Any]] = {
@@ -49,7 +51,14 @@ def make_run(folder: Path, name: str, *settings: str) -> raylt.Run:
     return raylt.run(config, out=folder, name=name, fleet="local", quiet=True)
 
 
-def make_tiny_run(folder: Path, method: str, *settings: str, name: str | None = None, maps: bool = False) -> raylt.Run:
+def make_tiny_run(
+    folder: Path,
+    method: str,
+    *settings: str,
+    name: str | None = None,
+    maps: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> raylt.Run:
     """Do a run of a method in well under a second, on 4 classes in 8x8 pictures or 16x16 label maps.
 
     The data name the client of each image; data.partition=by_id uses this.
@@ -79,7 +88,7 @@ def make_tiny_run(folder: Path, method: str, *settings: str, name: str | None = 
             *settings,
         ],
     )
-    return raylt.run(config, out=folder, name=name or method, fleet="local", quiet=True)
+    return raylt.run(config, out=folder, name=name or method, fleet="local", quiet=True, callbacks=callbacks)
 
 
 def needs_of(method: str) -> dict[str, str]:

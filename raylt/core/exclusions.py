@@ -12,6 +12,7 @@ from typing import Any
 from raylt.config import Config, PrivacyConfig
 from raylt.core.method import Method
 from raylt.core.protection.accounting import epsilon_of, rate_of
+from raylt.core.report import FRESH
 from raylt.data.augment import moves_pixels, needs_grey_or_colour
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
@@ -290,6 +291,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             "round is not known in advance"
         ),
         "Set federation.patience to null",
+    ),
+    Exclusion(
+        "evaluation.fresh",
+        "method",
+        lambda run: run.config.evaluation.fresh and FRESH in run.method.other_models,
+        lambda run: f"{run.method.name} has another model of a client named {FRESH}, so their figures would be mixed",
+        "Rename that model in other_models, or set evaluation.fresh=false",
     ),
     Exclusion(
         "federation.batchnorm",

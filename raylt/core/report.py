@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"  # stages of a step that are not of its method
+FRESH = "fresh"  # name of clients' own models after one more round, among the other models of the report
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

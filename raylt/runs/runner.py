@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from typing import Any, Literal, Protocol, get_args
 
-from raylt.config import Config
+from raylt.config import Config, EvaluationConfig
 from raylt.config.idle import idle_settings
 from raylt.core.checkpoint.checkpoint import Checkpoint, Seal
 from raylt.core.device import one_thread
@@ -18,6 +18,7 @@ from raylt.data.augment import draw_view
 from raylt.data.task import Task, judged_images_of
 from raylt.disk import continuable
 from raylt.errors import ConfigError, ServerLost, describe_error, resume_call
+from raylt.models.split import SplitModel
 from raylt.models.trainable import trains_on_features
 from raylt.own_code.top_level_names import claim
 from raylt.runs import stopping
@@ -137,6 +138,25 @@ def _take_all_steps(
             callback.on_message(f"{error.cause}; {remedy}")
 
 
+def _notices(setup: Setup, task: Task, model: SplitModel, saved: Checkpoint | None) -> Iterator[str]:
+    """Yield what is unusual about a prepared run, and which of its settings have no effect."""
+    config = setup.config
+    if setup.has_random_frozen_parts and not trains_on_features(config.trainable, task.kind):
+        yield f"the frozen parts of {config.model} are random, since weights is not set"
+    if saved is None:
+        yield from idle_settings(config)
+        if not setup.method.personal and not model.local_buffers:
+            for name in ("personal", "fresh"):
+                value = getattr(config.evaluation, name)
+                if value != EvaluationConfig.model_fields[name].default:
+                    yield (
+                        f"evaluation.{name} = {str(value).lower()} has no effect, because clients of "
+                        f"{setup.method.name} use the global model"
+                    )
+    if config.views != Config.model_fields["views"].default and setup.augment is not draw_view:
+        yield f"views = {config.views} has no effect, since only augmented images of a frozen encoder have views"
+
+
 def _take_steps(
     setup: Setup,
     task: Task,
@@ -150,14 +170,8 @@ def _take_steps(
     if fleet != "ray":
         check_threads(setup.config)
     setup, task, model = prepare(setup, task, saved, callback.on_message)
-    if setup.has_random_frozen_parts and not trains_on_features(setup.config.trainable, task.kind):
-        callback.on_message(f"the frozen parts of {setup.config.model} are random, since weights is not set")
-    for notice in idle_settings(setup.config) if saved is None else []:
+    for notice in _notices(setup, task, model, saved):
         callback.on_message(notice)
-    if setup.config.views != Config.model_fields["views"].default and setup.augment is not draw_view:
-        callback.on_message(
-            f"views = {setup.config.views} has no effect, since only augmented images of a frozen encoder have views"
-        )
     if setup.method.finishes:
         with one_thread(), seeded(0):
             seconds = setup.method.last_phase_seconds(task.spec, model)

@@ -1,4 +1,7 @@
+import json
+
 import pytest
+from small_runs import make_tiny_run
 
 import raylt
 from raylt.config import Config
@@ -44,13 +47,44 @@ def test_settings_that_nothing_reads_are_named(parts, named):
     assert [notice.partition(" = ")[0] for notice in notices] == named
 
 
+class Listens(Callback):
+    """Keeps all messages."""
+
+    def __init__(self):
+        self.said = []
+
+    def on_message(self, text, minor=False):
+        self.said.append(text)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "expected"),
+    [
+        ("fedavg", {"evaluation.personal": 1}, ["evaluation.personal = 1"]),
+        (
+            "fedavg",
+            {"evaluation.fresh": True, "evaluation.personal": 2},
+            ["evaluation.personal = 2", "evaluation.fresh = true"],
+        ),
+        ("fedper", {"evaluation.fresh": True, "evaluation.personal": 1}, []),
+        ("fedavg", {"federation.batchnorm": "local", "model": "small", "evaluation.personal": 1}, []),
+    ],
+)
+def test_evaluations_of_clients_models_have_an_effect_only_if_clients_have_some(tmp_path, method, changes, expected):
+    listens = Listens()
+    make_tiny_run(
+        tmp_path,
+        method,
+        "federation.rounds=1",
+        *(f"{key}={json.dumps(value)}" for key, value in changes.items()),
+        callbacks=[listens],
+    )
+    because = "has no effect, because clients of fedavg use the global model"
+    assert [text for text in listens.said if "evaluation." in text] == [f"{setting} {because}" for setting in expected]
+
+
 def test_a_run_says_which_of_its_settings_has_no_effect(tmp_path):
-    said = []
-
-    class Listens(Callback):
-        def on_message(self, text, minor=False):
-            said.append(text)
-
+    listens = Listens()
     changes = {"data.partition": "iid", "data.alpha": 0.1, "federation.rounds": 1, "local.epochs": 1}
-    raylt.run("fedavg", data="digits", fleet="local", out=tmp_path, callbacks=[Listens()], overrides=changes)
-    assert "data.alpha = 0.1 has no effect, because data.partition = iid does not use it" in said
+    raylt.run("fedavg", data="digits", fleet="local", out=tmp_path, callbacks=[listens], overrides=changes)
+    assert "data.alpha = 0.1 has no effect, because data.partition = iid does not use it" in listens.said

@@ -25,6 +25,12 @@ class SeesEach(Method):
         return ("map",)
 
 
+class HasFresh(Method):
+    name: ClassVar[str] = "has_fresh"
+    paper: ClassVar[str] = "for tests"
+    other_models: ClassVar[tuple[str, ...]] = ("fresh",)
+
+
 class SharesNothing(Method):
     name: ClassVar[str] = "shares_nothing"
     paper: ClassVar[str] = "for tests"
@@ -82,6 +88,7 @@ PAIRS = [
     ("privacy.delta", "privacy.epsilon", {"privacy": {"delta": 1e-3}}, None),
     ("privacy.noise_multiplier", "privacy.update_epsilon", {"privacy": {"noise_multiplier": 3.0}}, None),
     ("privacy.update_clip", "privacy.update_epsilon", {"privacy": {"update_clip": 0.1}}, None),
+    ("evaluation.fresh", "method", {"evaluation": {"fresh": True}}, HasFresh()),
     ("trainable", "method", {"trainable": "classifier"}, METHODS["fedper"]()),
     ("federation.batchnorm", "model", {"trainable": "classifier", "federation": {"batchnorm": "local"}}, None),
     (

@@ -33,7 +33,7 @@ from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.method import Method
-from raylt.core.report import POOLED, SHARED
+from raylt.core.report import FRESH, POOLED, SHARED
 from raylt.core.server import Server
 from raylt.data.images.cache import Mapped, load
 from raylt.data.samples import Samples
@@ -46,7 +46,6 @@ from raylt.tree import view
 
 # With more clients, only the last evaluation lists metrics by client: for 1,000,000 clients these are 80 MB of JSON.
 MAX_LISTED_CLIENTS = 10_000
-FRESH = "fresh"  # name of clients' own models after one more round, among the other models of the report
 
 
 class Evaluator:
