@@ -30,10 +30,9 @@ from raylt.core.server import Server
 from raylt.core.training.optimisers import SGD
 from raylt.core.training.sgd import autocast, balanced, take_statistics
 from raylt.data.task import Task
-from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.models.layers import check_cut, halves
 from raylt.models.split import SplitModel, load_entries
-from raylt.models.trainable import layer_remedy
 
 
 class FedAFA(Method):
@@ -77,16 +76,7 @@ class FedAFA(Method):
     tune_weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "tuning weight decay; from the code", ge=0)
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
-        layers = [name for name, _ in model.encoder.named_children()]
-        if self.cut not in layers[:-1]:
-            raise ConfigError(
-                f"method.cut: the encoder of model = {config.model} has no layer {self.cut} before its last one. "
-                f"{layer_remedy(model.encoder, layers[:-1])}",
-                code="model.lacks-layer",
-                key="method.cut",
-                value=self.cut,
-                layers=layers,
-            )
+        check_cut("method.cut", self.cut, config, model)
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         got = fleet.ask(
@@ -101,7 +91,7 @@ class FedAFA(Method):
         """
         client.receive(message["model"])
         take_statistics(client)
-        lower, upper = halves(client.model, self.cut)
+        lower, upper = self.lower_and_upper(client.model)
         glob = copy.deepcopy(upper).requires_grad_(False).eval()
         client.model.eval()
         upper.train()  # [1]
@@ -125,6 +115,14 @@ class FedAFA(Method):
             seen += len(a)
         client.state["personal"] = tree.snapshot(upper.state_dict())
         return client.reply(loss=total / max(seen, 1), generated=replaced / max(seen, 1))
+
+    def lower_and_upper(self, model: SplitModel) -> tuple[nn.Module, nn.Module]:
+        """Return a model's frozen lower layers, and its personal upper layers with the classifier.
+
+        Both share the memory of the model.
+        """
+        lower, upper = halves(model, self.cut)
+        return lower, nn.Sequential(*upper, model.classifier)
 
     def settle(self, client: Client, message: Message) -> None:
         self.personalise(client, message)
@@ -156,7 +154,7 @@ class FedAFA(Method):
         if "personal" not in client.state:
             return client.model
         own = copy.deepcopy(client.model)
-        load_entries(halves(own, self.cut)[1], client.state["personal"])
+        load_entries(self.lower_and_upper(own)[1], client.state["personal"])
         return own
 
 
@@ -184,16 +182,3 @@ def adversarial(
         a = (a.detach() - step * gradient / length).clamp(min=0).minimum(highest)
     with torch.no_grad():
         return a, upper(a).softmax(1).gather(1, target[:, None]).flatten()
-
-
-def halves(model: SplitModel, cut: str) -> tuple[nn.Module, nn.Module]:
-    """Return a model in two halves: the layers up to and including `cut`, and the rest up to the logits.
-
-    Both halves share the memory of the model.
-    """
-    layers = dict(model.encoder.named_children())
-    late = list(layers)[list(layers).index(cut) + 1 :]
-    return (
-        nn.Sequential(*(layer for name, layer in layers.items() if name not in late)),
-        nn.Sequential(*(layers[name] for name in late), model.classifier),
-    )

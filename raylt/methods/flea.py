@@ -20,7 +20,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from raylt import tree
@@ -34,10 +34,9 @@ from raylt.core.training.loss_terms import Terms
 from raylt.core.training.sgd import Objective, autocast, take_statistics
 from raylt.data.samples import Batch
 from raylt.data.task import Task
-from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.models.layers import check_cut, halves
 from raylt.models.split import SplitModel
-from raylt.models.trainable import layer_remedy
 from raylt.ops.distillation import divergence
 from raylt.ops.moments import LONGEST_FEATURE
 from raylt.recordability import not_recordable
@@ -59,16 +58,7 @@ class FLea(Method):
     warm_kd: float = hp(0.5, LogUniform(0.1, 5), "weight of the divergence in the first round [2]", ge=0)
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
-        stages = [name for name, _ in model.encoder.named_children()]
-        if not isinstance(model.encoder, nn.Sequential) or self.layer not in stages[:-1]:
-            raise ConfigError(
-                f"method.layer: the encoder of model = {config.model} has no layer {self.layer} before its last one. "
-                f"{layer_remedy(model.encoder, stages[:-1] if isinstance(model.encoder, nn.Sequential) else [])}",
-                code="model.lacks-layer",
-                key="method.layer",
-                value=self.layer,
-                layers=stages,
-            )
+        check_cut("method.layer", self.layer, config, model)
 
     @property
     def sees_each(self) -> tuple[str, ...]:
@@ -199,13 +189,6 @@ def shared_fault(n: int, parts: Tree, share: float, classes: int) -> str | None:
         return f"has {len(samples)} samples, but the client shares {shared_samples(share, n)}"
     wrong = [sample["y"] for sample in samples.values() if sample["y"] >= classes]
     return f"has the label {wrong[0]} of {classes} classes" if wrong else None
-
-
-def halves(model: SplitModel, layer: str) -> tuple[nn.Sequential, nn.Sequential]:
-    """Return the encoder's layers up to and including `layer`, and the remaining layers."""
-    assert isinstance(model.encoder, nn.Sequential)
-    place = [name for name, _ in model.encoder.named_children()].index(layer) + 1
-    return model.encoder[:place], model.encoder[place:]
 
 
 def distance_correlation(x: Tensor, a: Tensor) -> Tensor:

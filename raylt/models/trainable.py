@@ -14,7 +14,7 @@ layer stays in evaluation mode, such as BatchNorm, dropout and spectral normalis
 
 import copy
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -265,22 +265,6 @@ class FrozenEncoder(Frozen):
             return x
         with torch.no_grad():
             return self.body(x)
-
-
-def layer_remedy(encoder: nn.Module, layers: Sequence[str], give: str = "Give one of") -> str:
-    """Return the remedy, as a sentence, for a setting that names a layer which the encoder does not have.
-
-    Args:
-        encoder: The encoder.
-        layers: Names of the available layers.
-        give: First words of the sentence before the names.
-    """
-    if isinstance(encoder, FrozenEncoder) and hasattr(encoder.body, "stage1"):  # as in all built-in models
-        return "A frozen encoder runs as a whole: set trainable to norm, last:N or lora:R."
-    of_a_library = isinstance(encoder, FrozenEncoder)  # without freezing, it would not have the layer either
-    if of_a_library or not layers:
-        return "Use a built-in model, such as small or resnet8."
-    return f"{give}: {', '.join(layers)}."
 
 
 def trains_on_features(trainable: str, kind: str) -> bool:

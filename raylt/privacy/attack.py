@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from raylt.core.experiment import Experiment
 from raylt.errors import ConfigError, did_you_mean
 from raylt.methods.fedyoyo import effective_samples
-from raylt.methods.flea import FLea, halves
+from raylt.methods.flea import FLea
+from raylt.models.layers import halves
 from raylt.models.split import linear, trained_names
 from raylt.privacy.attacker_view import (
     REFERENCE,

@@ -8,7 +8,7 @@ from torch import nn, tensor
 from torch.nn import functional as F
 
 from raylt.errors import ConfigError
-from raylt.methods.fedafa import FedAFA, adversarial, halves
+from raylt.methods.fedafa import FedAFA, adversarial
 from raylt.methods.fedavg import FedAvg
 
 QUICK = {"steps": 3, "tune_epochs": 2, "tune_batch": 8}
@@ -178,7 +178,7 @@ def test_features_descend_on_the_loss_of_their_class_in_steps_of_one_length():
 def test_the_head_class_is_never_stood_in_for_and_rarer_ones_are_the_more_often(tiny_task):
     client = open_client(tiny_task, FedAFA(), 0)  # class counts 12, 6, 4, 2
     method, y = FedAFA(accept=0.0, steps=0), torch.arange(4).repeat_interleave(500)
-    _, upper = halves(client.model.eval(), "stage2")
+    _, upper = method.lower_and_upper(client.model.eval())
     rows, made = method.generate(client, upper, torch.rand(2000, 64, 2, 2), y)
     assert made.shape == (len(rows), 64, 2, 2)
     shares = torch.bincount(y[rows], minlength=4) / 500

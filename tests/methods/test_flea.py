@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from raylt.errors import ConfigError
 from raylt.methods import flea
-from raylt.methods.flea import FLea, distance_correlation, halves, shared_fault, shared_samples
+from raylt.methods.flea import FLea, distance_correlation, shared_fault, shared_samples
 from raylt.models import SplitModel, build_model
+from raylt.models.layers import halves
 from raylt.ops.distillation import divergence
 
 SHARE = {"share": 0.3}

@@ -19,7 +19,6 @@ from raylt.models.trainable import (
     FrozenEncoder,
     blocks_of,
     frozen_entries,
-    layer_remedy,
     limit,
     whole_model,
 )
@@ -399,12 +398,6 @@ def test_a_method_that_acts_inside_the_encoder_asks_for_one_that_is_not_frozen(t
     with refused("model.lacks-layer", ConfigError) as caught:
         setup.method.prepare(tiny_task, setup.config, setup.new_model(tiny_task.spec))
     assert "set trainable to norm, last:N or lora:R" in str(caught.value)
-
-
-def test_a_frozen_encoder_of_a_library_has_no_layers_to_choose_from():
-    body = nn.Sequential(OrderedDict(conv_stem=nn.Conv2d(3, 4, 1), blocks=nn.Flatten()))
-    assert layer_remedy(FrozenEncoder(body), ["conv_stem"]) == "Use a built-in model, such as small or resnet8."
-    assert layer_remedy(body, ["conv_stem"]) == "Give one of: conv_stem."
 
 
 def test_frozen_dropout_draws_nothing_while_the_rest_learns():

@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 from raylt.core.client import Client
 from raylt.data.samples import Batch
 from raylt.errors import ConfigError
+from raylt.models.layers import layer_remedy
 from raylt.models.split import SplitModel, pass_zeros
-from raylt.models.trainable import layer_remedy
 from raylt.tree import Tree
 
 Map = Literal["chw", "hw", "bchw"]
