@@ -14,6 +14,7 @@ authors' public code, with these decisions:
 The new labels stay at their client and are only used for training.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -34,6 +35,7 @@ class FedReLa(Method):
 
     name: ClassVar[str] = "fedrela"
     paper: ClassVar[str] = "Hu et al., ICML 2026"
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"relabelling": ("after", "share")}
 
     after: float = hp(
         0.9, Choice(0.6, 0.8, 0.9), "share of the rounds after which clients re-label; from the code", ge=0, le=1
@@ -45,6 +47,9 @@ class FedReLa(Method):
         ge=0,
         lt=1,
     )
+
+    def stages(self, rounds: int) -> dict[str, int]:
+        return super().stages(rounds) | {"relabelling": int(self.after * rounds)}
 
     def train(self, client: Client, message: Message) -> Reply:
         late = client.round > self.after * client.config.federation.rounds

@@ -3,10 +3,12 @@ import math
 import naive
 import pytest
 import torch
+from refusals import refused
 from rounds import run
-from tiny import fingerprint, private_states
+from tiny import configure, fingerprint, make_experiment, private_states
 from torch.nn import functional as F
 
+from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedrela import FedReLa, relabel
 
@@ -81,6 +83,21 @@ def test_first_late_round_is_that_of_naive_code(tiny_task, tmp_path):
         weights.append(len(y))
     assert changed > 3
     assert naive.differences(naive.entries(experiment.server.model), naive.average(ends, weights)) == {}
+
+
+@pytest.mark.parametrize("after", [0.0, 0.1, 0.29, 0.5, 0.9, 1.0])
+def test_stage_begins_before_the_first_round_that_relabels(after):
+    for rounds in (1, 2, 7, 10, 100):
+        late = [round for round in range(1, rounds + 1) if round > after * rounds]
+        assert FedReLa(after=after).stages(rounds)["relabelling"] == (late[0] - 1 if late else rounds)
+
+
+def test_last_round_must_be_certain(tiny_task, tmp_path):
+    """With federation.patience, training may stop before any client re-labels: the model would be FedAvg's."""
+    config = configure(federation={"patience": 2, "rounds": 20}, data={"validation": 0.1})
+    with refused("config.conflict", ConfigError, key="federation.patience", excludes="method") as caught:
+        make_experiment(config, tiny_task, tmp_path, FedReLa())
+    assert "relabelling" in str(caught.value)
 
 
 def test_labels_are_drawn_once(tiny_task, tmp_path):

@@ -54,6 +54,7 @@ ALSO = pytest.mark.slow
         (FEDSM, ["method.size=6", "method.partner=random"], "retraining", 2),
         pytest.param(FEDSM, ["method.retrain_rounds=1"], "retraining", 2, marks=ALSO),
         pytest.param(FEDSM, ["method.retrain_rounds=0"], "retraining", 2, marks=ALSO),
+        (("method=fedrela", "method.after=0.5", "federation.rounds=3"), ["method.share=0.5"], "relabelling", 1),
         (MUPFL, ["method.judged=global"], "judging", 2),
         (BPFED, ["method.argmax=owned"], "judging", 3),
         pytest.param(MUPFL, ["method.last_update=true"], "finish", 2, marks=ALSO),

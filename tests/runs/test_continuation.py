@@ -178,7 +178,8 @@ class Warming(raylt.Method):
         (["method=fedavg", "local.schedule=cosine"], "local.schedule"),
         (["method=warming"], "depend on the number of rounds"),
         (["method=indirect"], "depend on the number of rounds"),
-        (["method=fedrela"], "depend on the number of rounds"),
+        (["method=fedrela"], "relabelling"),
+        (["method=fedrela", "method.after=1.0"], "depend on the number of rounds"),
     ],
 )
 def test_a_run_whose_rounds_depend_on_their_number_stays_as_long_as_it_is(folder, settings, reason):
