@@ -4,7 +4,7 @@
 Departures from the text, and from the authors' code for details that the text does not state (ZackZikaiXiao/FedLoGe at
 01ae080, `realignment.py` with `update_weights_norm_init`, then `localtest` with `p_mode = 1`):
 [1] The server makes the frame as the code does, by 10,000 steps of Adam, and sends it once. It has no bias; the code
-    has a random bias that is never trained.
+    has a random bias that is never trained. If a client is lost at that time, messages of rounds have the frame too.
 [2] Both classifiers are trained on detached features, in the same steps as the encoder.
 [3] For use, the global classifier's rows are scaled to one length, 1.7 as in the code; its bias is not changed.
 [4] A client uses the sum of its own classifier and the global one, each of whose rows is multiplied by the length of
@@ -84,9 +84,8 @@ class FedLoGe(Method):
         Only the frame's cross-entropy trains the encoder.
         """
         model = client.model
+        client.receive(message.get("frame", {}))
         frame, personal = model.get_submodule(FRAME), model.get_submodule(HEAD)
-        if not frame.get_buffer("weight").any():
-            raise RuntimeError("this client did not take part in FedLoGe.join, so it has no frame")
 
         def loss(batch: Batch) -> Tensor:
             z = model.encoder(batch.x)  # [B, d]
@@ -113,8 +112,15 @@ class FedLoGe(Method):
         generator = torch.Generator().manual_seed(server.seed("frame"))
         with server.timings.time("frame"):
             e = sparse_etf(server.model.classes, server.model.dim, self.beta, self.steps, generator)  # [1]
-        server.receive({f"{FRAME}.weight": e})
-        fleet.ask(self.join, fleet.everyone, {"frame": {f"{FRAME}.weight": e}})
+        frame = {f"{FRAME}.weight": e}
+        server.receive(frame)
+        joined = fleet.ask(self.join, fleet.everyone, {"frame": frame})
+        if len(joined.weights) < len(fleet.ids):
+            server.state["late_frame"] = frame
+
+    def message(self, server: Server) -> Message:
+        late = {"frame": server.state["late_frame"]} if "late_frame" in server.state else {}
+        return super().message(server) | late
 
     # evaluated models
 

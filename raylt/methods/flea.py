@@ -5,9 +5,9 @@ This follows SFD's reading of the paper, and the authors' code for details that 
 [1] The activations are those after `layer`. SFD takes them after the fifth convolution of ResNet-18, its first stage.
 [2] The first round has no buffer: three times the epochs of cross-entropy, half the divergence from the received model
     on the client's own images, and the distance correlation.
-[3] A client draws the samples that it shares once, when it joins. After each round in which it took part, it shares
-    their activations from the averaged encoder, without augmentation. The buffer holds only the
-    activations of the last round.
+[3] A client shares the same samples in all rounds, which it draws at random. After each round in which it took part,
+    it shares their activations from the averaged encoder, without augmentation. The buffer holds only the activations
+    of the last round.
 [4] The weights of the divergence and of the distance correlation are constant; the code lowers the latter from 3 to 1.
 [5] The shares in a mixture follow Beta(2, 2), the distribution of the median of three uniform draws.
 [6] Each batch draws its shared samples with replacement; the code iterates over the buffer in shuffled passes.
@@ -40,6 +40,7 @@ from raylt.models.split import SplitModel
 from raylt.ops.distillation import divergence
 from raylt.ops.moments import LONGEST_FEATURE
 from raylt.recordability import not_recordable
+from raylt.seeds import seed_for
 from raylt.tree import Tree
 
 
@@ -65,11 +66,6 @@ class FLea(Method):
         return ("samples",)
 
     # at a client
-
-    def join(self, client: Client, message: Message) -> Reply:
-        size = shared_samples(self.share, len(client))
-        client.state["shared"] = torch.randperm(len(client), generator=client.order)[:size].sort().values  # [3]
-        return client.reply()
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -133,10 +129,16 @@ class FLea(Method):
     def upload(self, client: Client, message: Message) -> Reply:
         """Upload the activations and labels of the samples that the client shares with other clients."""
         client.receive(message["encoder"])
-        batch = client.samples.batch(client.state["shared"].to(client.device))
+        batch = client.samples.batch(self.shared_rows(client).to(client.device))
         with autocast(client):
             a = halves(client.model.eval(), self.layer)[0](batch.x).float().contiguous()
         return client.reply(samples={i: {"a": a[i].clone(), "y": y} for i, y in enumerate(batch.y.tolist())})
+
+    def shared_rows(self, client: Client) -> Tensor:
+        """Return the row numbers of the samples that a client shares, int64, the same in all rounds [3]."""
+        draws = torch.Generator().manual_seed(seed_for(client.config.seed, "order", "join", 0, client.id))
+        size = shared_samples(self.share, len(client))
+        return torch.randperm(len(client), generator=draws)[:size].sort().values
 
     # at the server
 

@@ -50,7 +50,10 @@ class LogitAdjustment(Method):
         return client.reply(counts=client.counts) if self.prior == "global" else client.reply()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        shift = self.shift(message["counts"] if self.prior == "global" else client.counts)
+        counts = client.counts
+        if self.prior == "global":
+            counts = counts.maximum(message["counts"])  # only fewer if this client was lost when the others joined
+        shift = self.shift(counts)
         return lambda batch: F.cross_entropy(client.model(batch.x) + shift, batch.y)
 
     def shift(self, counts: Tensor) -> Tensor:

@@ -134,11 +134,6 @@ def test_client_that_joins_late_trains_it_by_plain_cross_entropy(tiny_task):
         assert torch.allclose(settled.model.get_submodule("personal").state_dict()[name], value, atol=1e-6)
 
 
-def test_client_without_a_frame_says_so(tiny_task):
-    with pytest.raises(RuntimeError, match=r"did not take part in FedLoGe\.join"):
-        FedLoGe().objective(open_client(tiny_task, FedLoGe()), {})
-
-
 def test_model_too_narrow_for_its_classes_is_refused(tiny_task):
     narrow = SplitModel(torch.nn.Identity(), 3, 4)
     with refused("model.too-narrow", ConfigError, key="model", dim=3, needed=4):

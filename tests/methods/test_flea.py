@@ -5,7 +5,7 @@ import pytest
 import torch
 from refusals import refused
 from rounds import run, start
-from tiny import configure, fingerprint, make_setup, open_client, private_states
+from tiny import configure, fingerprint, make_setup, open_client
 from torch import nn
 from torch.nn import functional as F
 
@@ -77,10 +77,11 @@ def test_shares_of_a_mixture_are_beta_2_2():
 
 def test_buffer_holds_the_activations_of_the_last_rounds_clients(tiny_task, tmp_path):
     experiment = run(tiny_task, tmp_path, FLea(**SHARE), rounds=2)
-    server, states = experiment.server, private_states(experiment)
+    method, server = experiment.method, experiment.server
     a, y = [], []
     for id in naive.clients_of(tiny_task):
-        rows, (x, labels) = states[id]["state"]["shared"], naive.client_data(tiny_task, id)
+        rows = method.shared_rows(open_client(tiny_task, method, id, experiment.config))
+        x, labels = naive.client_data(tiny_task, id)
         assert len(rows) == -(-len(labels) * 3 // 10)  # 30 % of the samples, rounded up
         with torch.no_grad():
             a.append(server.model.eval().encoder.stage1(x[rows]))
@@ -94,9 +95,8 @@ def test_a_whole_number_of_samples_is_not_rounded_up():
     assert [shared_samples(0.07, n) for n in (1, 100, 101)] == [1, 7, 8]
 
 
-def test_shared_samples_are_drawn_at_random(tiny_task, tmp_path):
-    states = private_states(start(tiny_task, tmp_path, FLea(**SHARE)))
-    shared = [states[id]["state"]["shared"] for id in (0, 1, 2)]
+def test_shared_samples_are_drawn_at_random(tiny_task):
+    shared = [FLea(**SHARE).shared_rows(open_client(tiny_task, FLea(), id)) for id in (0, 1, 2)]
     assert any(not torch.equal(rows, torch.arange(len(rows))) for rows in shared)
     assert all(len(rows.unique()) == len(rows) for rows in shared)
 
@@ -212,10 +212,12 @@ def test_distance_correlation_of_near_points_is_nearly_that_of_its_definition():
     assert distance_correlation(x, a).item() == pytest.approx(correlation(x, a), abs=0.02)
 
 
-def test_shared_samples_are_the_same_in_every_round(tiny_task, tmp_path):
-    early, late = (private_states(run(tiny_task, tmp_path, FLea(**SHARE), rounds=rounds)) for rounds in (1, 2))
-    for id in (0, 1, 5):
-        assert torch.equal(early[id]["state"]["shared"], late[id]["state"]["shared"])
+def test_shared_samples_are_the_same_in_every_round(tiny_task):
+    client = open_client(tiny_task, FLea(), 0)
+    early = FLea(**SHARE).upload(client, {"encoder": {}}).tree["samples"]
+    client.begin("upload", 7)
+    late = FLea(**SHARE).upload(client, {"encoder": {}}).tree["samples"]
+    assert fingerprint(early) == fingerprint(late)
 
 
 @pytest.mark.parametrize("layer", ["stage3", "pool"])
@@ -252,9 +254,9 @@ def test_every_field_changes_the_model(tiny_task, tmp_path, field):
     assert plain != other
 
 
-def test_activations_are_of_images_as_they_are(tiny_task):
+def test_activations_are_of_images_as_they_are(tiny_task, monkeypatch):
     client = open_client(tiny_task, FLea(), 0)
-    client.state["shared"] = torch.tensor([0, 5])
+    monkeypatch.setattr(FLea, "shared_rows", lambda self, client: torch.tensor([0, 5]))
     reply = FLea().upload(client, {"encoder": {}})
     x, y = naive.client_data(tiny_task, 0)
     with torch.no_grad():

@@ -251,15 +251,9 @@ class FedSM(Method):
         u = e @ projection_of(client, self.teacher) if self.trains_projection else e
         return client.reply(teacher=answers(client, u @ self.unit_text(client).T))
 
-    def text(self, client: Client, wording: Wording) -> Tensor:
-        """Return the text features [C, d] that the client received when it joined, on the CPU."""
-        if wording not in client.state:
-            raise RuntimeError("this client did not take part in FedSM.join, so it has no text features")
-        return client.state[wording]
-
     def unit_text(self, client: Client) -> Tensor:
         """Return the text features T of Eq. 1, [C, d], with rows of length 1, on the client's device."""
-        return F.normalize(self.text(client, "phrase"), dim=1).to(client.device)
+        return F.normalize(client.state["phrase"], dim=1).to(client.device)
 
     @property
     def uploads_more(self) -> bool:
@@ -318,6 +312,7 @@ class FedSM(Method):
 
     def learn(self, client: Client, message: Message) -> Tree:
         """Train the received model; return the training metrics for the reply."""
+        keep_texts(client, message)
         parts = train_model(self, client, message)
         if self.trains_projection:
             h = encoded(client, self.teacher, False)
@@ -376,6 +371,7 @@ class FedSM(Method):
     def refit(self, client: Client, message: Message) -> Reply:
         """Train a new classifier for the averaged encoder. Used with `retrain=after`."""
         client.receive(message["encoder"])
+        keep_texts(client, message)
         classifier = nn.Linear(client.model.dim, client.model.classes).to(client.device)
         loss = self.fit(client, classifier, message)
         return client.reply(classifier=classifier.state_dict(), retrain_loss=loss)
@@ -409,7 +405,7 @@ class FedSM(Method):
         z, y = features(client)  # [n, d], [n]
         classes = message["present"].nonzero().flatten()  # [P]
         uniform = torch.ones(2 * [client.model.classes])
-        alpha = self.alpha(self.text(client, self.wording)) if self.wordings else uniform  # Eq. 5 [4] [7]
+        alpha = self.alpha(client.state[self.wording]) if self.wordings else uniform  # Eq. 5 [4] [7]
         rows = draw_partners(alpha, classes.cpu(), y.cpu(), self.size, self.partner, self.unit, client.order)  # [P, S]
         lam = self.lam_low + (self.lam_high - self.lam_low) * torch.rand(rows.shape, generator=client.order)
         z = F.normalize(z, dim=1) if self.norm == "l2" else z
@@ -432,13 +428,18 @@ class FedSM(Method):
             message = {wording: teacher.text(names, wording, server.device) for wording in sorted(self.wordings)}
             server.state["teacher"] = teacher.about
             server.state["text"] = message[self.wording]
-        if not self.distils:
-            fleet.ask(self.join, fleet.everyone, message)
-            return
-        counts = torch.empty(server.model.classes, dtype=torch.int64, device="meta")
-        answered = total.like({"n": counts, "right": counts}).counting("n").where(answers_fault)
-        got = fleet.ask(self.join, fleet.everyone, message, teacher=answered)
-        server.state["teacher_accuracy"] = zero_shot(**got["teacher"], thresholds=server.spec.thresholds)
+        parts: dict[str, Reduction] = {}
+        if self.distils:
+            counts = torch.empty(server.model.classes, dtype=torch.int64, device="meta")
+            parts["teacher"] = total.like({"n": counts, "right": counts}).counting("n").where(answers_fault)
+        got = fleet.ask(self.join, fleet.everyone, message, **parts)
+        if self.distils:
+            server.state["teacher_accuracy"] = zero_shot(**got["teacher"], thresholds=server.spec.thresholds)
+        if len(got.weights) < len(fleet.ids):
+            server.state["late_texts"] = message
+
+    def message(self, server: Server) -> Message:
+        return super().message(server) | late_texts(server)
 
     def round(self, server: Server, fleet: Fleet) -> None:
         """Run one round of Algorithm 1.
@@ -475,7 +476,7 @@ class FedSM(Method):
             got = trained = fleet.ask(self.train, cohort, message, model=model, **parts)
         server.step(got["model"])
         if retrain == "after":
-            message = encoder(server.model) | self.global_prototypes(server, fleet)
+            message = encoder(server.model) | self.global_prototypes(server, fleet) | late_texts(server)
             got = fleet.ask(
                 self.refit,
                 cohort,
@@ -506,6 +507,16 @@ class FedSM(Method):
 def encoder(model: SplitModel) -> Message:
     """Return the encoder's parameters and buffers as a message for clients."""
     return {"encoder": tree.snapshot(model.entries("encoder."))}
+
+
+def late_texts(server: Server) -> Message:
+    """Return the text features as a part of a message, if a client was lost when the others received them."""
+    return {"texts": server.state["late_texts"]} if "late_texts" in server.state else {}
+
+
+def keep_texts(client: Client, message: Message) -> None:
+    """Keep the text features of a message, if it has any, as `FedSM.join` does."""
+    client.state |= tree.to(message.get("texts", {}), torch.device("cpu"))
 
 
 def answers_fault(teacher: Tree) -> str | None:
