@@ -138,6 +138,7 @@ CODES: dict[str, str] = {
     "model.too-narrow": "The model's features have too few dimensions.",
     "model.weights-mismatch": "A file of weights is damaged or belongs to another model.",
     "model.weights-unavailable": "Weights do not exist and cannot be fetched.",
+    "model.wrong-classifier": "The classifier of the user's model is not the layer that the method needs.",
     "model.wrong-dtype": "A weight of the user's model is not float32, or an entry has a type that cannot be sent.",
     "model.wrong-input": "The model does not take images of this size or number of channels.",
     "model.wrong-output": "The features or logits of the user's model have an unexpected shape, or are not finite.",

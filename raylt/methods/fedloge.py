@@ -29,6 +29,7 @@ from raylt.data.samples import Batch
 from raylt.data.task import Task, TaskSpec
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, hp
+from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel, StateDict, with_classifier
 from raylt.ops.etf import sparse_etf
 from raylt.ops.moments import NEVER
@@ -54,6 +55,7 @@ class FedLoGe(Method):
     length: float = hp(1.7, LogUniform(0.5, 5), "length of the global classifier's rows in use; from the code", gt=0)
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_linear_classifier(self.name, config, model)
         if model.dim < task.classes:
             raise ConfigError(
                 f"model: the features have fewer dimensions than there are classes ({config.model}: d = {model.dim}, "

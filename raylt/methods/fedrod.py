@@ -14,13 +14,15 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raylt.config import Config
 from raylt.core.client import Client, Message
 from raylt.core.method import Method
 from raylt.core.server import Server
 from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
-from raylt.data.task import TaskSpec
+from raylt.data.task import Task, TaskSpec
 from raylt.hyper import Choice, hp
+from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel, StateDict, with_classifier
 
 HEAD = "personal"
@@ -42,6 +44,9 @@ class FedRoD(Method):
         Choice("mask", "one"),
         "treatment of a client's missing classes: left out of G's softmax, or counted as one sample",
     )
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_linear_classifier(self.name, config, model)
 
     def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         head = nn.Linear(base.dim, spec.classes)

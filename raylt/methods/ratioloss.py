@@ -29,6 +29,7 @@ from raylt.core.training.sgd import Objective
 from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.hyper import LogUniform, Uniform, hp
+from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel
 from raylt.ops.local_updates import check_averaged_statistics
 from raylt.ops.matching import class_gradients
@@ -76,6 +77,7 @@ class RatioLoss(Method):
                 classes=missing,
             )
         check_averaged_statistics(self.name, config)
+        check_linear_classifier(self.name, config, model)
 
     def objective(self, client: Client, message: Message) -> Objective:
         """Return the mean cross-entropy with the server's class weights, alpha + beta r_y for class y."""

@@ -38,6 +38,7 @@ from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import Task
 from raylt.hyper import Choice, LogUniform, Uniform, check_ends, hp
+from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel, linear, with_classifier
 from raylt.ops.moments import pooled_means, sums_fault, weighted_class_means
 from raylt.seeds import seed_for
@@ -66,6 +67,7 @@ class RUCR(Method):
         return super().stages(rounds) | {"retraining": max(0, rounds - self.retrain_rounds)}
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_linear_classifier(self.name, config, model)
         check_ends("lam_low", self.lam_low, "lam_high", self.lam_high)
 
     # at a client

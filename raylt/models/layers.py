@@ -1,4 +1,4 @@
-"""Layers of an encoder that settings name: the check that they exist, and the encoder cut after one of them."""
+"""Layers that a method needs: checks of encoder and classifier, and an encoder cut after a layer."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -50,6 +50,32 @@ def halves(model: SplitModel, layer: str) -> tuple[nn.Sequential, nn.Sequential]
     layers = [(name, model.encoder.get_submodule(name)) for name in model.encoder._modules]
     end = [name for name, _ in layers].index(layer) + 1
     return nn.Sequential(OrderedDict(layers[:end])), nn.Sequential(OrderedDict(layers[end:]))
+
+
+def check_linear_classifier(method: str, config: Config, model: SplitModel, bias: bool = True) -> None:
+    """Check that a model's classifier is a linear layer, for methods that compute with its weight and bias.
+
+    Args:
+        method: Name of the method.
+        config: The run's configuration.
+        model: A new model of the run.
+        bias: Whether the method needs a bias.
+
+    Raises:
+        ConfigError: The classifier is another module, or lacks the bias.
+    """
+    classifier = model.classifier
+    needed = {"weight", "bias"} if bias else {"weight"}
+    if type(classifier) is not model.head or classifier.state_dict().keys() != needed:
+        raise ConfigError(
+            f"model: method = {method} needs a linear classifier{' with a bias' if bias else ''}, and {config.model} "
+            f"has another one ({' '.join(str(classifier).split())}). Use the classifier that raylt.SplitModel makes, "
+            "or another method.",
+            code="model.wrong-classifier",
+            key="model",
+            value=config.model,
+            method=method,
+        )
 
 
 def layer_remedy(encoder: nn.Module, layers: Sequence[str], give: str = "Give one of") -> str:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import total
@@ -38,8 +39,9 @@ from raylt.core.training.features import features
 from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.sgd import sgd
 from raylt.data.samples import Batch
-from raylt.data.task import TaskSpec
+from raylt.data.task import Task, TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel, StateDict, with_classifier
 from raylt.ops.moments import class_scatter, pack, perturb, scatter_fault, unpack
 from raylt.recordability import not_recordable
@@ -109,6 +111,9 @@ class BPFed(Method):
     retrain_momentum: float = hp(0.9, Uniform(0, 0.99), "re-training momentum, 4.1", ge=0, lt=1)
     retrain_weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "re-training weight decay, 4.1", ge=0)
     argmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that a personal model may predict")
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_linear_classifier(self.name, config, model)
 
     def shared(self, model: SplitModel) -> StateDict:
         return model.entries("encoder.")

@@ -33,6 +33,7 @@ class CCVR(Calibrated):
     sums_samples: ClassVar[bool] = True
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        super().prepare(task, config, model)
         check_class_sums(task, model, self.sums_like(model.dim))
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:

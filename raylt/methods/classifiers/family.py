@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.aggregation import Replies
 from raylt.core.fleet.fleet import Fleet
@@ -21,8 +22,9 @@ from raylt.core.server import Server
 from raylt.core.training.estimates import about, fit_seconds
 from raylt.core.training.features import features
 from raylt.core.training.fit_classifier import fit_classifier
-from raylt.data.task import TaskSpec
+from raylt.data.task import Task, TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel, linear, with_classifier
 from raylt.ops.moments import class_sums, moments_fault, nearest_moments, sample_lengths, sums_fault
 
@@ -78,6 +80,9 @@ class Calibrated(AfterTraining):
     retrain_lr: float = hp(0.01, LogUniform(1e-3, 0.1), "calibration learning rate; SFD, appendix C.2", gt=0)
     retrain_momentum: float = hp(0.9, Uniform(0, 0.99), "calibration momentum; SFD, appendix C.2", ge=0, lt=1)
     retrain_weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "calibration weight decay; as SFD's", ge=0)
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_linear_classifier(self.name, config, model)
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
         """Return M_c features, float32 [M_c, d], for each class c that any client has."""

@@ -14,12 +14,15 @@ import torch
 from torch.nn import functional as F
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.server import Server
 from raylt.core.training.optimisers import SGD
+from raylt.data.task import Task
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.methods.classifiers.family import AfterTraining
-from raylt.models.split import linear
+from raylt.models.layers import check_linear_classifier
+from raylt.models.split import SplitModel, linear
 
 
 class FedNPC(AfterTraining):
@@ -33,6 +36,9 @@ class FedNPC(AfterTraining):
     steps: int = hp(27, Choice(10, 27, 50), "full-batch steps; E = 28 of the code counts from 1", ge=0)
     retrain_lr: float = hp(0.1, LogUniform(0.01, 1.0), "learning rate on noise; from the code", gt=0)
     retrain_momentum: float = hp(0.9, Uniform(0, 0.99), "momentum on noise; from the code", ge=0, lt=1)
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_linear_classifier(self.name, config, model)
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         own = server.model.classifier.state_dict()

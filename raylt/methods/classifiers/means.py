@@ -34,6 +34,7 @@ class NoisyMeans(Calibrated):
     noise: float = hp(1.0, LogUniform(0.1, 10), "standard deviation of the noise, relative to the features' [1]", ge=0)
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        super().prepare(task, config, model)
         check_class_sums(task, model, self.sums_like(model.dim))
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:

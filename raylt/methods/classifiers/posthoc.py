@@ -11,12 +11,16 @@ from typing import ClassVar
 import torch
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import total
 from raylt.core.server import Server
+from raylt.data.task import Task
 from raylt.hyper import Uniform, hp
 from raylt.methods.classifiers.family import AfterTraining
+from raylt.models.layers import check_linear_classifier
+from raylt.models.split import SplitModel
 from raylt.ops.moments import NEVER
 
 
@@ -31,6 +35,9 @@ class PostHoc(AfterTraining):
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("tau",)}
 
     tau: float = hp(1.0, Uniform(0.0, 3.0), "strength tau of the adjustment, Eq. 9", ge=0)
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_linear_classifier(self.name, config, model)
 
     def statistics(self, client: Client, message: Message) -> Reply:
         return client.reply(counts=client.counts)

@@ -61,6 +61,7 @@ from raylt.methods.fedsm.mixup import Partner, Similarity, Unit, draw_partners, 
 from raylt.methods.fedsm.monitors import answers, drift, first_rows, some_features, towards, zero_shot
 from raylt.methods.fedsm.tower import ImageTower
 from raylt.models.clip import open_teacher
+from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel, with_classifier
 from raylt.models.teacher import TrainedPart, Wording
 from raylt.ops.distillation import distillation
@@ -237,6 +238,8 @@ class FedSM(Method):
                 key="method.encoders",
                 value="trained",
             )
+        if self.retrain == "after" and self.retrain_rounds > 0:
+            check_linear_classifier(self.name, config, model)
         if self.wordings:
             student = model.dim if self.finetune else None
             open_teacher(self.teacher).check(task, self.wordings, student, self.teacher_trains)

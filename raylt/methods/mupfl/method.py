@@ -64,6 +64,7 @@ from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.methods.mupfl.bavd import WithMaps, add_bavd, add_dropout, layers_of, memory, recall
 from raylt.methods.mupfl.clustering import check_last_updates, form_clusters, last_of_all, mean_update
 from raylt.methods.mupfl.pkcf import first_features, match, pkcf_work, tune
+from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel, StateDict, part
 from raylt.ops.matching import class_gradients, gradients_fault
 from raylt.tree import RunningSum, Tree
@@ -250,6 +251,8 @@ class MuPFL(Method):
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         check_last_rate(self, config, "method.last_update=false")
+        if self.pkcf:
+            check_linear_classifier(self.name, config, model)
         if self.acmu and self.clustered == "all":
             maps = 4 * sum(layer.size for layer in layers_of(model))
             check_last_updates(sum(size > 0 for size in task.sizes), tree.nbytes(self.shared(model)) + maps)

@@ -58,6 +58,7 @@ from raylt.methods.sfd.controls import Classifier, closed_form, draws
 from raylt.methods.sfd.fourier import bootstrap_floor, draw_frequencies, fourier_sum
 from raylt.methods.sfd.local_losses import adaptive_supcon, adjusted_prior, logit_shift
 from raylt.methods.sfd.synthesis import Parts, Start, Target, bank_sizes, cholesky, synthesise
+from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel, StateDict, with_classifier
 from raylt.ops.bootstrap import bootstrap_of_clients, class_bootstrap
 from raylt.ops.moments import (
@@ -349,6 +350,7 @@ class SFD(Method):
         return self.safs
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_linear_classifier(self.name, config, model, bias=False)
         if self.safs:
             check_class_sums(task, model, self.class_sums_like(model.dim))
 
