@@ -120,12 +120,14 @@ def ratios(pulls: Tensor, rival: float) -> Tensor:
     Returns:
         The ratios, float64 [C].
     """
-    pulls = pulls.double()
     strongest, owner = pulls.max(0)  # [C, d]
-    near = torch.where(strongest == 0, pulls == 0, pulls.abs() > rival * strongest.abs()).sum(0)
-    # `near` includes the strongest class
-    alone = F.one_hot(owner, len(pulls)).movedim(-1, 0).bool() & (near < 2)  # [P, C, d]
-    own = (pulls * alone).sum((1, 2))
-    all_classes = (pulls.sum(0) * alone).sum((1, 2))
+    least = rival * strongest.double().abs()
+    near = torch.zeros_like(owner)  # number of classes near the strongest one, which is included
+    for pull in pulls:  # one by one, because float64 [P, C, d] would take gigabytes with many classes
+        near += torch.where(strongest == 0, pull == 0, pull.double().abs() > least)
+    of_all = pulls.sum(0, dtype=torch.float64)
+    alone = [(owner == p) & (near < 2) for p in range(len(pulls))]  # bool [C, d] each
+    own = torch.stack([(pull.double() * mask).sum() for pull, mask in zip(pulls, alone, strict=True)])
+    all_classes = torch.stack([(of_all * mask).sum() for mask in alone])
     others = (all_classes - own) / max(len(pulls) - 1, 1)
     return torch.where(others == 0, RATIO_ALONE, own.abs() / others.abs())

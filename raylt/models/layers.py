@@ -66,7 +66,7 @@ def check_linear_classifier(method: str, config: Config, model: SplitModel, bias
     """
     classifier = model.classifier
     needed = {"weight", "bias"} if bias else {"weight"}
-    if type(classifier) is not model.head or classifier.state_dict().keys() != needed:
+    if type(classifier) is not model.head or not needed <= classifier.state_dict().keys() <= {"weight", "bias"}:
         raise ConfigError(
             f"model: method = {method} needs a linear classifier{' with a bias' if bias else ''}, and {config.model} "
             f"has another one ({' '.join(str(classifier).split())}). Use the classifier that raylt.SplitModel makes, "

@@ -37,6 +37,11 @@ def class_gradients(z: Tensor, y: Tensor, classifier: nn.Module) -> dict[int, Te
     }
 
 
+def gradient_like(classes: int, dim: int) -> Tensor:
+    """Return an empty tensor, float32 [C, d + 1], with the shape of one class's gradient."""
+    return torch.empty(classes, dim + 1, device="meta")
+
+
 def gradients_fault(n: int, parts: Tree, labels: int = 1) -> str | None:
     """Return why a reply of `class_gradients` cannot come from the client's samples, or None.
 

@@ -8,6 +8,7 @@ from rounds import flat, run, start
 from tiny import configure, open_client
 from torch import tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raylt.config import load
 from raylt.errors import ConfigError
@@ -144,3 +145,27 @@ def test_it_is_refused_without_images_at_the_server_before_anything_starts(tiny_
     run = raylt.run(config, out=tmp_path, name="some", fleet="local", quiet=True)
     assert run.summary["figures"]["largest_weight"] > 1
     assert len(run.task.auxiliary) == 50
+
+
+class LargestTensor(TorchDispatchMode):
+    """Record the bytes of the largest tensor that an operation returns; views count with their own size."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [
+            value for value in (out if isinstance(out, tuple | list) else [out]) if isinstance(value, torch.Tensor)
+        ]
+        self.nbytes = max([self.nbytes, *(value.nbytes for value in tensors)])
+        return out
+
+
+def test_ratios_make_no_tensor_as_large_as_the_pulls():
+    """With 1,000 classes and 2,048 features, the pulls take 8 GiB, and a copy in float64 would take 16."""
+    pulls = torch.randn(12, 12, 20, generator=torch.Generator().manual_seed(0))
+    with LargestTensor() as largest:
+        ratios(pulls, 0.8)
+    assert 0 < largest.nbytes < pulls.nbytes

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raylt.config import Config
 from raylt.core.fleet.fleet import Fleet
-from raylt.core.fleet.upload_limit import check_class_sums
+from raylt.core.fleet.upload_limit import check_class_uploads
 from raylt.core.server import Server
 from raylt.data.task import Task
 from raylt.methods.classifiers.family import Calibrated
@@ -34,7 +34,7 @@ class CCVR(Calibrated):
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         super().prepare(task, config, model)
-        check_class_sums(task, model, self.sums_like(model.dim))
+        check_class_uploads(task, model, self.sums_like(model.dim))
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
         return {c: self.gaussian(sums, generator) for c, sums in self.class_moments(server, fleet).items()}  # [1] [2]

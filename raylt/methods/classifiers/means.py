@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raylt.config import Config
 from raylt.core.fleet.fleet import Fleet
-from raylt.core.fleet.upload_limit import check_class_sums
+from raylt.core.fleet.upload_limit import check_class_uploads
 from raylt.core.server import Server
 from raylt.data.task import Task
 from raylt.hyper import LogUniform, hp
@@ -35,7 +35,7 @@ class NoisyMeans(Calibrated):
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         super().prepare(task, config, model)
-        check_class_sums(task, model, self.sums_like(model.dim))
+        check_class_uploads(task, model, self.sums_like(model.dim))
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
         """Return features of each class c: the class mean plus scaled isotropic Gaussian noise, mu_c + noise s xi."""

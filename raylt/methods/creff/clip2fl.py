@@ -81,6 +81,7 @@ class CLIP2FL(CReFF):
         return self.teacher
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        super().prepare(task, config, model)
         if not self.taught:
             return
         if not self.contrast and not any(parameter.requires_grad for parameter in model.encoder.parameters()):

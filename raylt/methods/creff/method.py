@@ -17,17 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import mean, total
+from raylt.core.fleet.upload_limit import check_class_uploads
 from raylt.core.method import Group, Method
 from raylt.core.server import Server
 from raylt.core.training.features import features
 from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.loss_terms import asked_for, figure_of
+from raylt.data.task import Task
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.models.split import SplitModel, linear, with_classifier
-from raylt.ops.matching import class_gradients, gradients_fault, match_features
+from raylt.ops.matching import class_gradients, gradient_like, gradients_fault, match_features
 from raylt.seeds import seeded
 from raylt.tree import Tree
 
@@ -51,6 +54,10 @@ class CReFF(Method):
     def uploads_more(self) -> bool:
         return True
 
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        of_class = {"gradient": gradient_like(model.classes, model.dim)}
+        check_class_uploads(task, model, of_class, "gradients", tree.nbytes(self.shared(model)))
+
     def train(self, client: Client, message: Message) -> Reply:
         """Train as in FedAvg, and report each owned class's mean gradient under the received model."""
         client.receive(message["model"])
@@ -70,14 +77,15 @@ class CReFF(Method):
 
     def round(self, server: Server, fleet: Fleet) -> None:
         message, model = self.message(server), server.model
-        of_class = torch.empty(model.classes, model.dim + 1, device="meta")
         got = fleet.ask(
             self.train,
             self.sample(server, fleet),
             message,
             model=mean.like(message["model"]),
             loss=mean.like(0.0),
-            gradients=total.within(dict.fromkeys(range(model.classes), of_class)).over_samples(gradients_fault),
+            gradients=total.within(
+                dict.fromkeys(range(model.classes), gradient_like(model.classes, model.dim))
+            ).over_samples(gradients_fault),
             **asked_for(self.terms),
         )
         server.step(got["model"])

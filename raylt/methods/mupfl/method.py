@@ -53,6 +53,7 @@ from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import Reduction, each, mean
 from raylt.core.fleet.schema import VARIANCE
+from raylt.core.fleet.upload_limit import check_class_uploads
 from raylt.core.method import Method, check_last_rate
 from raylt.core.server import Server
 from raylt.core.training.features import features
@@ -66,7 +67,7 @@ from raylt.methods.mupfl.clustering import check_last_updates, form_clusters, la
 from raylt.methods.mupfl.pkcf import first_features, match, pkcf_work, tune
 from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel, StateDict, part
-from raylt.ops.matching import class_gradients, gradients_fault
+from raylt.ops.matching import class_gradients, gradient_like, gradients_fault
 from raylt.tree import RunningSum, Tree
 
 # A client's models, in the order of the names:
@@ -253,6 +254,9 @@ class MuPFL(Method):
         check_last_rate(self, config, "method.last_update=false")
         if self.pkcf:
             check_linear_classifier(self.name, config, model)
+            of_class = {"gradient": gradient_like(model.classes, model.dim)}
+            models = (2 if self.acmu else 1) * tree.nbytes(self.shared(model))  # the update and its start
+            check_class_uploads(task, model, of_class, "gradients", models)
         if self.acmu and self.clustered == "all":
             maps = 4 * sum(layer.size for layer in layers_of(model))
             check_last_updates(sum(size > 0 for size in task.sizes), tree.nbytes(self.shared(model)) + maps)
@@ -298,7 +302,7 @@ class MuPFL(Method):
         whole = message["model"]
         layers = layers_of(server.model)
         if self.pkcf:
-            gradient = torch.empty(server.model.classes, server.model.dim + 1, device="meta")
+            gradient = gradient_like(server.model.classes, server.model.dim)
             height, width, _ = server.spec.shape
             labels = height * width if server.spec.kind == "segmentation" else 1
             of_classes = dict.fromkeys(range(server.model.classes), gradient)

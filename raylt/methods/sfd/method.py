@@ -40,7 +40,7 @@ from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.item_progress import report_steps
 from raylt.core.fleet.reductions import each, total
-from raylt.core.fleet.upload_limit import check_class_sums
+from raylt.core.fleet.upload_limit import check_class_uploads
 from raylt.core.method import Group, Method, train_clients
 from raylt.core.round_stats import StageProgress
 from raylt.core.server import Server
@@ -352,7 +352,7 @@ class SFD(Method):
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         check_linear_classifier(self.name, config, model, bias=False)
         if self.safs:
-            check_class_sums(task, model, self.class_sums_like(model.dim))
+            check_class_uploads(task, model, self.class_sums_like(model.dim))
 
     def class_sums_like(self, d: int) -> Tree:
         """Return empty tensors with the shapes of one class's feature sums, for features of width d."""
