@@ -166,8 +166,9 @@ def compare(
         tuned: Lines that say what the arms were tuned to.
         mix_versions: Whether runs of several versions of the code may be compared.
         may_lack: Whether a measure that no finished run has gives a comparison without rows, and no error.
-        classes: Number of classes by cell. A diverged run counts as guessing among them, where the measure is an
-            accuracy. In a cell whose classes are not known, diverged runs are left out.
+        classes: Number of classes by cell. Where the measure is an accuracy, a diverged run counts as guessing among
+            them, or as the worst finished run of its cell if that is worse. In a cell whose classes are not known,
+            diverged runs are left out.
 
     Raises:
         ConfigError: The measure or the arm is unknown, no finished run has the measure, or only the last round has it.
@@ -192,7 +193,7 @@ def compare(
     values, lacking = _values(done, measure, at)
     if done and not values and not may_lack:
         raise _no_figure(done, measure, at)
-    guessing = _guessing(records, measure, classes or {})
+    guessing = _guessing(records, values, measure, classes or {})
     rows = _rows(records, values, guessing, cells, arms, reference, measure, level)
     figures = [_claim_figures(records, claim, at) for claim in claims]
     finished = dict.fromkeys(((record.arm, record.cell) for record in records), False)
@@ -504,12 +505,26 @@ def _no_figure(done: Sequence[RunRecord], measure: str, at: At) -> ConfigError:
     )
 
 
-def _guessing(records: Sequence[RunRecord], measure: str, classes: Mapping[str, int]) -> Values:
-    """Return the values with which diverged runs count, by arm, cell and seed."""
+def _guessing(records: Sequence[RunRecord], values: Values, measure: str, classes: Mapping[str, int]) -> Values:
+    """Return the values with which diverged runs count, by arm, cell and seed.
+
+    Finished runs may be worse than guessing, for example on few-shot classes. A diverged run then counts as the worst
+    of them, since an arm must not be the best because its runs diverged.
+
+    Args:
+        records: Runs in any state.
+        values: Values of the finished runs.
+        measure: Name of the measure.
+        classes: Number of classes by cell.
+    """
+    worst: dict[str, float] = {}
+    for (_, cell), by_seed in values.items():
+        worst[cell] = min([worst.get(cell, 1.0), *by_seed.values()])
     guessing: Values = {}
     for record in records:
         if record.diverged and measure_of(measure).guessed and record.cell in classes:
-            guessing.setdefault((record.arm, record.cell), {})[record.seed] = 1 / classes[record.cell]
+            value = min(1 / classes[record.cell], worst.get(record.cell, 1.0))
+            guessing.setdefault((record.arm, record.cell), {})[record.seed] = value
     return guessing
 
 

@@ -17,7 +17,7 @@ from raylt.studies.report.text_table import Places, TextTable
 
 ANSWERS = "answers to the same test images"
 UNSEALED = "unsealed: no hash binds these figures to their runs"
-DIVERGED = "diverged, which counts as guessing a class"
+DIVERGED = "diverged, which counts as guessing a class, or as the worst finished run of the cell if that is worse"
 PASSES = "forward and backward passes of a client in a run, as a multiple of FedAvg's, without the server's computation"
 HEADINGS = {
     "last": "last round",
@@ -273,12 +273,13 @@ def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Map
     """Find the best and second-best mean of each cell and measure; return their ranks by row and column.
 
     Means with equal text in the table have the same rank. A cell with one arm, or with equal arms only, has no ranks.
-    Of two arms, only the better one has a rank.
+    Of two arms, only the better one has a rank. A mean that includes diverged runs has none, since their values were
+    not measured.
     """
     places: Places = {}
     for comparison in comparisons:
         measure = comparison.measure
-        by_row = {(row.cell, row.arm): row.mean.estimate for row in comparison.rows}
+        by_row = {(row.cell, row.arm): row.mean.estimate for row in comparison.rows if row.finished == len(row.values)}
         sign = 1 if measure_of(measure).higher else -1
         show = shown(measure)
         for cell in dict.fromkeys(row.cell for row in rows):

@@ -239,6 +239,27 @@ def test_a_diverged_run_counts_as_guessing_a_class():
     assert a.difference.difference.estimate == pytest.approx((0.51 - 0.25) / 3)
 
 
+def few(run: RunRecord, value: float) -> RunRecord:
+    """Return a finished run with another accuracy on few-shot classes."""
+    return replace(run, summary=run.summary | {"groups": run.summary["groups"] | {"few": value}})
+
+
+def test_a_diverged_run_counts_as_the_worst_of_its_cell_where_guessing_would_be_better():
+    runs = [few(record("a", seed, 0.5), value) for seed, value in enumerate((0.02, 0.0, 0.3))]
+    runs += [record("a", 0, 0.5, cell="other"), *(diverged("b", seed) for seed in range(3))]
+    compared = compare([*runs, diverged("b", 0, cell="other")], "a", measure="few", classes={"": 4, "other": 4})
+    values = {(row.cell, row.arm): list(row.values.values()) for row in compared.rows}
+    assert values["", "b"] == [0.0] * 3
+    assert values["other", "b"] == [0.25]
+
+
+def test_a_mean_that_includes_a_diverged_run_is_not_marked_as_the_best():
+    runs = [record(arm, seed, value) for arm, value in (("a", 0.3), ("b", 0.9), ("c", 0.4)) for seed in range(2)]
+    table = comparison_tables.comparison_table(compare([*runs, diverged("b", 2)], "a", classes={"": 4}))
+    assert r"\textbf{40.00}" in table.latex()
+    assert r"\underline{30.00}" not in table.latex()
+
+
 def test_a_diverged_run_is_left_out_where_guessing_has_no_value():
     runs = [record("a", 0, 0.5), record("a", 1, 0.5), record("b", 0, 0.5), diverged("b", 1)]
     for measure, classes in (("bytes_up", {"": 4}), ("accuracy", None), ("accuracy", {"other": 4})):
