@@ -32,7 +32,7 @@ from raylt.runs.folder.identity import PluginRecord
 from raylt.runs.folder.reader import Files
 from raylt.runs.runner import check_fleet
 from raylt.runs.start import lacks_files, preview_run
-from raylt.studies.analysis.comparison import Comparison, compare
+from raylt.studies.analysis.comparison import Comparison, compare, condition_of
 from raylt.studies.analysis.measures import At, value_of
 from raylt.studies.definition import Definition, Planned, define, read_definition, reread_definition
 from raylt.studies.records import recorded_runs
@@ -61,6 +61,8 @@ SEAL = "seal.json"  # contains the hash of study.yaml
 _SEAL = TypeAdapter(dict[str, str])
 # Data settings that are not part of a cell's name.
 _NOT_A_CELL = ("data.seed", "data.root", "data.download", "data.split")
+# Settings in which the runs of one arm and cell may differ.
+_BY_SEED = ("seed", *_NOT_A_CELL)
 
 
 def study(
@@ -113,7 +115,8 @@ def of_runs(folders: Sequence[Path]) -> "Study":
     have clients' own models, the measure is the figure that `raylt run` shows for these models.
 
     Raises:
-        CheckpointError: A folder cannot be read, or two runs have the same arm, cell and seed.
+        CheckpointError: A folder cannot be read, two runs have the same arm, cell and seed, or two runs of one arm and
+            cell differ in another setting than the seed.
     """
     records = [_readable(read_run(folder)) for folder in folders]
     trees = [flat(record.config) for record in records]
@@ -128,10 +131,9 @@ def of_runs(folders: Sequence[Path]) -> "Study":
         first = first_by_key.setdefault((record.arm, record.cell, record.seed), record)
         if first.folder != record.folder:
             raise _duplicate_run(first, record)
-    names = list(dict.fromkeys(record.arm for record in records))
     definition = Definition(
         name="runs",
-        arms={name: {} for name in names},
+        arms=_settings_of_arms(records),
         seeds=sorted({record.seed for record in records}),
         measure=_shown_measure(records),
     )
@@ -741,6 +743,47 @@ def _duplicate_run(first: RunRecord, second: RunRecord) -> CheckpointError:
     return CheckpointError(
         f"{first.folder} and {second.folder}: {problem}. {remedy}",
         code="study.duplicate-run",
+        paths=[first.folder, second.folder],
+        differences=differing,
+    )
+
+
+def _settings_of_arms(records: Sequence[RunRecord]) -> dict[str, dict[str, Any]]:
+    """Return, for each arm, the settings outside its method in which the arms of a cell differ.
+
+    Settings of the budget, the optimiser and the evaluation are left out: `compare` refuses arms that differ in them.
+
+    Raises:
+        CheckpointError: Two runs of one arm and cell differ in another setting than the seed.
+    """
+    first_by_key: dict[tuple[str, str], tuple[RunRecord, dict[str, Any]]] = {}
+    for record in records:
+        settings = {key: value for key, value in flat(_settled(record)).items() if key not in _BY_SEED}
+        first, expected = first_by_key.setdefault((record.arm, record.cell), (record, settings))
+        if settings != expected:
+            raise _mixed_arm(first, record)
+    own: dict[str, dict[str, Any]] = {arm: {} for arm, _ in first_by_key}
+    for cell in dict.fromkeys(cell for _, cell in first_by_key):
+        arms = {arm: settings for (arm, of_arm), (_, settings) in first_by_key.items() if of_arm == cell}
+        for key in dict.fromkeys(key for settings in arms.values() for key in settings):
+            values = {arm: settings.get(key) for arm, settings in arms.items()}
+            if key.startswith("method.") or condition_of(key) or len(set(map(repr, values.values()))) == 1:
+                continue
+            for arm, value in values.items():
+                own[arm].setdefault(key, value)
+    return own
+
+
+def _mixed_arm(first: RunRecord, second: RunRecord) -> CheckpointError:
+    differing = [
+        f"{key} {before!r}, {after!r}"
+        for key, before, after in setting_differences(_settled(first), _settled(second))
+        if key not in _BY_SEED
+    ]
+    return CheckpointError(
+        f"{first.folder} and {second.folder}: are runs of one arm ({first.arm}), but differ in {'; '.join(differing)}. "
+        "Give runs that differ in their seed only, or make them arms of a study.",
+        code="study.not-comparable",
         paths=[first.folder, second.folder],
         differences=differing,
     )

@@ -125,6 +125,28 @@ def test_single_runs_that_differ_in_more_than_their_names_say_are_refused_by_wha
     assert "(local.lr 0.5; local.lr 0.05)" in str(caught.value)
 
 
+def written(folder, name: str, **changes) -> list:
+    """Write the runs of a study with changed settings, and return their folders."""
+    tree = TINY | {"name": name, "base": TINY["base"] | changes, "seeds": 2}
+    study = Study.create(define(tree), folder)
+    for plan in study.planned:
+        write_run(study.folder / plan.folder, plan, [0.5])
+    return [study.folder / plan.folder for plan in study.planned]
+
+
+def test_single_runs_of_one_arm_that_differ_in_more_than_their_seed_are_refused(tmp_path):
+    plain, augmented = written(tmp_path, "plain"), written(tmp_path, "augmented", augment="crop_flip")
+    with refused("study.not-comparable", CheckpointError, differences=["augment 'none', 'crop_flip'"]):
+        of_runs([plain[0], augmented[2]])  # fedavg with seeds 0 and 1
+
+
+def test_settings_in_which_arms_of_single_runs_differ_are_listed(tmp_path):
+    plain = written(tmp_path, "plain")
+    robust = written(tmp_path, "robust", federation={"rounds": 1, "robust": "median"})
+    compared = of_runs([plain[0], robust[1]]).compare()
+    assert compared.apart == ["fedavg: federation.robust None", "fedprox: federation.robust median"]
+
+
 def test_arms_and_seeds_may_be_added_but_settings_not_changed(tmp_path):
     study = Study.create(define(TINY), tmp_path)
     plan = study.definition.runs()[0]

@@ -27,6 +27,9 @@ _PASSES = (
     "steps",
     "batch",
 )  # settings of the local section that are the budget; the others are the optimiser
+# Settings of other sections that belong to the budget or to the evaluation.
+_BUDGET = ("federation.rounds", "federation.participation", "federation.patience")
+_EVALUATION = ("evaluation.every", "evaluation.personal")
 
 
 @dataclass(frozen=True)
@@ -356,9 +359,9 @@ def _of_one_class(by_seed: Mapping[int, Collection[str]]) -> str:
 def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str]], mix_versions: bool = False) -> None:
     """Check that the finished runs of one cell are comparable.
 
-    An arm may differ from other arms in the conditions that its own settings decide. Settings under `data` decide the
-    split. Settings under `federation` and the passes over the data decide the budget, other settings under `local` the
-    optimiser, and settings under `evaluation` the judged rounds.
+    An arm may differ from other arms in the conditions that its own settings decide, see `condition_of`. Settings under
+    `data` decide the split. The rounds, the participation and the passes over the data decide the budget, other
+    settings under `local` the optimiser, and `evaluation.every` and `evaluation.personal` the judged rounds.
 
     Args:
         done: Finished runs.
@@ -369,7 +372,7 @@ def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str
         CheckpointError: Two runs differ; the error names both runs and the difference.
     """
     first: dict[tuple[str, str], tuple[RunRecord, str]] = {}
-    decided = {arm: {_condition_of(key) for key in settings} for arm, settings in own.items()}
+    decided = {arm: {condition_of(key) for key in settings} for arm, settings in own.items()}
     for record in done:
         codes = record.made.get("codes", ["unknown"])
         if len(codes) > 1 and not mix_versions:
@@ -402,12 +405,16 @@ def _conditions(record: RunRecord) -> dict[str, str]:
     }
 
 
-def _condition_of(key: str) -> str:
+def condition_of(key: str) -> str:
     """Return the condition to which a setting belongs, such as "budget", or "" if it belongs to none."""
     section, _, name = key.partition(".")
+    if section == "data":
+        return "split"
     if section == "local":
         return "budget" if name in _PASSES else "optimiser"
-    return {"data": "split", "federation": "budget", "evaluation": "evaluation"}.get(section, "")
+    if key in _BUDGET:
+        return "budget"
+    return "evaluation" if key in _EVALUATION else ""
 
 
 def _budget(config: dict[str, Any]) -> str:
