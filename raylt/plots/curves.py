@@ -5,13 +5,14 @@ panels or more. Text has at least 7 points at this size. Arms differ in colour, 
 distinguished in greyscale and by colour-blind readers.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Literal
 
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, count_of
 from raylt.metrics import GROUPS
 from raylt.plots.style import COLOURS, DASHES, MARKERS, new_figure, plain_text, save_if_asked, style_axes
 from raylt.studies.analysis.measures import measure_of
@@ -121,7 +122,7 @@ def draw_curves(
 
 
 def caption(study: Study, spread: Spread = "interval", level: float = 0.95) -> str:
-    """Return a caption for `draw_curves` that explains means, bands, seeds and test images."""
+    """Return a caption for `draw_curves` that explains means, bands, seeds and test images, and counts other runs."""
     done = [record for record in study.records if record.state == "done"]
     counts = dict.fromkeys(dict.fromkeys((record.cell, record.arm) for record in done), 0)
     for record in done:
@@ -134,6 +135,14 @@ def caption(study: Study, spread: Spread = "interval", level: float = 0.95) -> s
         text += f" Bands: {band}."
     if any(record.steps > record.rounds for record in done):
         text += " Last marker behind a dotted line: after the method's last phase."
+    left_out = Counter(
+        (record.arm, "diverged" if record.diverged else record.state)
+        for record in study.records
+        if record.state != "done"
+    )
+    if left_out:
+        runs = [f"{arm}: {count_of(count, f'{state} run')}" for (arm, state), count in left_out.items()]
+        text += f" Not drawn: {', '.join(runs)}."
     images = _test_images(done)
     if len(set(images.values())) == 1:
         text += f" Test images: {next(iter(images.values()))}."

@@ -164,3 +164,11 @@ def test_clients_own_models_have_curves(tmp_path):
 def test_a_single_seed_has_no_band(study):
     one = Study(study.definition, None, [record for record in study.records if record.seed == 0])
     assert not draw_curves(one, ["accuracy"]).axes[0].collections
+
+
+def test_the_caption_counts_the_runs_that_are_not_drawn(study):
+    *rest, last = study.records
+    lost = replace(last, state="failed", error="training.diverged", summary=None)
+    text = caption(Study(study.definition, None, [*rest, lost, replace(lost, seed=99, error=None)]))
+    assert f"Not drawn: {last.arm}: 1 diverged run, {last.arm}: 1 failed run." in text
+    assert "Not drawn" not in caption(study)

@@ -155,9 +155,13 @@ class ClaimFigures:
         if any((arm, cell) not in finished for arm in arms):
             return []
         name = f"claim {self.claim}{f' in {cell}' if cell else ''}"
-        if lacking := [f"{name}: {arm} has no finished run" for arm in arms if not finished[arm, cell]]:
+        sides = list(zip(arms, self.claim.measures, (self.better, self.worse), strict=True))
+        if lacking := [
+            f"{name}: {arm} has no finished run"
+            for arm, _, values in sides
+            if not finished[arm, cell] and (arm, cell) not in values
+        ]:
             return lacking
-        sides = zip(arms, self.claim.measures, (self.better, self.worse), strict=True)
         lacking = [f"{name}: {arm} has no {measure}" for arm, measure, values in sides if (arm, cell) not in values]
         better, worse = self._by_seed(cell)
         apart = [] if better.keys() & worse.keys() else [f"{name}: its arms have no seed in common"]

@@ -73,8 +73,10 @@ class Comparison:
     Attributes:
         lost: Cell, arm and planned seeds of each arm without a row whose runs failed.
         whole: The cells that `overall` covers, in which all arms have the same seeds.
-        diverged: One line for each diverged run, which counts with the value of guessing.
-        left_out: One line for each run that is not averaged and each claim that is not judged, with the reason.
+        diverged: One line for each arm, cell and error code with diverged runs, which count as guessing: the first
+            run, the number of the others, and the first reason.
+        left_out: One line for each run that is not averaged, each missing difference and each claim that is not judged,
+            with the reason.
         apart: One line for each arm that has settings of its own besides its method.
         tuned: One line for each arm and cell that was tuned.
         versions: One line for each version of the code, where several made the runs.
@@ -198,7 +200,7 @@ def compare(
         raise _no_figure(done, measure, at)
     guessing = _guessing(records, values, measure, classes or {})
     rows = _rows(records, values, guessing, cells, arms, reference, measure, level)
-    figures = [_claim_figures(records, claim, at) for claim in claims]
+    figures = [_claim_figures(records, claim, at, classes or {}) for claim in claims]
     finished = dict.fromkeys(((record.arm, record.cell) for record in records), False)
     finished |= dict.fromkeys(((record.arm, record.cell) for record in done), True)
     unjudged = [line for each in figures for cell in cells for line in each.unjudged(cell, finished)]
@@ -215,8 +217,8 @@ def compare(
         claims=judge(figures, cells, level),
         overall=_overall(counted, arms, whole, reference, level, measure_of(measure).higher),
         whole=whole,
-        diverged=[unfinished(record) for record in records if _is_guessing(record, guessing)],
-        left_out=[*_left_out(records, guessing), *lacking, *unjudged],
+        diverged=_diverged([record for record in records if _is_guessing(record, guessing)]),
+        left_out=[*_left_out(records, guessing), *lacking, *_unpaired(rows, reference, measure), *unjudged],
         apart=[_settings_line(arm, settings) for arm, settings in own.items() if arm in arms_in_rows],
         tuned=list(tuned),
         versions=_versions(done),
@@ -263,6 +265,31 @@ def _left_out(records: Iterable[RunRecord], guessing: Values) -> Iterator[str]:
     for record in records:
         if record.state != "done" and not _is_guessing(record, guessing):
             yield unfinished(record)
+
+
+def _diverged(records: Sequence[RunRecord]) -> list[str]:
+    """Return one line for the diverged runs of an arm in a cell that have the same error code."""
+    groups: dict[tuple[str, str, str | None], list[RunRecord]] = {}
+    for record in records:
+        groups.setdefault((record.cell, record.arm, record.error), []).append(record)
+    return [_of_arm(runs, f"failed: {runs[0].problem}") for runs in groups.values()]
+
+
+def _unpaired(rows: Sequence[Row], reference: str, measure: str) -> list[str]:
+    """Return a line for each cell without the reference arm, and for each arm without a seed of it."""
+    lines = []
+    for cell in _in_order(row.cell for row in rows):
+        prefix = f"{cell}: " if cell else ""
+        arms = {row.arm: row for row in rows if row.cell == cell}
+        if reference not in arms:
+            lines.append(f"{prefix}no differences, since the reference arm {reference} has no {measure}")
+            continue
+        lines += [
+            f"{prefix}no difference of {arm}, since it has no seed in common with {reference}"
+            for arm, row in arms.items()
+            if arm != reference and row.difference is None
+        ]
+    return lines
 
 
 def _test_images(done: Sequence[RunRecord], cells: Iterable[str]) -> list[str]:
@@ -485,13 +512,14 @@ def _values(done: Sequence[RunRecord], measure: str, at: At) -> tuple[Values, li
     missing = measure
     if at == "validation":
         missing += " of a round chosen on validation samples; set data.validation"
-    return values, [_lacking_line(runs, missing) for runs in lacking.values()]
+    return values, [_of_arm(runs, f"no {missing}") for runs in lacking.values()]
 
 
-def _lacking_line(runs: Sequence[RunRecord], missing: str) -> str:
+def _of_arm(runs: Sequence[RunRecord], text: str) -> str:
+    """Return a line about runs of one arm and cell that names the first run and the number of the others."""
     first = runs[0].folder
     others = len(runs) - 1
-    return f"{first} (and {others} more of this arm): no {missing}" if others else f"{first}: no {missing}"
+    return f"{first} (and {others} more of this arm): {text}" if others else f"{first}: {text}"
 
 
 def _no_figure(done: Sequence[RunRecord], measure: str, at: At) -> ConfigError:
@@ -593,17 +621,22 @@ def _optimism(done: Sequence[RunRecord], arm: str, cell: str, measure: str) -> f
     return fmean(gaps) if gaps else None
 
 
-def _claim_figures(records: Sequence[RunRecord], claim: Claim, at: At) -> ClaimFigures:
-    """Return the measured values of both arms of a claim, and their failed runs.
+def _claim_figures(records: Sequence[RunRecord], claim: Claim, at: At, classes: Mapping[str, int]) -> ClaimFigures:
+    """Return the values of both arms of a claim, and their failed runs. Diverged runs count as in the table.
 
-    They are from the last round, unless both measures have values of other rounds.
+    Values are from the last round, unless both measures have values of other rounds.
     """
     common = at if all(measure_of(name).every_round for name in claim.measures) else "last"
     done = [record for record in records if record.state == "done"]
-    better, worse = (_values(done, name, common)[0] for name in claim.measures)
+    sides: list[Values] = []
+    for name in claim.measures:
+        values = _values(done, name, common)[0]
+        guessing = _guessing(records, values, name, classes)
+        sides.append({key: _by_seed(values, guessing, *key) for key in {**values, **guessing}})
+    better, worse = sides
     failed: dict[tuple[str, str], set[int]] = {}
     for record in records:
-        if record.state == "failed":
+        if record.state == "failed" and not any(_is_guessing(record, values) for values in sides):
             failed.setdefault((record.arm, record.cell), set()).add(record.seed)
     planned = {cell: _seeds_of(records, cell) for cell in _in_order(record.cell for record in records)}
     on_all_images = claim.measures == ("accuracy", "accuracy") and common == "last"

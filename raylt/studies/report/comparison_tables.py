@@ -26,6 +26,7 @@ HEADINGS = {
     "best": "best round on the test set",
 }
 Spread = Literal["interval", "sd"]  # meaning of the number after ±
+Key = tuple[str, str]  # cell and arm
 
 
 def comparison_table(comparison: Comparison, spread: Spread = "interval") -> TextTable:
@@ -37,29 +38,29 @@ def comparison_table(comparison: Comparison, spread: Spread = "interval") -> Tex
     """
     cells = _has_cells(comparison)
     figures = _figure_names(comparison, spread)
+    texts = {(row.cell, row.arm): _figures(comparison, row, spread) for row in comparison.rows}
+    rows = _with_lost(texts, [comparison], len(figures) - 1)
     left_out = list(comparison.left_out)
     if not comparison.overall and len({row.cell for row in comparison.rows}) > 1:
         left_out.append("over cells: no table, since all arms have the same seeds in fewer than two of them")
     return TextTable(
         title=_title(comparison, spread),
         head=[*_if(cells, "cell"), "arm", *figures],
-        rows=[
-            *([*_if(cells, row.cell), row.arm, *_figures(comparison, row, spread)] for row in comparison.rows),
-            *_lost_rows(comparison, cells, len(figures) - 1),
-        ],
-        places=_places(comparison.rows, [comparison], {comparison.measure: 2 + cells}),
+        rows=[[*_if(cells, cell), arm, *of_arm] for (cell, arm), of_arm in rows.items()],
+        places=_places(list(rows), [comparison], {comparison.measure: 2 + cells}),
         columns=("ll" if cells else "l") + "r" * (len(figures) - 1) + "l",
         grouped=cells,
         naming=1 + cells,
         further=_further(comparison),
-        notes=_notes(comparison, left_out, comparison.models, comparison.one_round),
+        notes=_notes(comparison, left_out, comparison.diverged, comparison.models, comparison.one_round),
     )
 
 
 def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval") -> TextTable:
     """Return the table of several measures of the same runs.
 
-    Each cell is sorted by the first measure with values. The column of a measure that no run has is empty.
+    Each cell is sorted by the first measure with values; arms without this measure are last. The column of a measure
+    that no run has is empty.
 
     Args:
         comparisons: One comparison for each measure.
@@ -79,28 +80,31 @@ def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval
             name=twice,
         )
     rows_by_measure = {(row.cell, row.arm, each.measure): row for each in comparisons for row in each.rows}
-    cells = list(dict.fromkeys(row.cell for row in first.rows))
-    several = len(cells) > 1
     sign = -1 if measure_of(first.measure).higher else 1
-    ordered = sorted(first.rows, key=lambda row: (cells.index(row.cell), sign * row.mean.estimate))
-    rows = []
-    for row in ordered:
-        figures = [_mean_text(rows_by_measure.get((row.cell, row.arm, name)), name, spread) for name in names]
-        rows.append([*_if(several, row.cell), row.arm, finished(row), *figures])
-    rows += _lost_rows(first, several, len(names))
+    ordered = sorted(first.rows, key=lambda row: sign * row.mean.estimate)
+    arms = dict.fromkeys((row.cell, row.arm) for row in [*ordered, *(row for each in comparisons for row in each.rows)])
+    texts: dict[tuple[str, str], list[str]] = {}
+    for cell, arm in arms:
+        of_arm = [rows_by_measure.get((cell, arm, name)) for name in names]
+        fullest = max((row for row in of_arm if row is not None), key=lambda row: len(row.values))
+        figures = [_mean_text(row, name, spread) for row, name in zip(of_arm, names, strict=True)]
+        texts[cell, arm] = [finished(fullest), *figures]
+    rows = _with_lost(texts, comparisons, len(names))
+    several = len({cell for cell, _ in rows}) > 1
     columns = [name if name == "seconds" else f"{name}, {unit(name)}" for name in names]
     title = f"ordered by {measure_of(first.measure).what}, {HEADINGS[first.at]}; {_spread_text(first, spread)}"
     return TextTable(
         title=title,
         head=[*_if(several, "cell"), "arm", "seeds", *columns],
-        rows=rows,
+        rows=[[*_if(several, cell), arm, *of_arm] for (cell, arm), of_arm in rows.items()],
         columns=("ll" if several else "l") + "r" * (1 + len(names)),
         grouped=several,
         naming=1 + several,
-        places=_places(ordered, comparisons, {name: 2 + several + number for number, name in enumerate(names)}),
+        places=_places(list(rows), comparisons, {name: 2 + several + number for number, name in enumerate(names)}),
         notes=_notes(
             first,
             _left_out_of_several(comparisons),
+            _in_any(comparisons, lambda each: each.diverged),
             _in_any(comparisons, lambda each: each.models),
             _in_any(comparisons, lambda each: [] if each.at == "last" else each.one_round),
         ),
@@ -153,13 +157,28 @@ def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
 
 
 def finished(row: Row) -> str:
-    """Return a row's number of seeds as text; see `seeds_text`."""
-    return seeds_text(row.finished, row.planned)
+    """Return a row's number of finished runs as text, with the diverged runs that its mean includes.
+
+    Examples are "6", "4 of 6", "4 + 2 diverged" and "3 + 2 diverged of 6".
+    """
+    diverged = len(row.values) - row.finished
+    if not diverged:
+        return seeds_text(row.finished, row.planned)
+    missing = f" of {row.planned}" if len(row.values) < row.planned else ""
+    return f"{row.finished} + {diverged} diverged{missing}"
 
 
 def seeds_text(n: int, planned: int) -> str:
     """Return a number of seeds as text, such as "4", or "4 of 6" if some are missing."""
     return str(n) if n == planned else f"{n} of {planned}"
+
+
+def difference_text(row: Row, show: Callable[[float], str]) -> str:
+    """Return a row's difference to the reference arm, with the number of pairs if some seeds have no partner."""
+    if row.difference is None:
+        return "-"
+    text = margin(row.difference.difference, show, sign=True)
+    return text if row.difference.n == len(row.values) else f"{text} (n = {row.difference.n})"
 
 
 def shown(measure: str) -> Callable[[float], str]:
@@ -269,12 +288,17 @@ def _spread_text(comparison: Comparison, spread: Spread) -> str:
     return "± standard deviation" if spread == "sd" else f"± {100 * comparison.level:g} % t interval"
 
 
-def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Mapping[str, int]) -> Places:
+def _places(rows: Sequence[Key], comparisons: Sequence[Comparison], columns: Mapping[str, int]) -> Places:
     """Find the best and second-best mean of each cell and measure; return their ranks by row and column.
 
     Means with equal text in the table have the same rank. A cell with one arm, or with equal arms only, has no ranks.
     Of two arms, only the better one has a rank. A mean that includes diverged runs has none, since their values were
     not measured.
+
+    Args:
+        rows: Cell and arm of each row of the table.
+        comparisons: Comparisons by one measure each.
+        columns: Column of each measure.
     """
     places: Places = {}
     for comparison in comparisons:
@@ -282,11 +306,11 @@ def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Map
         by_row = {(row.cell, row.arm): row.mean.estimate for row in comparison.rows if row.finished == len(row.values)}
         sign = 1 if measure_of(measure).higher else -1
         show = shown(measure)
-        for cell in dict.fromkeys(row.cell for row in rows):
+        for cell in dict.fromkeys(cell for cell, _ in rows):
             values = {
-                index: sign * float(show(by_row[row.cell, row.arm]))
-                for index, row in enumerate(rows)
-                if row.cell == cell and (row.cell, row.arm) in by_row
+                index: sign * float(show(by_row[key]))
+                for index, key in enumerate(rows)
+                if key[0] == cell and key in by_row
             }
             best_first = sorted(set(values.values()), reverse=True)
             if len(best_first) > 1:
@@ -304,7 +328,7 @@ def _in_any(comparisons: Sequence[Comparison], of: Callable[[Comparison], list[s
 
 
 def _notes(
-    comparison: Comparison, left_out: list[str], models: list[str], one_round: list[str]
+    comparison: Comparison, left_out: list[str], diverged: list[str], models: list[str], one_round: list[str]
 ) -> dict[str, list[str]]:
     return {
         "judged on": comparison.tests,
@@ -315,7 +339,7 @@ def _notes(
         "tuned on validation samples": comparison.tuned,
         "versions of the code": comparison.versions,
         UNSEALED: comparison.unsealed,
-        DIVERGED: one_line_per_failure(comparison.diverged),
+        DIVERGED: diverged,
         "left out": one_line_per_failure(left_out),
     }
 
@@ -361,17 +385,25 @@ def one_line_per_failure(lines: Sequence[str]) -> list[str]:
     return joined
 
 
-def _lost_rows(comparison: Comparison, cells: bool, figures: int) -> list[list[str]]:
-    """Return a row without figures for each arm that has failed runs and no finished run.
+def _with_lost(texts: Mapping[Key, list[str]], comparisons: Sequence[Comparison], figures: int) -> dict[Key, list[str]]:
+    """Return the rows of a table by cell and arm, ordered by cell, with rows for arms that have no figure.
+
+    An arm with failed runs and no finished run has no figure. It is the last of its cell.
 
     Args:
-        comparison: The comparison.
-        cells: Whether rows begin with their cell.
+        texts: Rows of the other arms.
+        comparisons: The comparisons, whose order of cells is kept.
         figures: Number of columns after the seeds.
     """
-    return [
-        [*_if(cells, cell), arm, seeds_text(0, planned), *["-"] * figures] for cell, arm, planned in comparison.lost
-    ]
+    lost = {
+        (cell, arm): [seeds_text(0, planned), *["-"] * figures]
+        for each in comparisons
+        for cell, arm, planned in each.lost
+        if (cell, arm) not in texts
+    }
+    rows = {**texts, **lost}
+    cells = list(dict.fromkeys([*(row.cell for each in comparisons for row in each.rows), *(cell for cell, _ in lost)]))
+    return {key: rows[key] for key in sorted(rows, key=lambda key: cells.index(key[0]))}
 
 
 def _figure_names(comparison: Comparison, spread: Spread) -> list[str]:
@@ -395,7 +427,7 @@ def _figures(comparison: Comparison, row: Row, spread: Spread) -> list[str]:
         finished(row),
         _mean_text(row, comparison.measure, spread),
         *_if(spread == "interval", deviation),
-        "-" if row.difference is None else margin(row.difference.difference, show, sign=True),
+        difference_text(row, show),
         *_if("best - last" in _figure_names(comparison, spread), optimism),
         " ".join(show(value) for value in row.values.values()),
     ]

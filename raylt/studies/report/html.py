@@ -24,6 +24,7 @@ from raylt.studies.report import svg
 from raylt.studies.report.comparison_tables import (
     HEADINGS,
     claim_text,
+    difference_text,
     family,
     finished,
     interval,
@@ -148,7 +149,7 @@ def _rows(comparison: Comparison) -> list[tuple[Any, ...]]:
             row,
             margin(row.mean, show),
             "" if row.sd is None else show(row.sd),
-            "" if row.difference is None else margin(row.difference.difference, show, sign=True),
+            difference_text(row, show),
             "" if row.optimism is None else show(row.optimism),
             finished(row),
         )

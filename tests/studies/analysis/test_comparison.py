@@ -232,7 +232,7 @@ def test_a_diverged_run_counts_as_guessing_a_class():
     assert compared.left_out == []
     assert compared.diverged == ["/b/seed-1: failed: lr"]
     text = comparison_tables.comparison_table(compared).markdown()
-    assert "| b | 2 of 3 | 42.33" in text
+    assert "| b | 2 + 1 diverged | 42.33" in text
     assert "Diverged, which counts as guessing a class" in text
     # as the reference, too
     (a,) = [row for row in compare(runs, "b", classes={"": 4}).rows if row.arm == "a"]
@@ -260,6 +260,66 @@ def test_a_mean_that_includes_a_diverged_run_is_not_marked_as_the_best():
     assert r"\underline{30.00}" not in table.latex()
 
 
+def test_a_claim_counts_diverged_runs_as_the_table_does():
+    runs = [record("a", seed, 0.5 + 0.01 * seed) for seed in range(6)]
+    runs += [record("b", seed, 0.6 + 0.012 * seed) for seed in range(5)]
+    claim = Claim("a", "b", "accuracy")
+    (judged,) = compare([*runs, diverged("b", 5)], "a", [claim], classes={"": 4}).claims
+    # five differences of about -0.1, and 0.55 - 0.25
+    assert judged.difference.n == 6
+    assert judged.difference.difference.estimate == pytest.approx((-5 * 0.1 - 0.02 + 0.3) / 6)
+    all_diverged = compare([*runs[:6], *(diverged("b", seed) for seed in range(6))], "a", [claim], classes={"": 4})
+    assert [each.verdict for each in all_diverged.claims] == ["holds"]
+    assert all_diverged.left_out == []
+    (of_bytes,) = compare([*runs, diverged("b", 5)], "a", [Claim("a", "b", "bytes_up")], classes={"": 4}).claims
+    assert of_bytes.difference.n == 5
+
+
+def test_the_seeds_of_a_row_count_finished_diverged_and_missing_runs():
+    runs = [record("a", seed, 0.5) for seed in range(4)]
+    compared = compare([*runs, record("b", 0, 0.5), diverged("b", 1)], "a", classes={"": 4})
+    assert "| b | 1 + 1 diverged of 4 |" in comparison_tables.comparison_table(compared).markdown()
+
+
+def test_diverged_runs_of_an_arm_are_one_line():
+    runs = [record("a", seed, 0.5) for seed in range(3)]
+    runs += [replace(diverged("b", seed), problem=f"loss {seed}") for seed in range(3)]
+    compared = compare([*runs, replace(diverged("a", 3), error="server.not-finite")], "a", classes={"": 4})
+    assert compared.diverged == ["/b/seed-0 (and 2 more of this arm): failed: loss 0", "/a/seed-3: failed: lr"]
+
+
+def test_a_difference_names_its_number_of_pairs_where_seeds_have_no_partner():
+    runs = [record("a", seed, 0.5) for seed in (0, 1)] + [record("b", seed, 0.6) for seed in (1, 2)]
+    text = comparison_tables.comparison_table(compare(runs, "a")).markdown()
+    assert "| +10.00 (n = 1) |" in text
+
+
+def test_a_missing_reference_is_named():
+    runs = [record("a", 0, 0.5, cell="x"), record("b", 0, 0.6, cell="x"), record("b", 0, 0.6, cell="y")]
+    runs += [record("c", 1, 0.6, cell="x")]
+    assert compare(runs, "a").left_out == [
+        "x: no difference of c, since it has no seed in common with a",
+        "y: no differences, since the reference arm a has no accuracy",
+    ]
+
+
+def test_arms_without_the_first_measure_are_the_last_rows():
+    lacking = record("b", 0, 0.9)
+    runs = [record("a", 0, 0.5), replace(lacking, summary=lacking.summary | {"groups": {}})]
+    of_few, of_all = (compare(runs, "a", measure=measure) for measure in ("few", "accuracy"))
+    table = comparison_tables.measures_table([of_few, of_all])
+    assert table.rows == [["a", "1", "50.00", "50.00"], ["b", "1", "-", "90.00"]]
+    assert table.places == {(1, 3): 1}
+
+
+def test_an_arm_without_a_finished_run_is_listed_in_its_cell():
+    runs = [record("a", 0, 0.5, cell=cell) for cell in CELLS]
+    runs += [record("b", 0, 0.5, cell=cell, state="failed", problem="why", summary=None) for cell in CELLS]
+    compared = compare(runs, "a")
+    for table in (comparison_tables.comparison_table(compared), comparison_tables.measures_table([compared])):
+        assert [row[:2] for row in table.rows] == [[cell, arm] for cell in CELLS for arm in "ab"]
+
+
 def test_a_diverged_run_is_left_out_where_guessing_has_no_value():
     runs = [record("a", 0, 0.5), record("a", 1, 0.5), record("b", 0, 0.5), diverged("b", 1)]
     for measure, classes in (("bytes_up", {"": 4}), ("accuracy", None), ("accuracy", {"other": 4})):
@@ -275,7 +335,7 @@ def test_an_arm_of_which_every_run_diverged_counts_as_guessing():
     runs = [*(record("a", seed, 0.5 + 0.01 * seed) for seed in range(2)), *(diverged("b", seed) for seed in range(2))]
     compared = compare(runs, "a", classes={"": 4})
     assert compared.lost == []
-    assert "| b | 0 of 2 | 25.00" in comparison_tables.comparison_table(compared).markdown()
+    assert "| b | 0 + 2 diverged | 25.00" in comparison_tables.comparison_table(compared).markdown()
 
 
 def test_an_arm_of_which_every_run_failed_has_a_row():
@@ -626,7 +686,10 @@ def test_a_claim_that_is_not_judged_in_a_cell_is_named_with_why():
     assert compared.left_out == ["claim a > b on few in IF 50: b has no few"]
     apart = compare([record("a", 0, 0.5), record("b", 1, 0.6)], "a", [read_claim("a > b", ["a", "b"], "accuracy")])
     assert apart.claims == []
-    assert apart.left_out == ["claim a > b on accuracy: its arms have no seed in common"]
+    assert apart.left_out == [
+        "no difference of b, since it has no seed in common with a",
+        "claim a > b on accuracy: its arms have no seed in common",
+    ]
 
 
 def test_tables_say_what_claims_are_of_and_what_their_family_is():
