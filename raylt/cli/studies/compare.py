@@ -90,8 +90,8 @@ def compare(
     In LaTeX, the best mean of a column is bold, the second-best underlined, and comments contain the facts for a
     caption.
     """
-    from raylt.studies.analysis.time_to_accuracy import reached, with_passes, with_target
-    from raylt.studies.report.comparison_tables import comparison_table, measures_table, with_costs
+    from raylt.studies.analysis.time_to_accuracy import reached, with_passes
+    from raylt.studies.report.comparison_tables import comparison_table, measures_table, with_costs, with_target
 
     if claims:
         if measures or target is not None or costs:

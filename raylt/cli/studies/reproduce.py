@@ -102,8 +102,8 @@ def _run_figure(
     format: str,
 ) -> None:
     """Run the study of a figure, and print its table with the rounds and seconds until each cell's target."""
-    from raylt.studies.analysis.time_to_accuracy import reached, with_target
-    from raylt.studies.report.comparison_tables import comparison_table
+    from raylt.studies.analysis.time_to_accuracy import reached
+    from raylt.studies.report.comparison_tables import comparison_table, with_target
     from raylt.studies.study import Study
 
     if dry_run:

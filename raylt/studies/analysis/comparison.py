@@ -179,7 +179,7 @@ def compare(
         ConfigError: The measure or the arm is unknown, no finished run has the measure, or only the last round has it.
         CheckpointError: Runs of one cell and seed differ in split, budget, optimiser, evaluation or code.
     """
-    _check_at(measure, at)
+    check_at(measure, at)
     if not 0 < level < 1:
         raise ConfigError(
             f"level: is not a confidence between 0 and 1 ({level}). Give 0.95, for example.",
@@ -224,12 +224,12 @@ def compare(
         versions=_versions(done),
         unsealed=_unsealed(done),
         tests=_test_images(done, cells),
-        models=_whose_models(done, measure),
+        models=whose_models(done, measure),
         one_round=_with_one_round(done, measure),
     )
 
 
-def _check_at(measure: str, at: At) -> None:
+def check_at(measure: str, at: At) -> None:
     """Raise ConfigError if the rounds are unknown, or if a measure of the last round is wanted at others."""
     if at not in get_args(At):
         raise ConfigError(
@@ -298,7 +298,7 @@ def _test_images(done: Sequence[RunRecord], cells: Iterable[str]) -> list[str]:
     return [f"{cell}: {line}" if cell else line for cell, line in lines.items() if line]
 
 
-def _whose_models(done: Sequence[RunRecord], measure: str) -> list[str]:
+def whose_models(done: Sequence[RunRecord], measure: str) -> list[str]:
     """Return a line on whose models were evaluated; no line for one kind of model, or if some run does not tell."""
     if not is_of_deployed_models(measure):
         return []

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from raylt.errors import ConfigError
-from raylt.studies.analysis.comparison import unfinished
+from raylt.errors import ConfigError, count_of
+from raylt.studies.analysis.comparison import check_at, unfinished, whose_models
 from raylt.studies.analysis.costs import client_passes
 from raylt.studies.analysis.measures import At, measure_of, value_of
 from raylt.studies.analysis.statistics import Interval
@@ -68,6 +68,9 @@ class Ranking:
         cells: Number of cells over all studies.
         blocks: Number of blocks with at least two arms.
         left_out: One line for each run that neither finished nor diverged, with the reason.
+        models: One line for each study in which some arms have clients' own models and others not.
+        versions: One line for each study whose runs were made by several versions of the code.
+        unsealed: One line for each study with runs that no hash binds to their summaries.
     """
 
     measure: str
@@ -78,6 +81,9 @@ class Ranking:
     blocks: int
     arms: list[Ranked]
     left_out: list[str]
+    models: list[str]
+    versions: list[str]
+    unsealed: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return the ranking as JSON values."""
@@ -96,8 +102,9 @@ def rank(
         level: Confidence of the intervals.
 
     Raises:
-        ConfigError: The measure is unknown, or no block has two arms with it.
+        ConfigError: The measure is unknown, only the last round has it, or no block has two arms with it.
     """
+    check_at(measure, at)
     cells = _cells(studies, measure, at)
     blocks = [block for each in cells.values() for block in each]
     arms = sorted({arm for block in blocks for arm in block})
@@ -116,6 +123,7 @@ def rank(
     records = [record for each in studies.values() for record in each]
     planned = _planned(studies)
     times = _relative_times(studies)
+    finished = {name: [record for record in each if record.state == "done"] for name, each in studies.items()}
     ranked = [
         Ranked(
             arm,
@@ -130,7 +138,19 @@ def rank(
     ]
     # rounded, since the last bit of equal strengths depends on the processor
     ranked.sort(key=lambda each: (-round(each.strength.estimate, 9), each.arm))
-    return Ranking(measure, at, level, list(studies), len(cells), len(blocks), ranked, _left_out(studies))
+    return Ranking(
+        measure,
+        at,
+        level,
+        list(studies),
+        len(cells),
+        len(blocks),
+        ranked,
+        _left_out(studies),
+        [f"{name}, {line}" for name, done in finished.items() for line in whose_models(done, measure)],
+        _versions(finished),
+        _unsealed(finished),
+    )
 
 
 def _left_out(studies: Mapping[str, Sequence[RunRecord]]) -> list[str]:
@@ -141,6 +161,18 @@ def _left_out(studies: Mapping[str, Sequence[RunRecord]]) -> list[str]:
         for record in records
         if record.state != "done" and not record.diverged
     ]
+
+
+def _versions(finished: Mapping[str, Sequence[RunRecord]]) -> list[str]:
+    """Return a line with the number of versions of the code, for each study whose runs have several."""
+    codes = {name: {code for run in done for code in run.made.get("codes", ())} for name, done in finished.items()}
+    return [f"{name}: {len(each)} versions" for name, each in codes.items() if len(each) > 1]
+
+
+def _unsealed(finished: Mapping[str, Sequence[RunRecord]]) -> list[str]:
+    """Return a line with the number of unsealed runs, for each study that has some."""
+    counts = {name: sum(not run.sealed for run in done) for name, done in finished.items()}
+    return [f"{name}: {count_of(count, 'run')}" for name, count in counts.items() if count]
 
 
 def _relative_times(studies: Mapping[str, Sequence[RunRecord]]) -> dict[str, float]:

@@ -6,9 +6,8 @@ from statistics import median
 from typing import Any
 
 from raylt.errors import ConfigError
-from raylt.studies.analysis.measures import measure_of
+from raylt.studies.analysis.measures import measure_of, of_rounds
 from raylt.studies.records.record import RunRecord
-from raylt.studies.report.text_table import TextTable
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,8 @@ class Reached:
     Attributes:
         runs: Number of finished runs with values of the measure by round.
         reached: Number of these runs that reached the target.
-        without_curve: Number of finished runs without values by round.
+        without_curve: Number of finished runs without values by round, such as runs of several rounds that were
+            evaluated in one of them.
         passes: Number of FedAvg rounds in which a client computes as much: the rounds times the arm's passes per round,
             as a multiple of FedAvg's. None if not measured.
     """
@@ -82,23 +82,8 @@ def with_passes(reaching: Sequence[Reached], costs: Mapping[tuple[str, str], flo
     ]
 
 
-def with_target(table: TextTable, reaching: Sequence[Reached], target: float, measure: str = "accuracy") -> TextTable:
-    """Append a table of the times to the target to a comparison's table; return the result."""
-    costs = any(each.passes is not None for each in reaching)
-    rows = []
-    for each in reaching:
-        mebibytes = None if each.bytes is None else each.bytes / 2**20
-        figures = [each.rounds, *([each.passes] if costs else []), mebibytes, each.seconds]
-        texts = ["-" if value is None else f"{value:.1f}" for value in figures]
-        rows.append([each.cell, each.arm, _count_text(each), *texts])
-    title = f"until {measure} {100 * target:g} %: medians of the runs that reached it"
-    passes = ["passes, in rounds of FedAvg"] if costs else []
-    head = ["cell", "arm", "reached by", "rounds", *passes, "MiB up and down", "seconds"]
-    return replace(table, further=[*table.further, (title, head, rows)])
-
-
 def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float, curve: str) -> Reached:
-    with_curve = [run for run in runs if any(value is not None for value in run.curve.get(curve, []))]
+    with_curve = [run for run in runs if _has_curve(run, curve)]
     first_steps = [(run, index) for run in with_curve if (index := _first(run, target, curve)) is not None]
 
     def median_of(*keys: str) -> float | None:
@@ -119,11 +104,15 @@ def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float, curv
     )
 
 
-def _count_text(each: Reached) -> str:
-    """Return how many runs reached the target; a run without values by round may have reached it or not."""
-    counted = [f"{each.reached} of {each.runs}"] if each.runs else []
-    unknown = [f"{each.without_curve} without curve"] if each.without_curve else []
-    return ", ".join(counted + unknown)
+def _has_curve(record: RunRecord, curve: str) -> bool:
+    """Return whether a run was evaluated in enough rounds to tell when it reached a value.
+
+    A run of several rounds that was evaluated in one of them, as clients' own models are by default, may have reached
+    the value in any earlier round.
+    """
+    if record.rounds > 1:
+        return len(of_rounds(record, curve)) > 1
+    return any(value is not None for value in record.curve.get(curve, []))
 
 
 def _first(record: RunRecord, target: float, curve: str) -> int | None:

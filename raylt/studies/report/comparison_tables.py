@@ -13,12 +13,17 @@ from raylt.studies.analysis.claims import Judged
 from raylt.studies.analysis.comparison import Comparison, Row
 from raylt.studies.analysis.measures import At, measure_of
 from raylt.studies.analysis.statistics import Interval
+from raylt.studies.analysis.time_to_accuracy import Reached
 from raylt.studies.report.text_table import Places, TextTable
 
 ANSWERS = "answers to the same test images"
 UNSEALED = "unsealed: no hash binds these figures to their runs"
 DIVERGED = "diverged, which counts as guessing a class, or as the worst finished run of the cell if that is worse"
 PASSES = "forward and backward passes of a client in a run, as a multiple of FedAvg's, without the server's computation"
+WITHOUT_CURVE = (
+    "runs that were evaluated in fewer than two of their rounds, so the round is not known; evaluation.personal=1 "
+    "evaluates clients' own models after each round"
+)
 HEADINGS = {
     "last": "last round",
     "last10": "mean of the last ten evaluated rounds",
@@ -120,6 +125,23 @@ def with_costs(table: TextTable, passes: Mapping[tuple[str, str], float | None])
     """
     rows = [[cell, arm, "-" if each is None else f"{each:.2f}"] for (cell, arm), each in passes.items()]
     return replace(table, further=[*table.further, (PASSES, ["cell", "arm", "passes"], rows)])
+
+
+def with_target(table: TextTable, reaching: Sequence[Reached], target: float, measure: str = "accuracy") -> TextTable:
+    """Append a table of the times to the target to a comparison's table; return the result."""
+    costs = any(each.passes is not None for each in reaching)
+    rows = []
+    for each in reaching:
+        mebibytes = None if each.bytes is None else each.bytes / 2**20
+        figures = [each.rounds, *([each.passes] if costs else []), mebibytes, each.seconds]
+        texts = ["-" if value is None else f"{value:.1f}" for value in figures]
+        rows.append([each.cell, each.arm, _reached_by(each), *texts])
+    title = f"until {measure} {100 * target:g} %: medians of the runs that reached it"
+    passes = ["passes, in rounds of FedAvg"] if costs else []
+    head = ["cell", "arm", "reached by", "rounds", *passes, "MiB up and down", "seconds"]
+    unknown = list(dict.fromkeys(each.arm for each in reaching if each.without_curve))
+    notes = {**table.notes, "without curve": [f"{', '.join(unknown)}: {WITHOUT_CURVE}"]} if unknown else table.notes
+    return replace(table, further=[*table.further, (title, head, rows)], notes=notes)
 
 
 def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
@@ -466,6 +488,13 @@ def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str
     if comparison.overall:
         tables.append(_overall(comparison))
     return tables
+
+
+def _reached_by(each: Reached) -> str:
+    """Return how many runs reached the target; a run without values by round may have reached it or not."""
+    counted = [f"{each.reached} of {each.runs}"] if each.runs else []
+    unknown = [f"{each.without_curve} without curve"] if each.without_curve else []
+    return ", ".join(counted + unknown)
 
 
 def _overall(comparison: Comparison) -> tuple[str, list[str], list[list[str]]]:

@@ -8,7 +8,7 @@ from raylt.runs.callbacks.console import UNSAFE
 from raylt.studies.analysis.measures import measure_of
 from raylt.studies.analysis.ranking import Ranked, Ranking
 from raylt.studies.analysis.statistics import Interval
-from raylt.studies.report.comparison_tables import HEADINGS, PASSES, one_line_per_failure
+from raylt.studies.report.comparison_tables import HEADINGS, PASSES, UNSEALED, one_line_per_failure
 from raylt.studies.report.text_table import TextTable
 
 SECONDS = (
@@ -64,6 +64,9 @@ def ranking_table(ranking: Ranking) -> TextTable:
             "time": [SECONDS] if times else [],
             "passes": [PASSES] if costs else [],
             "diverged runs, which count as worse than every finished run of the same seed": diverged,
+            "evaluated models": ranking.models,
+            "versions of the code": ranking.versions,
+            UNSEALED: ranking.unsealed,
             "left out": one_line_per_failure(ranking.left_out),
         },
     )

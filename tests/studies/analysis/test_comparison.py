@@ -13,7 +13,7 @@ from raylt.studies.analysis.claims import Claim, read_claim
 from raylt.studies.analysis.comparison import compare, judged_on
 from raylt.studies.analysis.measures import value_of
 from raylt.studies.analysis.statistics import improvement, over_cells
-from raylt.studies.analysis.time_to_accuracy import Reached, reached, with_target
+from raylt.studies.analysis.time_to_accuracy import Reached, reached
 from raylt.studies.records.record import RunRecord
 from raylt.studies.report import comparison_tables
 from raylt.studies.report.text_table import TextTable
@@ -106,7 +106,7 @@ def test_a_table_says_whose_models_were_evaluated_where_both_kinds_stand_in_it()
 
 def test_bytes_until_a_target_are_shown_in_mebibytes():
     reaching = Reached("", "a", 0.5, 1, 1, 3.0, 100 * 2**20, 10.0, 0)
-    table = with_target(TextTable("", [], [], ""), [reaching], 0.5)
+    table = comparison_tables.with_target(TextTable("", [], [], ""), [reaching], 0.5)
     assert table.further[0][2] == [["", "a", "1 of 1", "3.0", "100.0", "10.0"]]
 
 
@@ -237,6 +237,22 @@ def test_a_diverged_run_counts_as_guessing_a_class():
     # as the reference, too
     (a,) = [row for row in compare(runs, "b", classes={"": 4}).rows if row.arm == "a"]
     assert a.difference.difference.estimate == pytest.approx((0.51 - 0.25) / 3)
+
+
+def test_a_run_that_was_evaluated_once_does_not_tell_when_it_reached_a_target():
+    often = record("a", 0, 0.8)
+    at_end = record("b", 0, 0.8)
+    at_end = replace(at_end, curve=at_end.curve | {"accuracy": [None] * 9 + [0.8]})
+    of_one_round = replace(at_end, arm="c", steps=1, planned_steps=1, summary=at_end.summary | {"rounds": 1})
+    of_one_round = replace(of_one_round, curve={key: values[-1:] for key, values in at_end.curve.items()})
+    rows = reached([often, at_end, of_one_round], 0.5)
+    assert [(row.arm, row.rounds, row.runs, row.without_curve) for row in rows] == [
+        ("a", 7, 1, 0),
+        ("b", None, 0, 1),
+        ("c", 10, 1, 0),
+    ]
+    (note,) = comparison_tables.with_target(TextTable("", [], [], ""), rows, 0.5).notes["without curve"]
+    assert note.startswith("b: ")
 
 
 def few(run: RunRecord, value: float) -> RunRecord:

@@ -17,6 +17,7 @@ from raylt.errors import ConfigError
 from raylt.studies.analysis.ranking import PRIOR, fit, half_widths, rank, with_costs
 from raylt.studies.definition import Definition
 from raylt.studies.records.record import RecordState, RunRecord
+from raylt.studies.report.comparison_tables import UNSEALED
 from raylt.studies.report.leaderboard import leaderboard_page, ranking_svg, ranking_table
 from raylt.studies.study import Study
 
@@ -100,6 +101,27 @@ def test_fewer_bytes_are_better():
     assert [arm.arm for arm in rank({"ground": runs}, "bytes_up").arms] == ["a", "b"]
     tied = rank({"ground": runs}).arms
     assert [arm.strength.estimate for arm in tied] == pytest.approx([0, 0], abs=1e-9)
+
+
+def test_rounds_that_a_measure_does_not_have_are_refused():
+    with refused("config.conflict", ConfigError, key="at", measure="matched"):
+        rank({"g": RUNS}, "matched", at="best")
+
+
+def test_the_notes_name_models_versions_and_unsealed_runs():
+    def run(arm: str, seed: int, figure: str, code: str, sealed: bool) -> RunRecord:
+        whole = whole_record(arm, seed, 0.5, made={"codes": [code]}, sealed=sealed)
+        return replace(whole, summary=whole.summary | {"shown": {"figure": figure}})
+
+    runs = [run("a", seed, "accuracy", "c" * 64, sealed=seed > 0) for seed in range(2)]
+    runs += [run("b", seed, "matched", "d" * 64, sealed=True) for seed in range(2)]
+    notes = ranking_table(rank({"g": runs})).notes
+    assert [line.partition(";")[0] for line in notes["evaluated models"]] == [
+        "g, of b: clients' own models (accuracy and class groups: all their answers together)"
+    ]
+    assert notes["versions of the code"] == ["g: 2 versions"]
+    assert notes[UNSEALED] == ["g: 1 run"]
+    assert not any(ranking_table(rank({"g": RUNS})).notes.values())
 
 
 def test_a_tie_is_half_a_win():

@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from raylt.cli.main import app
 from raylt.errors import ConfigError
-from raylt.studies.analysis.time_to_accuracy import reached, with_target
+from raylt.studies.analysis.time_to_accuracy import reached
 from raylt.studies.definition import define
 from raylt.studies.papers import figures
 from raylt.studies.papers.figures import Figure, figure_of, plan_figure
 from raylt.studies.records.record import read_run
+from raylt.studies.report.comparison_tables import with_target
 from raylt.studies.report.text_table import TextTable
 
 TINY = Figure(
