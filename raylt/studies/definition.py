@@ -214,6 +214,7 @@ class Definition(Section):
         self._check_size()
         self._check_tuning()
         self._check_measures()
+        self._check_claims()
 
     def _check_arms(self) -> None:
         for arm in self.arms:
@@ -361,6 +362,21 @@ class Definition(Section):
                 value=self.at,
                 measure=self.measure,
             )
+
+    def _check_claims(self) -> None:
+        """Refuse claims that compare the same two arms on the same measure: each test enlarges Holm's family."""
+        first_by_pair: dict[tuple[frozenset[tuple[str, str]], str], Claim] = {}
+        for claim in self.parsed_claims:
+            sides = frozenset(zip((claim.better, claim.worse), claim.measures, strict=True))
+            first = first_by_pair.setdefault((sides, claim.measure), claim)
+            if first is not claim:
+                raise ConfigError(
+                    f"study.claims: compare the same arms on the same measure twice ({first}; {claim}). Leave one of "
+                    "them out; the test is two-sided.",
+                    code="study.bad-claim",
+                    key="study.claims",
+                    value=[str(first), str(claim)],
+                )
 
     def _settings(self, cell: str, arm: str, seed: int, read: RecipeReader) -> dict[str, Any]:
         settings = self.all_cells[cell]

@@ -230,3 +230,11 @@ def test_a_round_is_chosen_on_validation_samples_only_where_they_are_held_out():
     with refused("config.conflict", ConfigError, key="study.at", arm="a"):
         define(tree).check_new()
     define(tree | {"base": {"data.validation": 0.2}}).check_new()
+
+
+@pytest.mark.parametrize("second", ["a > b", "b > a", "a < b", "a > b on accuracy"])
+def test_claims_with_the_same_test_are_refused(second):
+    tree = {"name": "s", "arms": {"a": "fedavg", "b": "fedprox"}}
+    with refused("study.bad-claim", ConfigError, key="study.claims"):
+        define(tree | {"claims": ["a > b", second]})
+    assert define(tree | {"claims": ["a > b", "a > b on few"]}).claims

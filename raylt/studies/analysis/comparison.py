@@ -223,7 +223,7 @@ def compare(
         tuned=list(tuned),
         versions=_versions(done),
         unsealed=_unsealed(done),
-        tests=_test_images(done, cells),
+        tests=_test_images(done, cells, measure),
         models=whose_models(done, measure),
         one_round=_with_one_round(done, measure),
     )
@@ -292,9 +292,9 @@ def _unpaired(rows: Sequence[Row], reference: str, measure: str) -> list[str]:
     return lines
 
 
-def _test_images(done: Sequence[RunRecord], cells: Iterable[str]) -> list[str]:
+def _test_images(done: Sequence[RunRecord], cells: Iterable[str], measure: str) -> list[str]:
     """Return a line for each cell that says on how many test images its runs were evaluated, where it is recorded."""
-    lines = {cell: judged_on([record for record in done if record.cell == cell]) for cell in cells}
+    lines = {cell: judged_on([record for record in done if record.cell == cell], measure) for cell in cells}
     return [f"{cell}: {line}" if cell else line for cell, line in lines.items() if line]
 
 
@@ -346,15 +346,19 @@ def _with_one_round(done: Sequence[RunRecord], measure: str) -> list[str]:
     ]
 
 
-def judged_on(done: Sequence[RunRecord]) -> str:
-    """Describe the numbers of test images on which a cell's runs were evaluated; "" if they are not recorded."""
+def judged_on(done: Sequence[RunRecord], measure: str) -> str:
+    """Describe the numbers of test images on which a cell's runs were evaluated; "" if they are not recorded.
+
+    The points that one image is worth are only given for the accuracy, which is the share of all test images.
+    """
     summaries = [run.summary for run in done if run.summary and run.summary.get("tests")]
     if not summaries:
         return ""
     tests = summaries[0]["tests"]
     low, high = tests["thresholds"]
     groups = ", ".join(f"{group} {n}" for group, n in tests["groups"].items())
-    one = "" if summaries[0]["task"] == "segmentation" else f", one image is {100 / tests['images']:.2g} points"
+    of_images = measure == "accuracy" and summaries[0]["task"] != "segmentation"
+    one = f", one image is {100 / tests['images']:.2g} points" if of_images else ""
     text = (
         f"n = {tests['images']} test images{one} ({groups}); many-shot classes have more than {high} training samples, "
         f"few-shot classes fewer than {low}"
@@ -362,9 +366,11 @@ def judged_on(done: Sequence[RunRecord]) -> str:
     if tests["own"] is not None:
         sizes = [n for summary in summaries for n in summary["tests"]["own"] or [] if n]
         counts = sorted({sum(n > 0 for n in summary["tests"]["own"] or []) for summary in summaries})
-        clients = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+        low_count = "" if counts[0] == counts[-1] else f"{counts[0]} to "
+        clients = f"{low_count}{count_of(counts[-1], 'client')}"
+        have = "has" if counts[-1] == 1 else "have"
         each = f"{min(sizes)} to {max(sizes)} test images each" if sizes else "test images of their own"
-        text += f"; {clients} clients have {each}"
+        text += f"; {clients} {have} {each}"
     by_seed: dict[int, set[str]] = {}
     for run in done:
         if run.summary and run.summary.get("tests"):  # an arm of one client has none

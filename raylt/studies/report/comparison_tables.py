@@ -45,9 +45,6 @@ def comparison_table(comparison: Comparison, spread: Spread = "interval") -> Tex
     figures = _figure_names(comparison, spread)
     texts = {(row.cell, row.arm): _figures(comparison, row, spread) for row in comparison.rows}
     rows = _with_lost(texts, [comparison], len(figures) - 1)
-    left_out = list(comparison.left_out)
-    if not comparison.overall and len({row.cell for row in comparison.rows}) > 1:
-        left_out.append("over cells: no table, since all arms have the same seeds in fewer than two of them")
     return TextTable(
         title=_title(comparison, spread),
         head=[*_if(cells, "cell"), "arm", *figures],
@@ -57,7 +54,7 @@ def comparison_table(comparison: Comparison, spread: Spread = "interval") -> Tex
         grouped=cells,
         naming=1 + cells,
         further=_further(comparison),
-        notes=_notes(comparison, left_out, comparison.diverged, comparison.models, comparison.one_round),
+        notes=notes_of(comparison),
     )
 
 
@@ -349,6 +346,14 @@ def _in_any(comparisons: Sequence[Comparison], of: Callable[[Comparison], list[s
     return list(dict.fromkeys(line for each in comparisons for line in of(each)))
 
 
+def notes_of(comparison: Comparison) -> dict[str, list[str]]:
+    """Return the headings and lines of the notes below a comparison's table; some lists are empty."""
+    left_out = list(comparison.left_out)
+    if not comparison.overall and len({row.cell for row in comparison.rows}) > 1:
+        left_out.append("over cells: no table, since all arms have the same seeds in fewer than two of them")
+    return _notes(comparison, left_out, comparison.diverged, comparison.models, comparison.one_round)
+
+
 def _notes(
     comparison: Comparison, left_out: list[str], diverged: list[str], models: list[str], one_round: list[str]
 ) -> dict[str, list[str]]:
@@ -503,13 +508,18 @@ def _overall(comparison: Comparison) -> tuple[str, list[str], list[list[str]]]:
     for each in comparison.overall:
         better = "-" if each.improvement is None else interval(each.improvement, lambda value: f"{value:.2f}")
         rows.append([each.arm, interval(each.iqm, show), better])
-    in_all_cells = len(comparison.whole) == len({row.cell for row in comparison.rows})
-    cells = "" if in_all_cells else f" {'; '.join(comparison.whole)} (all arms have the same seeds there)"
     title = (
-        f"over cells{cells}: interquartile mean, and probability that a run beats one of "
+        f"{over_cells_of(comparison)}: interquartile mean, and probability that a run beats one of "
         f"{comparison.reference}; bootstrap within cells"
     )
     return title, ["arm", "interquartile mean", "probability of improvement"], rows
+
+
+def over_cells_of(comparison: Comparison) -> str:
+    """Return the heading of the figures over cells, which names the cells if they are not all."""
+    if len(comparison.whole) == len({row.cell for row in comparison.rows}):
+        return "over cells"
+    return f"over cells {'; '.join(comparison.whole)} (all arms have the same seeds there)"
 
 
 def _claims(comparison: Comparison) -> tuple[list[str], list[list[str]]]:

@@ -16,7 +16,7 @@ from raylt.formatting import in_percent
 from raylt.methods import METHODS
 from raylt.metrics import GROUPS
 from raylt.runs.callbacks.console import UNSAFE
-from raylt.studies.analysis.comparison import Comparison, Row, judged_on
+from raylt.studies.analysis.comparison import Comparison, Row
 from raylt.studies.analysis.measures import measure_of, value_of
 from raylt.studies.papers.verdicts import verdicts
 from raylt.studies.records.record import RunRecord
@@ -29,6 +29,8 @@ from raylt.studies.report.comparison_tables import (
     finished,
     interval,
     margin,
+    notes_of,
+    over_cells_of,
     printed_text,
     probability,
     scale,
@@ -111,12 +113,8 @@ def render(study: Study, mix_versions: bool = False) -> str:
         "claims": _claims(comparison),
         "printed": any(each.claim.printed is not None for each in comparison.claims),
         "overall": _overall(comparison),
-        "diverged": comparison.diverged,
-        "left_out": comparison.left_out,
-        "models": comparison.models,
-        "one_round": comparison.one_round,
-        "apart": comparison.apart,
-        "tuned": comparison.tuned,
+        "over": _capital(over_cells_of(comparison)),
+        "notes": [(_capital(heading), lines) for heading, lines in notes_of(comparison).items() if lines],
         "cells": [_cell(study, comparison, cell, colours, detail) for cell in cells],
         "verdicts": _verdicts(study, mix_versions),
         "costs": _costs(done),
@@ -132,6 +130,10 @@ def render(study: Study, mix_versions: bool = False) -> str:
         undefined=jinja2.StrictUndefined,
     )
     return UNSAFE.sub("?", environment.get_template("report.html.j2").render(**content))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _state_counts(records: Sequence[RunRecord]) -> str:
@@ -205,7 +207,6 @@ def _cell(study: Study, comparison: Comparison, cell: str, colours: dict[str, in
             )
         ),
         "bars": _safe(svg.bars(GROUPS, bars, f"accuracy by group, {cell}")),
-        "basis": judged_on(done),
         "clients": "",
         "holdings": "",
         "groups": "",

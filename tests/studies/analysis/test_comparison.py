@@ -595,9 +595,10 @@ def test_one_image_is_a_number_of_points_in_classification_alone():
     (each, *_) = records()
     groups = {"many": 90, "medium": 120, "few": 90}
     each.summary["tests"] = {"images": 300, "groups": groups, "thresholds": [20, 60], "own": None, "one_class": []}
-    assert "one image is 0.33 points" in judged_on([each])
+    assert "one image is 0.33 points" in judged_on([each], "accuracy")
+    assert "points" not in judged_on([each], "few")
     each.summary["task"] = "segmentation"
-    assert "points" not in judged_on([each])
+    assert "points" not in judged_on([each], "accuracy")
 
 
 def test_test_images_are_those_of_all_seeds_and_arms():
@@ -614,19 +615,19 @@ def test_test_images_are_those_of_all_seeds_and_arms():
             "one_class": ["3", "12"] if each.arm == made[0].arm else [],
         }
     own = f"2 clients have {5 + seeds[0]} to {max(9, 5 + seeds[-1])} test images each"
-    assert own in judged_on(made)
-    assert judged_on(made).endswith("whose figures say nothing: 3, 12")
+    assert own in judged_on(made, "accuracy")
+    assert judged_on(made, "accuracy").endswith("whose figures say nothing: 3, 12")
     for each in made:
         each.summary["tests"]["one_class"] *= each.seed == seeds[0]
     numbers = ", ".join(["2", *["0"] * (len(seeds) - 1)])
-    assert judged_on(made).endswith(f"whose figures say nothing: 0 to 2 by seed ({numbers})")
+    assert judged_on(made, "accuracy").endswith(f"whose figures say nothing: 0 to 2 by seed ({numbers})")
 
 
 def test_clients_may_all_be_without_test_images():
     (each, *_) = records()
     groups = {"many": 90, "medium": 120, "few": 90}
     each.summary["tests"] = {"images": 300, "groups": groups, "thresholds": [20, 60], "own": [0, 0], "one_class": []}
-    assert judged_on([each]).endswith("; 0 clients have test images of their own")
+    assert judged_on([each], "accuracy").endswith("; 0 clients have test images of their own")
 
 
 def test_negative_differences_and_absent_figures_are_set_as_such_in_latex():

@@ -87,7 +87,7 @@ def test_it_has_every_part_and_a_title_under_the_mouse():
         "Traffic and time",
         "Versions and machines",
     ]
-    for part in ("<h3>Over all cells</h3>", "prefers-color-scheme: dark", "@media print", "client 1, class a: 2"):
+    for part in ("<h3>Over cells</h3>", "prefers-color-scheme: dark", "@media print", "client 1, class a: 2"):
         assert part in text
     assert text.count("<title>") > 100
 
@@ -108,10 +108,10 @@ def test_diverged_runs_are_named_and_count_as_guessing():
     whole = study()
     lost = record("gone", 0, 0.1, cell="IF 10", state="failed", problem="lr", error="training.diverged", summary=None)
     text = render(Study(whole.definition, None, [*whole.records, lost], whole.holdings))
-    assert "<h3>Diverged</h3>" in text
+    assert "<h3>Diverged, which counts as guessing a class" in text
     assert "IF 10/gone/seed-0: failed: lr" in text
-    assert re.search(r"<td>gone</td><td class=\"n\">0 of \d</td><td class=\"n\">50.00", text)  # of two classes
-    assert "<h3>Diverged</h3>" not in render(whole)
+    assert re.search(r"<td>gone</td><td class=\"n\">0 \+ 1 diverged of 6</td><td class=\"n\">50.00", text)  # of two classes
+    assert "<h3>Diverged" not in render(whole)
 
 
 def test_a_large_study_stays_under_the_limit():
@@ -228,8 +228,8 @@ def test_the_table_of_arms_says_whose_models_were_evaluated_and_in_one_round_onl
         shown = {"figure": "matched" if own else "accuracy", "last": 0.5}
         made.records[number] = replace(run, summary=run.summary | {"shown": shown}, curve=curve)
     text = render(made)
-    assert "Evaluated models: of ditto: clients&#39; own models" in text
-    assert "One evaluated round: ditto: the last one" in text
+    assert "<h3>Evaluated models</h3>\n<ul>\n<li>of ditto: clients&#39; own models" in text
+    assert "<h3>One evaluated round</h3>\n<ul>\n<li>ditto: the last one" in text
 
 
 def test_an_interval_is_drawn_only_over_values_that_a_share_can_have():
@@ -260,3 +260,17 @@ def test_class_counts_have_names_where_a_class_has_a_column():
     many = svg.holdings([[1] * 200] * 4, [f"class{c}" for c in range(200)], "", detail)
     assert "class1<" not in many
     assert ">0</text>" in many
+
+
+def test_the_heading_of_figures_over_cells_names_the_cells_that_they_cover():
+    made = study(cells=("IF 10", "IF 50", "IF 100"))
+    made.records = [each for each in made.records if (each.cell, each.arm, each.seed) != ("IF 50", "fedavg", 5)]
+    assert "<h3>Over cells IF 10; IF 100 (all arms have the same seeds there)</h3>" in render(made)
+
+
+def test_a_report_names_unsealed_runs_and_versions_of_the_code():
+    made = study()
+    made.records[0] = replace(made.records[0], sealed=False, made={"codes": ["d" * 64]})
+    text = render(made, mix_versions=True)
+    assert "<h3>Unsealed: no hash binds these figures to their runs</h3>" in text
+    assert "<h3>Versions of the code</h3>" in text
