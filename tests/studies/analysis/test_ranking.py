@@ -200,7 +200,44 @@ def test_blocks_that_contradict_each_other_as_a_whole_widen_the_intervals():
     strengths = fit(sum(turned[0]))
     of_turned, of_mixed = (half_widths(wins, strengths, 0.95) for wins in (turned, mixed))
     assert of_turned[0] > 1.5 * of_mixed[0]
-    assert half_widths([turned[0][:1], turned[0][:1]], strengths, 0.95) is None  # a block a cell has no spread
+    assert np.isnan(half_widths([turned[0][:1], turned[0][:1]], strengths, 0.95)).all()  # a block a cell has no spread
+
+
+def test_the_degrees_of_freedom_of_an_arm_are_those_of_its_own_blocks():
+    runs = [record(arm, seed, value) for seed in range(6) for arm, value in (("a", 0.8), ("b", 0.6))]
+    runs += [record("c", seed, 0.7) for seed in (0, 1, 2)] + [record("d", 0, 0.5)]
+
+    def halves(level: float) -> dict[str, float]:
+        return {arm.arm: arm.strength.half for arm in rank({"g": runs}, level=level).arms}
+
+    narrow, wide = halves(0.5), halves(0.95)
+    assert narrow.pop("d") == wide.pop("d") == np.inf  # no interval: one block has no spread
+    of_six, of_three = (stats.t.ppf(0.975, freedom) / stats.t.ppf(0.75, freedom) for freedom in (5, 2))
+    assert {arm: half / narrow[arm] for arm, half in wide.items()} == pytest.approx(
+        {"a": of_six, "b": of_six, "c": of_three}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [0.7, 1.5, 4.0])
+@pytest.mark.parametrize("few", [2, 3])
+def test_intervals_of_an_arm_with_few_blocks_cover_what_many_seeds_give(few, spread):
+    """Twelve arms in six cells of six seeds; arm 5 has runs of a few seeds of the first cell only."""
+    rng = np.random.default_rng(1)
+
+    def cells() -> list[np.ndarray]:
+        values = np.arange(12) + spread * rng.standard_normal((6, 6, 12))
+        values[1:, :, 5] = values[0, few:, 5] = np.nan
+        return list((values[..., :, None] > values[..., None, :]).astype(float))
+
+    truth = fit(sum(np.concatenate(cells()).sum(0) for _ in range(1000)) / 1000)
+    covered = []
+    for _ in range(200):
+        wins = cells()
+        strengths = fit(np.concatenate(wins).sum(0))
+        covered.append(np.abs(strengths - truth) <= half_widths(wins, strengths, 0.95))
+    assert np.mean(covered, axis=0)[5] >= 0.94
+    assert np.mean(covered) >= 0.93
 
 
 @pytest.mark.slow
