@@ -244,6 +244,7 @@ CODES: dict[str, str] = {
     "study.empty-group": "A claim is about a group of classes without test images.",
     "study.no-figure": "No finished run has the figure that was asked for.",
     "study.not-a-study": "The path is not a study's folder, its results or a run folder.",
+    "study.not-connected": "Arms that have no seeds in common, not even through other arms, cannot be ranked together.",
     "study.not-comparable": "Runs of one cell differ in split, budget, optimiser, evaluation or code.",
     "study.not-runnable": "None of the printed cells can be run.",
     "study.nothing-finished": "No run of the study is finished.",

@@ -102,7 +102,8 @@ def rank(
         level: Confidence of the intervals.
 
     Raises:
-        ConfigError: The measure is unknown, only the last round has it, or no block has two arms with it.
+        ConfigError: The measure is unknown, only the last round has it, no block has two arms with it, or no chain of
+            blocks connects two arms.
     """
     check_at(measure, at)
     cells = _cells(studies, measure, at)
@@ -115,6 +116,7 @@ def rank(
             key="measure",
             value=measure,
         )
+    _check_connected(blocks)
     higher = measure_of(measure).higher
     wins = [np.stack([_wins(block, arms, higher) for block in each]) for each in cells.values()]  # [B, A, A] each
     strengths = fit(np.concatenate(wins).sum(0))
@@ -151,6 +153,27 @@ def rank(
         _versions(finished),
         _unsealed(finished),
     )
+
+
+def _check_connected(blocks: Sequence[Block]) -> None:
+    """Check that blocks connect all arms with each other, directly or through other arms.
+
+    Only the prior would decide between two arms that nothing connects.
+    """
+    groups: list[set[str]] = []
+    for block in blocks:
+        apart = [group for group in groups if group.isdisjoint(block)]
+        joined = [group for group in groups if not group.isdisjoint(block)]
+        groups = [*apart, set(block).union(*joined)]
+    if len(groups) > 1:
+        names = sorted(", ".join(sorted(group)) for group in groups)
+        raise ConfigError(
+            f"arms: no seeds connect these groups with each other ({'; '.join(names)}). Rank each group alone, or run "
+            "an arm of one group on the cells and seeds of the other.",
+            code="study.not-connected",
+            key="arms",
+            groups=names,
+        )
 
 
 def _left_out(studies: Mapping[str, Sequence[RunRecord]]) -> list[str]:

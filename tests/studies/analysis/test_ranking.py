@@ -153,6 +153,18 @@ def test_arms_that_never_met_are_compared_through_others():
     assert ranking.cells == ranking.blocks == 2
 
 
+def test_arms_that_nothing_connects_are_refused():
+    studies = {
+        "one": [record("a", 0, 0.9), record("b", 0, 0.5)],
+        "two": [record("c", 0, 0.9), record("d", 0, 0.5)],
+        "three": [record("d", 0, 0.9), record("e", 0, 0.5)],
+    }
+    with refused("study.not-connected", ConfigError, groups=["a, b", "c, d, e"]):
+        rank(studies)
+    connecting = {"four": [record("a", 0, 0.9), record("e", 0, 0.5)]}
+    assert len(rank({**studies, **connecting}).arms) == 5
+
+
 def test_intervals_are_symmetric_and_widen_with_disagreement():
     agree = [record(arm, seed, value) for seed in range(6) for arm, value in (("a", 0.8), ("b", 0.6))]
     differ = [
