@@ -272,7 +272,7 @@ def _diverged(records: Sequence[RunRecord]) -> list[str]:
     groups: dict[tuple[str, str, str | None], list[RunRecord]] = {}
     for record in records:
         groups.setdefault((record.cell, record.arm, record.error), []).append(record)
-    return [_of_arm(runs, f"failed: {runs[0].problem}") for runs in groups.values()]
+    return [of_arm(runs, f"failed: {runs[0].problem}") for runs in groups.values()]
 
 
 def _unpaired(rows: Sequence[Row], reference: str, measure: str) -> list[str]:
@@ -515,17 +515,21 @@ def _values(done: Sequence[RunRecord], measure: str, at: At) -> tuple[Values, li
             lacking.setdefault((record.cell, record.arm), []).append(record)
         else:
             values.setdefault((record.arm, record.cell), {})[record.seed] = value
-    missing = measure
+    return values, [of_arm(runs, lacking_text(measure, at)) for runs in lacking.values()]
+
+
+def lacking_text(measure: str, at: At) -> str:
+    """Return the reason why a finished run without a measure is left out."""
     if at == "validation":
-        missing += " of a round chosen on validation samples; set data.validation"
-    return values, [_of_arm(runs, f"no {missing}") for runs in lacking.values()]
+        return f"no {measure} of a round chosen on validation samples; set data.validation"
+    return f"no {measure}"
 
 
-def _of_arm(runs: Sequence[RunRecord], text: str) -> str:
+def of_arm(runs: Sequence[RunRecord], problem: str) -> str:
     """Return a line about runs of one arm and cell that names the first run and the number of the others."""
     first = runs[0].folder
     others = len(runs) - 1
-    return f"{first} (and {others} more of this arm): {text}" if others else f"{first}: {text}"
+    return f"{first} (and {others} more of this arm): {problem}" if others else f"{first}: {problem}"
 
 
 def _no_figure(done: Sequence[RunRecord], measure: str, at: At) -> ConfigError:

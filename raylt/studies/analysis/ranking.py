@@ -19,7 +19,7 @@ import numpy as np
 from scipy import stats
 
 from raylt.errors import ConfigError, count_of
-from raylt.studies.analysis.comparison import check_at, unfinished, whose_models
+from raylt.studies.analysis.comparison import check_at, lacking_text, of_arm, unfinished, whose_models
 from raylt.studies.analysis.costs import client_passes
 from raylt.studies.analysis.measures import At, measure_of, value_of
 from raylt.studies.analysis.statistics import Interval
@@ -64,10 +64,11 @@ class Ranking:
     """A ranking of arms, strongest first.
 
     Attributes:
-        studies: Names of the studies.
+        studies: Names of the studies that have a block.
         cells: Number of cells over all studies.
         blocks: Number of blocks with at least two arms.
-        left_out: One line for each run that neither finished nor diverged, with the reason.
+        left_out: One line with the reason for each run that neither finished nor diverged, and for each arm and cell
+            with runs that lack the measure or are the only ones of their seed.
         models: One line for each study in which some arms have clients' own models and others not.
         versions: One line for each study whose runs were made by several versions of the code.
         unsealed: One line for each study with runs that no hash binds to their summaries.
@@ -144,11 +145,11 @@ def rank(
         measure,
         at,
         level,
-        list(studies),
+        list(dict.fromkeys(study for study, _ in cells)),
         len(cells),
         len(blocks),
         ranked,
-        _left_out(studies),
+        _left_out(studies, measure, at),
         [f"{name}, {line}" for name, done in finished.items() for line in whose_models(done, measure)],
         _versions(finished),
         _unsealed(finished),
@@ -176,14 +177,28 @@ def _check_connected(blocks: Sequence[Block]) -> None:
         )
 
 
-def _left_out(studies: Mapping[str, Sequence[RunRecord]]) -> list[str]:
-    """Return a line for each run that neither finished nor diverged."""
-    return [
-        f"{name}, {unfinished(record)}"
-        for name, records in studies.items()
-        for record in records
-        if record.state != "done" and not record.diverged
-    ]
+def _left_out(studies: Mapping[str, Sequence[RunRecord]], measure: str, at: At) -> list[str]:
+    """Return the lines about runs that the ranking does not count; see `Ranking`."""
+    lines = []
+    for name, records in studies.items():
+        uncounted: dict[tuple[str, str, str], list[RunRecord]] = {}
+        with_value = [record for record in records if _counts(record, measure, at)]
+        of_seed = Counter((record.cell, record.seed) for record in with_value)
+        for record in records:
+            if record.state != "done" and not record.diverged:
+                lines.append(f"{name}, {unfinished(record)}")
+            elif not _counts(record, measure, at):
+                uncounted.setdefault((record.cell, record.arm, lacking_text(measure, at)), []).append(record)
+            elif of_seed[record.cell, record.seed] == 1:
+                alone = "no other arm has this figure with the same seed"
+                uncounted.setdefault((record.cell, record.arm, alone), []).append(record)
+        lines += [f"{name}, {of_arm(runs, problem)}" for (_, _, problem), runs in uncounted.items()]
+    return lines
+
+
+def _counts(record: RunRecord, measure: str, at: At) -> bool:
+    """Return whether a run can be compared with others: it has the measure, or it diverged."""
+    return record.diverged or (record.state == "done" and value_of(record, measure, at) is not None)
 
 
 def _versions(finished: Mapping[str, Sequence[RunRecord]]) -> list[str]:
@@ -319,8 +334,8 @@ def _cells(
     cells: dict[tuple[str, str], dict[int, dict[str, float | None]]] = {}
     for name, records in studies.items():
         for record in records:
-            value = value_of(record, measure, at) if record.state == "done" else None
-            if value is not None or record.diverged:
+            if _counts(record, measure, at):
+                value = None if record.diverged else value_of(record, measure, at)
                 cells.setdefault((name, record.cell), {}).setdefault(record.seed, {})[record.arm] = value
     kept = {key: [block for block in each.values() if len(block) > 1] for key, each in cells.items()}
     return {key: each for key, each in kept.items() if each}

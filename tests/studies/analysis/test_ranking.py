@@ -145,6 +145,19 @@ def test_a_diverged_run_is_worse_than_all_and_another_failed_or_stopped_one_is_m
     assert [line.partition(": ")[0] for line in missing.left_out] == ["g, d-1"]
 
 
+def test_runs_without_the_measure_or_without_another_arm_are_named_and_their_studies_are_not():
+    local = [replace(record("local", seed, 0.5), summary={"bytes": {"up": 1}}) for seed in (0, 1)]
+    alone = [record("sfd", seed, 0.5, cell="K 5") for seed in (0, 1)]
+    ranking = rank({"g": [*RUNS, *local, record("a", 7, 0.8)], "h": alone})
+    assert ranking.studies == ["g"]
+    assert [arm.arm for arm in ranking.arms] == ["a", "c", "b"]
+    assert ranking.left_out == [
+        "g, local-0 (and 1 more of this arm): no accuracy",
+        "g, a-7: no other arm has this figure with the same seed",
+        "h, sfd-0 (and 1 more of this arm): no other arm has this figure with the same seed",
+    ]
+
+
 def test_arms_that_never_met_are_compared_through_others():
     first = [record("a", 0, 0.9), record("b", 0, 0.5)]
     second = [record("b", 0, 0.9), record("c", 0, 0.5)]
