@@ -158,6 +158,7 @@ def rank(
 
     if to is not None:
         check_folder_of(to, "--to")
+        _check_suffix(to)
     studies = _by_name(paths, "STUDY")
     for study in studies.values():
         _check_comparable(study, mix_versions)
@@ -174,6 +175,22 @@ def rank(
         with store.Folder.open(to.parent) as folder:
             folder.write(picture.name, ranking_svg(ranking))
             folder.write(to.name, leaderboard_page(ranking, picture.name, command))
+
+
+def _check_suffix(page: Path) -> None:
+    """Check that the page of a ranking does not have the name of its picture.
+
+    Raises:
+        ConfigError: Both would be the same file.
+    """
+    if page.suffix.lower() == ".svg":
+        raise ConfigError(
+            f"--to: the picture of the page would be the same file ({page}). Give the page another suffix, such as "
+            ".md.",
+            code="config.conflict",
+            key="--to",
+            path=str(page),
+        )
 
 
 def _rank_command(

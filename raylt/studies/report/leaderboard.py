@@ -111,8 +111,9 @@ def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
 
 def ranking_svg(ranking: Ranking) -> str:
     """Draw a ranking: one line per arm with its strength and interval, strongest at the top."""
-    low = floor(min(_ends(arm, float)[0] for arm in ranking.arms))
-    high = ceil(max(_ends(arm, float)[1] for arm in ranking.arms))
+    # the axis reaches 1 to both sides of 0, since equal arms without intervals have no width
+    low = min(-1, floor(min(_ends(arm, float)[0] for arm in ranking.arms)))
+    high = max(1, ceil(max(_ends(arm, float)[1] for arm in ranking.arms)))
     height = MARGIN + ROW * len(ranking.arms) + MARGIN
 
     def x(value: float) -> float:

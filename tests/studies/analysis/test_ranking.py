@@ -307,6 +307,12 @@ def test_table_page_and_picture_name_every_arm():
     assert any("d & e: 1 of 2 runs" in line for lines in ranking_table(ranking).notes.values() for line in lines)
 
 
+def test_equal_arms_without_intervals_can_be_drawn():
+    picture = ranking_svg(rank({"g": [record("a", 0, 0.5), record("b", 0, 0.5)]}))
+    left, right = re.findall(r'circle cx="([0-9.]+)"', picture)
+    assert left == right
+
+
 def test_costs_are_passes_as_a_multiple_of_fedavgs():
     def run(arm: str, value: float, **fields) -> RunRecord:
         federation = {"rounds": 4, "participation": 0.5}
@@ -379,3 +385,5 @@ def test_command_writes_the_page_and_its_picture(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "board.svg").read_text().startswith("<svg")
     app(["rank", "ground.json", "--format", "json"], standalone_mode=False)
     assert [arm["arm"] for arm in json.loads(capsys.readouterr().out)["arms"]] == ["a", "c", "b"]
+    with refused("config.conflict", ConfigError, key="--to"):
+        app(["rank", "ground.json", "--to", str(tmp_path / "board.svg")], standalone_mode=False)
