@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from html import escape
 from math import ceil, floor
+from textwrap import wrap
 
+from raylt.errors import count_of, shorten
 from raylt.runs.callbacks.console import UNSAFE
 from raylt.studies.analysis.measures import measure_of
 from raylt.studies.analysis.ranking import Ranked, Ranking
@@ -15,11 +17,15 @@ SECONDS = (
     "median duration of a run's steps, including the server's work and evaluation, as a multiple of the arm fedavg's "
     "with the same seed; multiples between 0.5 and 2 say little if runs shared a machine with other work"
 )
-WIDTH = 760
-NAMES = 190  # width of the name column
+AXIS = "strength: log-odds of being better than an arm of mean strength"
+WIDTH = 570  # of the drawing next to the column of names
+RIGHT = 16  # margin at the right
+LETTER_WIDTH = 7.2  # width of a character
+MAX_NAME_LENGTH = 48  # characters of an arm's name
 ROW = 20
-MARGIN = 34
-TICK = 3  # log-odds between two grid lines
+LINE = 16  # height of a line of the title
+MARGIN = 34  # height of the ticks, and of the axis name below them
+MAX_TICKS = 10  # number of steps between grid lines, above which only every third is drawn
 STYLE = """<style>
 .page { fill: #ffffff } text { fill: #1f2730 }
 .grid { stroke: #dddddd } .zero { stroke: #888888 } .arm { stroke: #1f5fa8; stroke-width: 2 } .mark { fill: #1f5fa8 }
@@ -114,28 +120,39 @@ def ranking_svg(ranking: Ranking) -> str:
     # the axis reaches 1 to both sides of 0, since equal arms without intervals have no width
     low = min(-1, floor(min(_ends(arm, float)[0] for arm in ranking.arms)))
     high = max(1, ceil(max(_ends(arm, float)[1] for arm in ranking.arms)))
-    height = MARGIN + ROW * len(ranking.arms) + MARGIN
+    names = 18 + round(LETTER_WIDTH * max(len(_name(arm)) for arm in ranking.arms))
+    width = names + WIDTH
+    title = wrap(_title(ranking).replace(" %", "\N{NO-BREAK SPACE}%"), int((width - 16) / LETTER_WIDTH))
+    top = 18 + LINE * len(title)
+    bottom = top + ROW * len(ranking.arms)
+    height = bottom + MARGIN + 8
 
     def x(value: float) -> float:
-        return NAMES + (WIDTH - NAMES - 12) * (value - low) / (high - low)
+        return names + (WIDTH - RIGHT) * (value - low) / (high - low)
 
-    bottom = MARGIN + ROW * len(ranking.arms)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="12" role="img"><title>{escape(_title(ranking))}</title>',
         STYLE,
-        f'<rect class="page" width="{WIDTH}" height="{height}"/>',
-        f'<text x="8" y="20">{escape(_title(ranking))}</text>',
+        f'<rect class="page" width="{width}" height="{height}"/>',
+        *(f'<text x="8" y="{20 + LINE * number}">{escape(line)}</text>' for number, line in enumerate(title)),
     ]
-    for tick in range(-(-low // TICK) * TICK, high + 1, TICK):
+    step = 1 if high - low <= MAX_TICKS else 3
+    for tick in range(-(-low // step) * step, high + 1, step):
         kind = "zero" if tick == 0 else "grid"
-        parts.append(f'<line class="{kind}" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{MARGIN}" y2="{bottom}"/>')
+        parts.append(f'<line class="{kind}" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{top}" y2="{bottom}"/>')
         parts.append(
             f'<text x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{f"{tick:+d}" if tick else 0}</text>'
         )
+    middle = (x(low) + x(high)) / 2
+    parts.append(f'<text x="{middle:.1f}" y="{bottom + MARGIN}" text-anchor="middle" class="axis">{AXIS}</text>')
     for number, arm in enumerate(ranking.arms):
-        parts += _line(arm, MARGIN + ROW * number + ROW // 2, x(arm.strength.estimate), _ends(arm, x))
+        parts += _line(arm, names - 10, top + ROW * number + ROW // 2, x(arm.strength.estimate), _ends(arm, x))
     return UNSAFE.sub("?", "\n".join([*parts, "</svg>", ""]))
+
+
+def _name(arm: Ranked) -> str:
+    return shorten(arm.arm, MAX_NAME_LENGTH, "…")
 
 
 def _strength(strength: Interval) -> str:
@@ -154,16 +171,17 @@ def _ends(arm: Ranked, x: Callable[[float], float]) -> tuple[float, float]:
     return x(arm.strength.low), x(arm.strength.high)
 
 
-def _line(arm: Ranked, y: int, centre: float, ends: tuple[float, float]) -> list[str]:
+def _line(arm: Ranked, right: int, y: int, centre: float, ends: tuple[float, float]) -> list[str]:
     finished = f"{arm.finished} of {arm.planned} runs finished"
     text = f"{arm.arm}: {arm.strength.estimate:+.2f}, {finished}"
     return [
-        f'<text x="{NAMES - 10}" y="{y + 4}" text-anchor="end">{escape(arm.arm)}</text>',
+        f'<text x="{right}" y="{y + 4}" text-anchor="end">{escape(_name(arm))}</text>',
         f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{y}" y2="{y}" class="arm"/>',
         f'<circle cx="{centre:.1f}" cy="{y}" r="4" class="mark"><title>{escape(text)}</title></circle>',
     ]
 
 
 def _title(ranking: Ranking) -> str:
-    where = f"{', '.join(ranking.studies)}: {ranking.blocks} seeds in {ranking.cells} cells"
+    blocks = f"{count_of(ranking.blocks, 'block')} of one seed in {count_of(ranking.cells, 'cell')}"
+    where = f"{', '.join(ranking.studies)}: {blocks}"
     return f"{measure_of(ranking.measure).what}, {HEADINGS[ranking.at]}; {where}; {100 * ranking.level:g} % intervals"

@@ -18,7 +18,7 @@ from raylt.studies.analysis.ranking import PRIOR, fit, half_widths, rank, with_c
 from raylt.studies.definition import Definition
 from raylt.studies.records.record import RecordState, RunRecord
 from raylt.studies.report.comparison_tables import UNSEALED
-from raylt.studies.report.leaderboard import leaderboard_page, ranking_svg, ranking_table
+from raylt.studies.report.leaderboard import LETTER_WIDTH, leaderboard_page, ranking_svg, ranking_table
 from raylt.studies.study import Study
 
 
@@ -311,6 +311,22 @@ def test_equal_arms_without_intervals_can_be_drawn():
     picture = ranking_svg(rank({"g": [record("a", 0, 0.5), record("b", 0, 0.5)]}))
     left, right = re.findall(r'circle cx="([0-9.]+)"', picture)
     assert left == right
+
+
+def test_title_names_and_axis_fit_the_picture():
+    long = "an arm whose name is long enough for a line"
+    runs = [replace(run, arm=long) if run.arm == "a" else run for run in RUNS]
+    studies = {f"a_study_with_a_long_name_{number}": runs for number in range(6)}
+    picture = ranking_svg(rank(studies))
+    width = int(re.search(r'viewBox="0 0 (\d+)', picture)[1])
+    lines = [line for x, line in re.findall(r'<text x="(\d+)" y="\d+">([^<]+)<', picture) if x == "8"]
+    assert len(lines) > 1
+    assert all(8 + LETTER_WIDTH * len(line) <= width for line in lines)
+    assert "12 blocks of one seed in 6 cells" in " ".join(lines)
+    names = re.findall(r'<text x="(\d+)" y="\d+" text-anchor="end">([^<]+)<', picture)
+    assert [name for _, name in names] == [long, "c", "b"]
+    assert all(int(right) - LETTER_WIDTH * len(name) > 0 for right, name in names)
+    assert ">strength: log-odds of being better than an arm of mean strength<" in picture
 
 
 def test_costs_are_passes_as_a_multiple_of_fedavgs():
