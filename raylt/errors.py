@@ -157,7 +157,7 @@ CODES: dict[str, str] = {
     "plugin.wrong-type": "A registered value is neither a method nor a function of a known kind.",
     # privacy
     "privacy.budget-spent": "An upload with noise would exceed the privacy budget.",
-    "privacy.not-covered": "A method uploads something that the noise does not cover.",
+    "privacy.not-covered": "A method uploads something that the noise does not cover, or nothing that it covers.",
     "privacy.not-summable": "A method asks for a part of the replies that a secure sum cannot give.",
     "privacy.nothing-to-attack": "The run uploads nothing that can be attacked in this way.",
     "privacy.rehearsal": "A finish would be rehearsed with noise, which would spend the budget of the finish itself.",

@@ -25,6 +25,7 @@ from raylt.contract.checks import (
 )
 from raylt.contract.fields import acts_from_its_stage_on
 from raylt.core.fleet.cohort import Cohort
+from raylt.core.fleet.reductions import total
 from raylt.core.method import Method
 from raylt.core.training.sgd import sgd
 from raylt.errors import ConfigError
@@ -160,6 +161,18 @@ class FinishesUnsaid(Base):
             server.model.classifier.weight.zero_()
 
 
+class PlainSums(Base):
+    """Method whose sums over samples have no bound, although it declares that noise can hide samples in them."""
+
+    sums_samples: ClassVar[bool] = True
+
+    def count(self, client, message):
+        return client.reply(n=len(client))
+
+    def finish(self, server, fleet):
+        fleet.ask(self.count, fleet.everyone, {}, n=total.like(0))
+
+
 class Undeclared(Base):
     strength: float = 1.0
 
@@ -239,6 +252,7 @@ class WritesMessageUncounted(Base):
         (FinishesUnsaid, "says_whether_it_finishes", "`finish` does something"),
         (Undeclared, "declares_its_fields", "strength is not declared by hp"),
         (DefaultOutside, "declares_its_fields", "the default None is outside its range"),
+        (PlainSums, "hides_samples_in_noise", "the part n of the last phase is not such a sum"),
         (UnknownStage, "names_stages_and_methods", "no stage 'ending'"),
         (UnknownField, "names_stages_and_methods", "'weight', which is not a field"),
         (TextOfAField, "names_stages_and_methods", "not a tuple of names"),

@@ -259,6 +259,13 @@ def plain_list_of_clients(case: Case) -> None:
     )
 
 
+def hides_samples_in_noise(case: Case) -> None:
+    """If the method has `sums_samples`, its last phase runs with privacy.epsilon and uploads only bounded sums."""
+    method = case.method
+    if method.sums_samples and method.finishes and not method.sees_each:
+        case.run(case.config(privacy={"epsilon": 1000.0}))
+
+
 def predicts_what_was_judged(case: Case) -> None:
     """The exported file gives the same predictions as the evaluation, unless no round trains the global model."""
     experiment, task = case.straight.experiment, case.task
@@ -372,6 +379,7 @@ CHECKS: tuple[Check, ...] = (
     joining_late,
     over_selection,
     plain_list_of_clients,
+    hides_samples_in_noise,
     predicts_what_was_judged,
     gives_one_logit_per_class,
 )

@@ -171,7 +171,8 @@ class Experiment:
         if phase == "round":
             self.method.round(server, fleet)
         else:
-            self.method.finish(server, fleet)
+            with fleet.protection.finishing():
+                self.method.finish(server, fleet)
         server.check_state()
         check_finite(self._result(), f"step {self._step}: the result of the server", self.config)
         round_stats, trained = fleet.round_stats, time.perf_counter()
@@ -251,7 +252,8 @@ class Experiment:
                 server.figures = {}
                 server.timings = Timings()
                 fleet.begin(self._step + 1)
-                self.method.finish(server, fleet)
+                with fleet.protection.finishing():
+                    self.method.finish(server, fleet)
                 yield
         finally:
             server.model, server.state, server.round, server.figures, server.timings = before

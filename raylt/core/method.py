@@ -53,7 +53,7 @@ class Method(BaseModel):
             keep (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or
             personal.
         privileged: Resource that the method needs and a federation does not have, as a text; None for most methods.
-        sums_samples: True if clients upload, after the last round, sums to which each sample adds no more than a
+        sums_samples: True if clients upload, after the last round, only sums to which each sample adds no more than a
             declared length (`Reduction.bounded`), so that noise can hide the sample.
         learns_prompts: True if the method learns only the words before class names. The model must then be an
             image-text model, whose encoder is frozen (trainable = classifier).

@@ -55,6 +55,7 @@ class Protection:
         self._config = config
         self._samples = samples
         self._judging = False
+        self._finishing = False
         self._rehearsed = False
         self._spent = False
 
@@ -83,6 +84,7 @@ class Protection:
         """
         secure = self._config.federation.secure and not self._judging
         if not self._judging:
+            self._check_covered(parts)
             client_noise = ClientNoise.of(parts, message, self._config, round)
             if client_noise is not None:
                 inner = self._without_noise(parts, cohort, dict.fromkeys(cohort, 1.0), secure)
@@ -96,6 +98,28 @@ class Protection:
         # robust rules compare means, which noisy counts do not give
         inner = self._without_noise(released, cohort, weights, True) if secure else Plain(released, cohort)
         return SampleDP(inner, noise, parts, share, statement(self._config, noise))
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Allow noisy uploads inside the block, which is the method's last phase, and no others.
+
+        Raises:
+            ConfigError: `privacy.epsilon` is set, and the block uploaded nothing with noise.
+        """
+        self._finishing = True
+        try:
+            yield
+        finally:
+            self._finishing = False
+        budget = self._config.privacy.epsilon
+        if budget is not None and not self._spent:
+            raise ConfigError(
+                f"privacy.epsilon: the last phase uploaded no sum that gets noise ({budget:g}). Ask for "
+                "total.like(...).bounded(...) in `finish`, or set privacy.epsilon=null.",
+                code="privacy.not-covered",
+                key="privacy.epsilon",
+                value=budget,
+            )
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -126,6 +150,31 @@ class Protection:
             return Secure(parts, cohort, weights)
         rule = self._config.federation.robust
         return Plain(parts, cohort) if rule is None else Robust(parts, cohort, rule, self._samples)
+
+    def _check_covered(self, parts: Mapping[str, Reduction]) -> None:
+        """Raise ConfigError if `privacy.epsilon` is set and a part would show the server samples without noise.
+
+        After the last round every part must be a bounded sum. Before, clients send models and other means, which the
+        summary names as not covered; sums over samples there would reveal what the noise hides later.
+        """
+        budget = self._config.privacy.epsilon
+        if budget is None:
+            return
+        for name, part in parts.items():
+            if self._finishing and (part.kind != "total" or part.per_sample is None):
+                problem = f"the part {name} of the last phase is not such a sum"
+            elif not self._finishing and part.kind != "mean":
+                problem = f"the part {name} would be uploaded before"
+            else:
+                continue
+            raise ConfigError(
+                f"privacy.epsilon: noise hides samples only in bounded sums after the last round, and {problem} "
+                f"({budget:g}). Ask for it in `finish` with total.like(...).bounded(...), or leave it out.",
+                code="privacy.not-covered",
+                key="privacy.epsilon",
+                value=budget,
+                part=name,
+            )
 
     def _spend(self, round: int, noise: Noise) -> None:
         if self._rehearsed:

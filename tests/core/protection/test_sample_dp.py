@@ -1,6 +1,7 @@
 """Sums with noise: epsilon against an integral, sensitivities against samples, and the noise that is really added."""
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ import raylt
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.aggregation import Plain
 from raylt.core.fleet.cohort import Cohort
-from raylt.core.fleet.reductions import total
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import mean, total
 from raylt.core.protection.accounting import calibrated_sigma, delta_of
 from raylt.core.protection.protection import Protection, check_delta
 from raylt.core.protection.sample_dp import Noise, SampleDP
+from raylt.core.server import Server
 from raylt.core.training.features import features
 from raylt.data.samples import Samples
 from raylt.errors import BudgetSpent, ConfigError
@@ -140,7 +143,8 @@ def test_the_noise_has_the_stated_variance_in_every_class(tiny_task, tmp_path, s
     values = []
     for _ in range(20):
         fleet = make_experiment(config, tiny_task, tmp_path, FedNCM()).fleet
-        got = fleet.ask(sums, fleet.everyone, {}, **wanted())
+        with fleet.protection.finishing():
+            got = fleet.ask(sums, fleet.everyone, {}, **wanted())
         assert sorted(got["classes"]) == [0, 1, 2, 3]  # classes without a sample get noise too
         values += [of_class["z"] for of_class in got["classes"].values()]
     z = torch.stack(values)  # [80, 50]
@@ -234,9 +238,10 @@ def test_moments_with_noise_become_those_of_samples():
 
 def test_a_second_upload_stops_the_run(tiny_task, tmp_path):
     fleet = make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, FedNCM()).fleet
-    fleet.ask(sums, fleet.everyone, {}, **wanted())
-    with refused("privacy.budget-spent", BudgetSpent, parts=["classes"]):
+    with fleet.protection.finishing():
         fleet.ask(sums, fleet.everyone, {}, **wanted())
+        with refused("privacy.budget-spent", BudgetSpent, parts=["classes"]):
+            fleet.ask(sums, fleet.everyone, {}, **wanted())
 
 
 def test_a_rehearsal_uploads_nothing(tiny_task, tmp_path):
@@ -249,7 +254,8 @@ def test_a_rehearsal_uploads_nothing(tiny_task, tmp_path):
 def asked(protection, *ids):
     """Return the empty aggregator of a noisy number from each client."""
     cohort = Cohort(ids, everyone=True)
-    return protection.aggregator(1, {}, {"n": total.like(0).bounded(1.0)}, cohort, dict.fromkeys(ids, 1.0))
+    with protection.finishing():
+        return protection.aggregator(1, {}, {"n": total.like(0).bounded(1.0)}, cohort, dict.fromkeys(ids, 1.0))
 
 
 def test_a_rehearsal_in_a_rehearsal_does_not_end_it():
@@ -282,6 +288,53 @@ def test_a_delta_is_small_enough_for_the_samples_of_all_clients_together():
     check_delta(configure(privacy=BUDGET | {"delta": 0.05}, method={"name": "fedncm"}), [4, 8, 0])
     with refused("config.out-of-range", ConfigError, key="privacy.delta", count=12):
         check_delta(configure(privacy=BUDGET | {"delta": 0.1}, method={"name": "fedncm"}), [4, 8, 0])
+
+
+class Uncovered(FedNCM):
+    """FedNCM whose clients also send, or only send, a sum over samples without a bound."""
+
+    name: ClassVar[str] = "uncovered"
+    where: str = "finish"
+
+    def ones(self, client: Client, message: Message) -> Reply:
+        return client.reply(ones=torch.ones(3))
+
+    def bounded_and_not(self, client: Client, message: Message) -> Reply:
+        return client.reply(ones=torch.ones(3), twos=2 * torch.ones(3))
+
+    def start(self, server: Server, fleet: Fleet) -> None:
+        if self.where == "start":
+            fleet.ask(self.ones, fleet.everyone, {}, ones=total.like(torch.ones(3)))
+
+    def round(self, server: Server, fleet: Fleet) -> None:
+        if self.where == "bounded in rounds":
+            fleet.ask(self.ones, fleet.everyone, {}, ones=total.like(torch.ones(3)).bounded(1.0))
+        super().round(server, fleet)
+
+    def finish(self, server: Server, fleet: Fleet) -> None:
+        if self.where == "finish":
+            fleet.ask(self.ones, fleet.everyone, {}, ones=total.like(torch.ones(3)))
+        if self.where == "mean":
+            fleet.ask(self.ones, fleet.everyone, {}, ones=mean.like(torch.ones(3)).bounded(1.0))
+        if self.where == "same call":
+            bounded = total.like(torch.ones(3)).bounded(2.0)
+            fleet.ask(self.bounded_and_not, fleet.everyone, {}, ones=total.like(torch.ones(3)), twos=bounded)
+
+
+@pytest.mark.parametrize("where", ["start", "bounded in rounds", "finish", "mean", "same call"])
+def test_a_part_without_noise_is_refused_by_its_name(tiny_task, tmp_path, where):
+    with refused("privacy.not-covered", ConfigError, key="privacy.epsilon", part="ones"):
+        run(tiny_task, tmp_path, Uncovered(where=where), 1, privacy=BUDGET)
+
+
+def test_a_last_phase_without_a_noisy_sum_is_refused(tiny_task, tmp_path):
+    with refused("privacy.not-covered", ConfigError, key="privacy.epsilon", value=2.0):
+        run(tiny_task, tmp_path, Uncovered(where="nowhere"), 1, privacy=BUDGET)
+
+
+def test_without_a_budget_a_method_may_upload_what_it_likes(tiny_task, tmp_path):
+    for where in ("start", "bounded in rounds", "finish", "mean", "same call"):
+        run(tiny_task, tmp_path, Uncovered(where=where), 1)
 
 
 def test_methods_without_such_sums_are_refused(tiny_task, tmp_path):
