@@ -230,13 +230,13 @@ class Method(BaseModel):
         if federation.sampling == "poisson":
             secret = server.config.privacy.update_epsilon is not None
             rng = np.random.default_rng(secrets.randbits(256) if secret else server.seed("sample"))
-            return Cohort([id for id in fleet.ids if rng.random() < federation.participation])
+            return Cohort([id for id in fleet.ids if rng.random() < federation.participation], drawn=True)
         assert clients is not None, "the configuration of a run has the number of clients"
         training = clients - len(fleet.new_clients)
         wanted = min(len(fleet.ids), math.ceil(federation.participation * training - 1e-9))
         asked = min(len(fleet.ids), math.ceil(wanted * (1 + federation.over_select) - 1e-9))
         rng = np.random.default_rng(server.seed("sample"))
-        return Cohort(rng.choice(fleet.ids, asked, replace=False), wanted)
+        return Cohort(rng.choice(fleet.ids, asked, replace=False), wanted, drawn=True)
 
     def message(self, server: Server) -> Message:
         """Return the message that the server sends to every client of the round."""

@@ -16,6 +16,8 @@ class Cohort:
         ids: Ids of the clients, ascending.
         needed: Number of usable answers that the server waits for; by default all (fewer with federation.over_select).
         everyone: Whether these are all clients, independent of sampling. They do not count as participants of a round.
+        drawn: Whether `Method.sample` drew the clients by the rule of federation.sampling, which the privacy of clients
+            relies on.
 
     Raises:
         ConfigError: The ids are not whole numbers, a client is named twice, or `needed` is not between 1 and the number
@@ -25,8 +27,9 @@ class Cohort:
     ids: tuple[int, ...]
     needed: int
     everyone: bool = False
+    drawn: bool = False
 
-    def __init__(self, ids: Iterable[int], needed: int | None = None, *, everyone: bool = False):
+    def __init__(self, ids: Iterable[int], needed: int | None = None, *, everyone: bool = False, drawn: bool = False):
         try:
             ordered = tuple(sorted(map(index, ids)))
         except TypeError as error:
@@ -54,6 +57,7 @@ class Cohort:
         object.__setattr__(self, "ids", ordered)
         object.__setattr__(self, "needed", len(ordered) if needed is None else needed)
         object.__setattr__(self, "everyone", everyone)
+        object.__setattr__(self, "drawn", drawn)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.ids)

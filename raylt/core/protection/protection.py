@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 from raylt.config import Config
 from raylt.core.client import Message
 from raylt.core.fleet.aggregation import Aggregator, Plain, Robust
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.reductions import Reduction
+from raylt.core.protection.accounting import rate_of
 from raylt.core.protection.client_dp import RELEASED, ClientDP, ClientNoise
 from raylt.core.protection.sample_dp import Noise, SampleDP, statement
 from raylt.core.protection.survivors import fewest_survivors
@@ -58,6 +60,7 @@ class Protection:
         self._finishing = False
         self._rehearsed = False
         self._spent = False
+        self._released = 0  # last round whose models were uploaded with noise
 
     def with_templates(self, parts: Mapping[str, Reduction], message: Message) -> dict[str, Reduction]:
         """Return the reductions of a call, with the message's model as the template for noisy model uploads."""
@@ -87,6 +90,7 @@ class Protection:
             self._check_covered(parts)
             client_noise = ClientNoise.of(parts, message, self._config, round)
             if client_noise is not None:
+                self._release(round, cohort)
                 inner = self._without_noise(parts, cohort, dict.fromkeys(cohort, 1.0), secure)
                 return ClientDP(inner, client_noise)
         noise = Noise.of(parts, self._config)
@@ -175,6 +179,45 @@ class Protection:
                 value=budget,
                 part=name,
             )
+
+    def _release(self, round: int, cohort: Cohort) -> None:
+        """Record the upload of models with noise, if the accountant's assumptions hold for it.
+
+        The accountant counts one upload in each round. With federation.sampling=poisson it relies on the chance of each
+        client to be asked. Without, an additional client must not displace another one.
+
+        Raises:
+            BudgetSpent: The round has already uploaded models.
+            ConfigError: The upload is outside of a round, or the method chose the clients itself.
+        """
+        budget = self._config.privacy.update_epsilon
+        assert budget is not None
+        if round == 0 or self._finishing:
+            self._refuse_release("models are uploaded outside of a round", "Ask for them in `round`")
+        if round <= self._released:
+            raise BudgetSpent(
+                f"round {round}: models would be uploaded with noise a second time, and privacy.update_epsilon = "
+                f"{budget:g} counts one upload in each round. Ask for the models once in `round`.",
+                code="privacy.budget-spent",
+                key="privacy.update_epsilon",
+                round=round,
+                value=budget,
+            )
+        if not cohort.drawn and not (cohort.everyone and rate_of(self._config) == 1):
+            self._refuse_release(
+                "the method chose the clients of this round itself", "Ask those that `Method.sample` draws"
+            )
+        self._released = round
+
+    def _refuse_release(self, problem: str, remedy: str) -> NoReturn:
+        budget = self._config.privacy.update_epsilon
+        raise ConfigError(
+            f"privacy.update_epsilon: the accountant counts one upload of models in each round, from clients drawn by "
+            f"federation.sampling, and {problem} ({budget:g}). {remedy}.",
+            code="privacy.not-covered",
+            key="privacy.update_epsilon",
+            value=budget,
+        )
 
     def _spend(self, round: int, noise: Noise) -> None:
         if self._rehearsed:

@@ -7,16 +7,20 @@ from typing import ClassVar
 import pytest
 import torch
 from refusals import refused
-from rounds import start
+from rounds import run, start
 from small_runs import make_run
 from tiny import configure, make_experiment
 
 from raylt.core.client import Reply
 from raylt.core.fleet.aggregation import Plain
+from raylt.core.fleet.cohort import Cohort
+from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import each, mean, total
+from raylt.core.method import train_clients
 from raylt.core.protection.accounting import delta_of, epsilon_of, rate_of
 from raylt.core.protection.client_dp import ClientDP, ClientNoise
 from raylt.core.protection.protection import check_delta
+from raylt.core.server import Server
 from raylt.errors import BudgetSpent, ConfigError
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.fedavg import FedAvg
@@ -132,6 +136,55 @@ def test_whoever_uploads_more_than_a_model_is_refused_by_the_parts_name(tiny_tas
     experiment = make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, Boasting())
     with refused("privacy.not-covered", ConfigError, part="control"):
         experiment.step()
+
+
+class Uncounted(FedAvg):
+    """FedAvg that uploads models with noise once more, earlier, later, or from clients of its own choice."""
+
+    name: ClassVar[str] = "uncounted"
+    where: str = "sample"
+
+    @property
+    def uploads_more(self) -> bool:
+        return False
+
+    def start(self, server: Server, fleet: Fleet) -> None:
+        if self.where == "start":
+            train_clients(self, server, fleet, fleet.everyone)
+
+    def sample(self, server: Server, fleet: Fleet) -> Cohort | list[int]:
+        drawn = super().sample(server, fleet)
+        return {"sample": Cohort(fleet.ids), "list": list(drawn), "everyone": fleet.everyone}.get(self.where, drawn)
+
+    def round(self, server: Server, fleet: Fleet) -> None:
+        for _ in range(1 + (self.where == "twice")):
+            train_clients(self, server, fleet)
+
+    def finish(self, server: Server, fleet: Fleet) -> None:
+        if self.where == "finish":
+            train_clients(self, server, fleet, fleet.everyone)
+
+
+def run_uncounted(task, folder, where, sampling="fixed", participation=1.0):
+    federation = {"sampling": sampling, "participation": participation}
+    run(task, folder, Uncounted(where=where), 1, privacy=BUDGET, federation=federation)
+
+
+@pytest.mark.parametrize("where", ["start", "finish", "sample", "list"])
+def test_an_upload_of_models_that_the_accountant_does_not_count_is_refused(tiny_task, tmp_path, where):
+    with refused("privacy.not-covered", ConfigError, key="privacy.update_epsilon", value=500.0):
+        run_uncounted(tiny_task, tmp_path, where)
+
+
+def test_a_second_upload_of_models_in_a_round_is_refused(tiny_task, tmp_path):
+    with refused("privacy.budget-spent", BudgetSpent, round=1, value=500.0):
+        run_uncounted(tiny_task, tmp_path, "twice")
+
+
+def test_everyone_may_be_asked_only_where_sampling_earns_no_credit(tiny_task, tmp_path):
+    run_uncounted(tiny_task, tmp_path, "everyone")
+    with refused("privacy.not-covered", ConfigError, key="privacy.update_epsilon"):
+        run_uncounted(tiny_task, tmp_path, "everyone", "poisson", 0.8)
 
 
 def test_draws_of_a_fixed_number_are_refused_under_a_budget(tiny_task, tmp_path):
