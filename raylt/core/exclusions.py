@@ -420,6 +420,16 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "statistics, which the noise does not cover",
         "Set federation.batchnorm=average",
     ),
+    Exclusion(
+        "privacy.epsilon",
+        "method",
+        lambda run: run.config.privacy.epsilon is not None and run.method.augments,
+        lambda run: (
+            f"{run.method.name} draws random views of images one after the other, so a sample changes the views of "
+            "those behind it, which the noise does not cover"
+        ),
+        "Set the fields of the method so that it does not change images, for sfd method.statistics_area=1",
+    ),
     # settings of the noise without a budget: the user might think that there is noise
     Exclusion(
         "privacy.clip",

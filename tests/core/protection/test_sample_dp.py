@@ -344,6 +344,15 @@ def test_methods_without_such_sums_are_refused(tiny_task, tmp_path):
         make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, SFD(safs=False))
 
 
+def test_statistics_of_random_crops_are_refused(tiny_task, tmp_path):
+    """Crops are drawn in the order of the samples, so without one sample all later samples have other features."""
+    for fields in ({"preset": "official"}, {"statistics_area": 0.93}):
+        with refused("config.conflict", key="privacy.epsilon", excludes="method"):
+            make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, SFD(**fields))
+    whole = SFD(preset="official", statistics_area=1.0)
+    make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, whole)
+
+
 def test_running_statistics_that_stay_at_clients_are_refused(tiny_task, tmp_path):
     """Running statistics depend on all samples of a client, so one sample would move the features of the others."""
     config = configure(privacy=BUDGET, federation={"batchnorm": "local"})
