@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raylt import tree
 from raylt.config import Config
 from raylt.core.client import Reply
 from raylt.core.fleet.aggregation import Aggregator, Replies
@@ -121,7 +122,10 @@ class SampleDP(Aggregator):
 
     def accept(self, id: int, reply: Reply | SummedReply) -> None:
         assert isinstance(reply, Reply)
-        self._inner.accept(id, self._noise.added(reply, self._parts, self._share))
+        noised = self._noise.added(reply, self._parts, self._share)
+        # the reply without noise has been counted, and its size shows which classes the client has
+        self.overhead.up += tree.nbytes(noised.tree) - tree.nbytes(reply.tree)
+        self._inner.accept(id, noised)
 
     def result(self) -> Replies:
         noisy = self._inner.result()

@@ -155,6 +155,28 @@ def test_the_noise_has_the_stated_variance_in_every_class(tiny_task, tmp_path, s
     assert spread == pytest.approx(expected * math.sqrt(49 / 50), rel=0.05)
 
 
+def bytes_up(task, folder, fn, secure):
+    """Return the counted bytes of one noisy call in which all clients send the sums of `fn`."""
+    config = configure(privacy=BUDGET, federation={"secure": secure}, method={"name": "fedncm"})
+    fleet = make_experiment(config, task, folder, FedNCM()).fleet
+    with fleet.protection.finishing():
+        fleet.ask(fn, fleet.everyone, {}, **wanted())
+    return fleet.round_stats.traffic[fn.__name__].up
+
+
+def no_sums(client: Client, message: Message) -> Reply:
+    return client.reply(classes={})
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_counted_bytes_do_not_show_which_classes_a_client_has(tiny_task, tmp_path, secure):
+    up = bytes_up(tiny_task, tmp_path, sums, secure)
+    assert up == bytes_up(tiny_task, tmp_path, no_sums, secure)
+    if not secure:
+        # five replies with a count and 50 float64 for each of the four classes
+        assert up == 5 * 4 * (8 + 50 * 8)
+
+
 def test_numbers_get_their_part_of_a_share_of_the_noise_also_where_a_client_has_none():
     parts = {"n": total.within(dict.fromkeys(range(4000), 0)).bounded(1.0)}
     noise = Noise.of(parts, configure(privacy=BUDGET, method={"name": "fedncm"}))
