@@ -128,7 +128,9 @@ class ClientNoise:
     def statement(self) -> Tree:
         """Return a description of the noise for a run's summary."""
         privacy: Any = self.config.privacy
-        spent = epsilon_of(privacy.noise_multiplier, rate_of(self.config), self.round, privacy.delta)
+        rate = rate_of(self.config)
+        spent = epsilon_of(privacy.noise_multiplier, rate, self.round, privacy.delta)
+        sampled = rate < 1
         return {
             "epsilon": spent,
             "delta": privacy.delta,
@@ -136,8 +138,11 @@ class ClientNoise:
             "unit": "one client, added or removed",
             "covers": f"the models of {self.round} rounds",
             "against": "anyone who sees the models; the server is trusted",
-            "not_covered": "evaluations: accuracies on clients' own data are computed without noise, and so are the "
-            "mean and standard deviation of all training images, unless the data set publishes them",
+            "not_covered": f"evaluations{' and participants' * sampled}: accuracies on clients' own data are computed "
+            "without noise, and so are the mean and standard deviation of all training images, unless the data set "
+            "publishes them"
+            + "; epsilon assumes that no one sees which clients took part in a round, and metrics.jsonl lists them"
+            * sampled,
         }
 
 

@@ -246,6 +246,14 @@ def test_poisson_sampling_lowers_what_a_run_says_it_has_spent():
     assert ClientNoise(config, {}, 3).statement["epsilon"] == epsilon_of(1.0, 0.5, 3, 1e-3)
 
 
+@pytest.mark.parametrize(("sampling", "listed"), [("fixed", False), ("poisson", True)])
+def test_a_run_says_that_credit_for_sampling_needs_secret_participants(sampling, listed):
+    config = configure(privacy=BUDGET, federation={"sampling": sampling, "participation": 0.5})
+    uncovered = ClientNoise(config, {}, 3).statement["not_covered"]
+    assert uncovered.startswith("evaluations and participants:" if listed else "evaluations:")
+    assert ("metrics.jsonl lists them" in uncovered) == listed
+
+
 def test_draws_of_a_fixed_number_of_clients_earn_no_credit():
     assert rate_of(configure(federation={"participation": 0.5})) == 1.0
     assert rate_of(configure(federation={"participation": 0.5, "sampling": "poisson"})) == 0.5
