@@ -200,12 +200,13 @@ def extend(
         config: The run's configuration with more rounds.
 
     Raises:
-        ConfigError: The number of rounds is not larger, or the shared steps depended on it.
+        ConfigError: The number of rounds is not larger, the shared steps depended on it, or a setting excludes it.
         CheckpointError: The run has no checkpoint, or the folder exists.
     """
     rounds = config.federation.rounds
     check_extension(run, rounds)
     setup = run.resolve(config)
+    setup.check(run.task.spec, setup.new_model(run.task.spec))
     saved = run.checkpoint()
     if saved is None:
         raise CheckpointError(
