@@ -25,7 +25,7 @@ from raylt.core.fleet.schema import Schema
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.runs.callbacks.progress import read_items, remove_items
-from raylt.runs.folder.writer import NOTES
+from raylt.runs.folder.notes import NOTES
 from raylt.store import Folder
 from raylt.tree import Tree, from_arrays, to_arrays
 

@@ -28,7 +28,7 @@ from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, ServerLost
 from raylt.runs.callbacks import progress
-from raylt.runs.folder.writer import NOTES, SERVER_DIED
+from raylt.runs.folder.notes import NOTES, SERVER_DIED
 from raylt.store import Folder
 
 NOTES_INTERVAL_S = 1.0  # Interval at which the run's notes are read.

@@ -120,6 +120,7 @@ def _take_all_steps(
         for fault in faults:
             callback.on_message(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
         if not started:
+            journal.note_start(saved.facts["step"] if saved else 0)
             stopping.withdraw(journal.folder)
             callback.on_start(journal.folder, setup.config, journal.reports())
             for note in task.notes:
@@ -134,8 +135,12 @@ def _take_all_steps(
             remedy = "the run ends" if deaths == MAX_SERVER_DEATHS else "starting it again from the last checkpoint"
             journal.note(f"{error.cause}; {remedy}")
             if deaths == MAX_SERVER_DEATHS:
+                journal.note_failure(error)
                 raise
             callback.on_message(f"{error.cause}; {remedy}")
+        except Exception as error:
+            journal.note_failure(error)
+            raise
 
 
 def _notices(setup: Setup, task: Task, model: SplitModel, saved: Checkpoint | None) -> Iterator[str]:

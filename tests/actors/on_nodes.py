@@ -25,7 +25,7 @@ from actors.dispatch import Dispatcher
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import Reduction, total
 from raylt.methods.fedavg import FedAvg
-from raylt.runs.folder.writer import NOTES
+from raylt.runs.folder.notes import NOTES
 
 NODE = {"num_cpus": 1, "object_store_memory": 200 * 2**20}
 

@@ -22,7 +22,7 @@ from raylt.core.fleet.reductions import each
 from raylt.core.fleet.wire import Fault
 from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
-from raylt.runs.folder.writer import NOTES
+from raylt.runs.folder.notes import NOTES
 
 CPU = torch.device("cpu")
 SOME_FULL = [

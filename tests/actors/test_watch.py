@@ -18,7 +18,7 @@ from actors.probe import probe
 from actors.shards import Shards
 from raylt.core.fleet.reductions import each
 from raylt.methods.fedavg import FedAvg
-from raylt.runs.folder.writer import NOTES
+from raylt.runs.folder.notes import NOTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

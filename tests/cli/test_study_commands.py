@@ -12,7 +12,7 @@ from made import report, write_run
 from refusals import refused
 
 from raylt.cli.main import app
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ConfigError, Diverged
 from raylt.methods.sfd.method import SFD
 from raylt.runs.folder.writer import Journal
 from raylt.studies.definition import define
@@ -363,6 +363,18 @@ def test_follow_names_the_damage_of_a_run_that_has_ended(folder, capsys):
     split.mkdir()
     assert app(["follow", str(split.parent)], standalone_mode=False) == 1
     assert capsys.readouterr().out.startswith(f"damaged: {split}: ")
+
+
+def test_ls_and_follow_name_the_error_that_ended_a_run(folder, capsys):
+    run = folder / "if10/fedavg/seed-0"
+    (run / "summary.json").unlink()
+    with Journal(run) as journal:
+        journal.note_failure(Diverged("all 3 updates are NaN. Lower local.lr.", code="training.diverged"))
+    assert "failed (training.diverged)" in printed(capsys, "ls", run)
+    assert app(["follow", str(run)], standalone_mode=False) == 1
+    assert capsys.readouterr().out.endswith(
+        "failed (training.diverged) after step 3: all 3 updates are NaN. Lower local.lr.\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["follow", "stop"])

@@ -8,12 +8,16 @@ from refusals import refused
 
 import raylt
 from raylt.core.checkpoint import checkpoint
-from raylt.errors import ConfigError, DiskFull, ServerLost
+from raylt.errors import ConfigError, DiskFull, Diverged, ServerLost
 from raylt.methods.fedavg import FedAvg
 from raylt.runs import runner
+from raylt.runs.callbacks.base import Callback
 from raylt.runs.folder import provenance, summary
-from raylt.runs.folder.writer import NOTES, SERVER_DIED
+from raylt.runs.folder.notes import NOTES, SERVER_DIED
 from raylt.runs.in_process import check_threads
+from raylt.runs.run import Run
+from raylt.studies.records.record import read_run
+from raylt.studies.report.listing import listing
 
 SETTINGS = ["federation.rounds=2", "local.steps=1", "data.clients=3", "data.imbalance=100"]
 
@@ -51,7 +55,35 @@ def test_the_third_death_in_a_step_ends_the_run_and_is_noted(tmp_path, dying):
     dying(3)
     with refused("server.lost", ServerLost):
         raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=SETTINGS)
-    assert (tmp_path / "r" / NOTES).read_text().splitlines()[-1].endswith("; the run ends")
+    assert (tmp_path / "r" / NOTES).read_text().splitlines()[-2].endswith("; the run ends")
+
+
+def test_an_error_that_ends_a_run_is_in_its_notes_and_its_state(tmp_path):
+    with refused("training.diverged", Diverged) as caught:
+        raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=[*SETTINGS, "local.lr=1e6"])
+    note = (tmp_path / "r" / NOTES).read_text().splitlines()[-1]
+    assert note == f"failed (training.diverged): {caught.value}"
+    record = read_run(tmp_path / "r")
+    assert (record.state, record.error, record.problem) == ("failed", "training.diverged", str(caught.value))
+    assert [(entry.state, entry.error) for entry in listing(tmp_path)] == [("failed", "training.diverged")]
+
+
+def test_a_run_that_is_stopped_after_an_error_is_stopped(tmp_path):
+    class Ending(Callback):
+        def __init__(self, error):
+            self.error = error
+
+        def on_step(self, report):
+            raise self.error
+
+    failing = {"fleet": "local", "quiet": True, "callbacks": [Ending(OSError("no\nnet"))]}
+    with pytest.raises(OSError, match="no\nnet"):
+        raylt.run("fedavg", out=tmp_path, name="r", overrides=[*SETTINGS, "federation.rounds=3"], **failing)
+    assert read_run(tmp_path / "r").state == "failed"
+    with pytest.raises(KeyboardInterrupt):
+        Run.open(tmp_path / "r").resume(fleet="local", quiet=True, callbacks=[Ending(KeyboardInterrupt())])
+    assert read_run(tmp_path / "r").state == "stopped"
+    assert (tmp_path / "r" / NOTES).read_text().splitlines()[-1] == "started again after step 1"
 
 
 class FailsAtOne(FedAvg):

@@ -107,7 +107,8 @@ def ls(
         accuracy = "" if entry.accuracy is None else f"{100 * entry.accuracy:.2f} %{OF_CLIENTS.get(entry.figure, '')}"
         age = "" if entry.age_s is None else duration(entry.age_s)
         images = "" if entry.images is None else str(entry.images)
-        table.add_row(entry.name, entry.method, entry.state, entry.progress, accuracy, images, age)
+        state = entry.state if entry.error is None else f"{entry.state} ({entry.error})"
+        table.add_row(entry.name, entry.method, state, entry.progress, accuracy, images, age)
     out.print(table if entries else f"{folder}: no runs")
 
 
@@ -147,6 +148,10 @@ def follow(
             record = read_run(run_folder)
     if record.state == "damaged":
         out.print(f"damaged: {record.problem}", soft_wrap=True)
+        raise typer.Exit(1)
+    if record.state == "failed":
+        code = "" if record.error is None else f" ({record.error})"
+        out.print(f"failed{code} after step {record.steps}: {record.problem}", soft_wrap=True)
         raise typer.Exit(1)
     stopped = f"stopped after step {record.steps}; continue with raylt resume {quoted(run_folder)}"
     out.print("done" if record.state == "done" else stopped, soft_wrap=True)

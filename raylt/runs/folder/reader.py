@@ -15,7 +15,7 @@ from raylt.data.splits.split import LIMIT as SPLIT
 from raylt.data.splits.split import Split
 from raylt.disk import is_folder
 from raylt.errors import CheckpointError, DataError, quoted, spoken
-from raylt.runs.folder import provenance, summary
+from raylt.runs.folder import notes, provenance, summary
 from raylt.runs.folder.identity import (
     Identity,
     PluginRecord,
@@ -66,6 +66,11 @@ class Files:
         if is_locked(self.path):
             return "running"
         return "done" if summary.FILE in names else "stopped"
+
+    def failure(self) -> tuple[str, str | None] | None:
+        """Return the error that ended the run's last process, see notes.py."""
+        with self._open() as folder:
+            return notes.failure(folder)
 
     @cached_property
     def identity(self) -> Identity:

@@ -10,7 +10,7 @@
     confusions/      confusion counts of each evaluation, see raylt/core/evaluation/counts.py
     events.*         TensorBoard
     provenance.jsonl versions and machine, one line for each start, see provenance.py
-    notes.log        problems and their remedies, if there were any
+    notes.log        problems and their remedies, if there were any, see notes.py
     summary.json     written when the run is done, with model.safetensors; see summary.py
 
 To commit a step, the checkpoint is first moved to its final name, then the line is appended. If a run is killed in
@@ -22,6 +22,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -34,16 +35,15 @@ from raylt.core.report import RoundReport, best_validated
 from raylt.data.splits.split import Split
 from raylt.data.task import TaskOutline
 from raylt.disk import make
-from raylt.errors import CheckpointError, FolderHeld, resume_call, spoken
+from raylt.errors import CheckpointError, FolderHeld, RayltError, resume_call, spoken
 from raylt.runs.callbacks.prediction_grid import Picture
 from raylt.runs.callbacks.tensorboard import Board
 from raylt.runs.folder import identity, metrics_log, provenance, summary
+from raylt.runs.folder.notes import NOTES, SERVER_DIED, failure, failure_note
 from raylt.runs.folder.reader import LOCK, OUTLINE, is_locked
 from raylt.store import Folder
 
 LOCK_ATTEMPTS = 5
-NOTES = "notes.log"
-SERVER_DIED = "the server's process died"  # start of a note
 
 
 class Journal:
@@ -140,6 +140,20 @@ class Journal:
     def note(self, text: str) -> None:
         """Add a line about a problem and its remedy to the run's notes."""
         self._open.append(NOTES, text + "\n")
+
+    def note_failure(self, error: Exception) -> None:
+        """Add the error that ended the run to its notes."""
+        with suppress(OSError, RayltError):  # such as a full disk, which is the error itself
+            self.note(failure_note(error))
+
+    def note_start(self, step: int) -> None:
+        """Add the start of this process to the notes if they end with the error of an earlier one.
+
+        Args:
+            step: Number of committed steps.
+        """
+        if failure(self._open) is not None:
+            self.note(f"started again after step {step}")
 
     def server_deaths(self) -> int:
         """Return how many times the server's process has died, according to the run's notes."""

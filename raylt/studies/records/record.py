@@ -181,7 +181,7 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
         if state == "running":
             return RunRecord(**fields, state="running")
         if state == "stopped":
-            return _unfinished(fields, "stopped", failure)
+            return _unfinished(fields, "stopped", failure, files.failure())
         files.split()
         summary = files.summary()
     except RayltError as error:
@@ -211,18 +211,32 @@ def age(folder: Path) -> float | None:
     return None
 
 
-def _unfinished(fields: dict[str, Any], state: RecordState, failure: Path) -> RunRecord:
+def _unfinished(
+    fields: dict[str, Any], state: RecordState, file: Path, noted: tuple[str, str | None] | None = None
+) -> RunRecord:
     """Return the record of an unfinished run that no process is working on.
 
-    The run counts as failed if a study recorded an error.
+    The run counts as failed if a study recorded an error, or if its notes end with one.
+
+    Args:
+        fields: Fields of the record.
+        state: State of a run without an error.
+        file: File in which a study records the error.
+        noted: Message and code of the error in the run's notes.
     """
-    if not failure.parent.is_dir():
-        return RunRecord(**fields, state=state)
-    with store.Folder.open(failure.parent) as folder:
-        if failure.name not in folder.names():
-            return RunRecord(**fields, state=state)
-        message, _, code = folder.read(failure.name).decode(errors="replace").strip().partition("\n")
-    return RunRecord(**fields, state="failed", problem=on_one_line(message), error=on_one_line(code) or None)
+    problem, error = _recorded_failure(file) or noted or (None, None)
+    return RunRecord(**fields, state=state if problem is None else "failed", problem=problem, error=error)
+
+
+def _recorded_failure(file: Path) -> tuple[str, str | None] | None:
+    """Return message and code of the error that a study recorded in a file, or None without the file."""
+    if not file.parent.is_dir():
+        return None
+    with store.Folder.open(file.parent) as folder:
+        if file.name not in folder.names():
+            return None
+        message, _, code = folder.read(file.name).decode(errors="replace").strip().partition("\n")
+    return on_one_line(message), on_one_line(code) or None
 
 
 def _made(folder: Path) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class ListedRun:
         images: Number of test images behind the accuracy; None for a study, and if the run is not finished or did not
             record it.
         figure: Name of the main accuracy: "accuracy", or "local" or "matched" for clients' own models; None without it.
+        error: Code of the error that ended a failed run; None if it had no code.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ListedRun:
     age_s: float | None
     images: int | None = None
     figure: str | None = None
+    error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON values."""
@@ -132,6 +134,7 @@ def _run(folder: Path, name: str) -> ListedRun:
         age(folder),
         _images(record.summary),
         _figure(record),
+        record.error,
     )
 
 

@@ -17,7 +17,8 @@ from raylt.core.report import RoundReport
 from raylt.data.splits.split import Split
 from raylt.errors import CheckpointError, DiskFull, FolderHeld
 from raylt.runs.folder import provenance
-from raylt.runs.folder.writer import NOTES, SERVER_DIED, Journal
+from raylt.runs.folder.notes import NOTES, SERVER_DIED
+from raylt.runs.folder.writer import Journal
 from raylt.store import MAX_BYTES
 from raylt.typed_json import hash_json
 
