@@ -110,7 +110,9 @@ def test_diverged_runs_are_named_and_count_as_guessing():
     text = render(Study(whole.definition, None, [*whole.records, lost], whole.holdings))
     assert "<h3>Diverged, which counts as guessing a class" in text
     assert "IF 10/gone/seed-0: failed: lr" in text
-    assert re.search(r"<td>gone</td><td class=\"n\">0 \+ 1 diverged of 6</td><td class=\"n\">50.00", text)  # of two classes
+    assert re.search(
+        r"<td>gone</td><td class=\"n\">0 \+ 1 diverged of 6</td><td class=\"n\">50.00", text
+    )  # of two classes
     assert "<h3>Diverged" not in render(whole)
 
 
