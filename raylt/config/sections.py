@@ -668,7 +668,7 @@ def allowed(field: FieldInfo) -> str:
         for name, sign in SIGNS.items()
         if getattr(check, name, None) not in (None, *UNSHOWN_BOUNDS)
     )
-    return " or ".join(_kind(branch, bounds) for branch in branches(field.annotation))
+    return " or ".join(dict.fromkeys(_kind(branch, bounds) for branch in branches(field.annotation)))
 
 
 def branches(annotation: Any) -> tuple[Any, ...]:

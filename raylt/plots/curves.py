@@ -91,8 +91,7 @@ def draw_curves(
             written.
         CheckpointError: Runs of one cell and seed differ in split, budget, optimiser, evaluation or code.
     """
-    # check that the runs can be compared
-    study.compare("accuracy", "last", level=level, mix_versions=mix_versions, may_lack=True)
+    study.check_comparable(mix_versions)
     done = [record for record in study.records if record.state == "done"]
     names = list(measures) or _judged_measures(done)
     for name in names:

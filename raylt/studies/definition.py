@@ -34,6 +34,8 @@ from raylt.studies.analysis.measures import At, measure_of
 from raylt.studies.running.tuning import Metric, Outcomes, Tuning
 from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolved, slug
 
+# Files of raylt in a study's folder, next to the folders of its cells or arms.
+_FILES = ("study.yaml", "seal.json", "results.json", "recorded.json", "tuned.json", "tuning.log", "report.html")
 MAX_SEEDS = 10_000
 MAX_CELLS = 10_000
 MAX_RUNS = 100_000
@@ -86,6 +88,14 @@ class Definition(Section):
         if not isinstance(value, dict):
             return value
         return {name: {"method": arm} if isinstance(arm, str) else arm for name, arm in value.items()}
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _no_truth_values(cls, value: Any) -> Any:
+        """Refuse true and false in a list of seeds, which would count as 1 and 0."""
+        if isinstance(value, list) and any(isinstance(seed, bool) for seed in value):
+            raise ValueError("must be whole numbers, not true or false")
+        return value
 
     @field_validator("seeds")
     @classmethod
@@ -226,6 +236,7 @@ class Definition(Section):
                     key="study.arms",
                     name=arm,
                 )
+            _check_folder("study.arms", arm)
         folders: dict[str, str] = {}
         for arm in self.arms:
             first = folders.setdefault(slug(arm), arm)
@@ -253,6 +264,7 @@ class Definition(Section):
                     key="study.cells",
                     name=cell,
                 )
+            _check_folder("study.cells", cell)
             if folder in folders:
                 raise _shared_folder("study.cells", [folders[folder], cell], folder)
             folders[folder] = cell
@@ -450,6 +462,23 @@ def _labelled(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             )
         named[name] = cell
     return named
+
+
+def _check_folder(key: str, name: str) -> None:
+    """Check that a name makes a folder that is short enough, and not one of raylt's files in a study's folder.
+
+    Raises:
+        ConfigError: The name is too long, or is the name of a file.
+    """
+    folder = slug(name)
+    if folder in _FILES or len(folder.encode()) > LONGEST_NAME:
+        problem = "is the name of a file of raylt" if folder in _FILES else f"is longer than {LONGEST_NAME} bytes"
+        raise ConfigError(
+            f"{key}: the folder of {name!r} {problem}. Give it another name.",
+            code="study.bad-name",
+            key=key,
+            name=name,
+        )
 
 
 def _shared_folder(key: str, names: Sequence[str], folder: str) -> ConfigError:

@@ -32,7 +32,7 @@ from raylt.runs.folder.identity import PluginRecord
 from raylt.runs.folder.reader import Files
 from raylt.runs.runner import check_fleet
 from raylt.runs.start import lacks_files, preview_run
-from raylt.studies.analysis.comparison import Comparison, compare, condition_of
+from raylt.studies.analysis.comparison import Comparison, check_comparable, compare, condition_of
 from raylt.studies.analysis.measures import At, value_of
 from raylt.studies.definition import Definition, Planned, define, read_definition, reread_definition
 from raylt.studies.records import recorded_runs
@@ -558,7 +558,10 @@ class Study:
             }
             for arm, changes in definition.arms.items()
         }
-        lines = [describe(cell, arm, outcome) for cell, arms in self.tuned.items() for arm, outcome in arms.items()]
+        metric = definition.tune.metric if definition.tune else None
+        lines = [
+            describe(cell, arm, outcome, metric) for cell, arms in self.tuned.items() for arm, outcome in arms.items()
+        ]
         diverged = any(record.diverged for record in self.records)  # only diverged runs need the number of classes
         return compare(
             self.records,
@@ -574,6 +577,16 @@ class Study:
             may_lack,
             {cell: len(holding["names"]) for cell, holding in self.holdings.items()} if diverged else None,
         )
+
+    def check_comparable(self, mix_versions: bool = False) -> None:
+        """Check that the finished runs of each cell can be compared; see `check_comparable` in comparison.py.
+
+        Raises:
+            CheckpointError: Runs differ in split, budget, optimiser, evaluation or code.
+        """
+        tuned = searched(self.tuned)
+        own = {arm: {*flat(changes), *tuned.get(arm, ())} for arm, changes in self.definition.arms.items()}
+        check_comparable([record for record in self.records if record.state == "done"], own, mix_versions)
 
     @property
     def holdings(self) -> Holdings:

@@ -238,3 +238,22 @@ def test_claims_with_the_same_test_are_refused(second):
     with refused("study.bad-claim", ConfigError, key="study.claims"):
         define(tree | {"claims": ["a > b", second]})
     assert define(tree | {"claims": ["a > b", "a > b on few"]}).claims
+
+
+@pytest.mark.parametrize("name", ["results.json", "study.yaml", "x" * 241])
+def test_arms_and_cells_whose_folders_cannot_be_made_are_refused(name):
+    tree = {"name": "s", "arms": {name: "fedavg"}}
+    with refused("study.bad-name", ConfigError, key="study.arms", name=name):
+        define(tree)
+    with refused("study.bad-name", ConfigError, key="study.cells", name=name):
+        define({"name": "s", "arms": {"a": "fedavg"}, "cells": {name: {"data.imbalance": 10}}})
+
+
+def test_truth_values_are_no_seeds():
+    with pytest.raises(ConfigError, match="not true or false"):
+        define({"name": "s", "arms": {"a": "fedavg"}, "seeds": [True, False]})
+
+
+def test_a_kind_of_value_is_named_once():
+    with pytest.raises(ConfigError, match=r"Give a mapping or a list\."):
+        define({"name": "s", "arms": {"a": "fedavg"}, "cells": 3})

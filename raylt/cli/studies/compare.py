@@ -161,7 +161,7 @@ def rank(
         _check_suffix(to)
     studies = _by_name(paths, "STUDY")
     for study in studies.values():
-        _check_comparable(study, mix_versions)
+        study.check_comparable(mix_versions)
     records = {name: study.records for name, study in studies.items()}
     ranking = ranked(records, measure, at or "last", level)
     ranking = with_costs(ranking, records) if costs else ranking
@@ -207,17 +207,6 @@ def _rank_command(
     options += ["--mix-versions"] if mix_versions else []
     options += ["--to", str(to)]
     return f"{shlex.join(['raylt', 'rank', *map(str, paths)])} \\\n    {shlex.join(options)}"
-
-
-def _check_comparable(study: "Study", mix_versions: bool) -> None:
-    """Raise CheckpointError if the finished runs of one cell of a study cannot be compared."""
-    from raylt.studies.analysis.comparison import check_comparable
-    from raylt.studies.running.tuning import searched
-    from raylt.studies.settings import flat
-
-    tuned = searched(study.tuned)
-    own = {arm: {*flat(changes), *tuned.get(arm, ())} for arm, changes in study.definition.arms.items()}
-    check_comparable([record for record in study.records if record.state == "done"], own, mix_versions)
 
 
 def report(

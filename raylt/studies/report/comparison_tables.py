@@ -202,9 +202,13 @@ def difference_text(row: Row, show: Callable[[float], str]) -> str:
 
 def shown(measure: str) -> Callable[[float], str]:
     """Return a function that formats a measure's values without unit: shares in percent, bytes in MiB."""
-    if measure == "seconds":
-        return lambda value: f"{value:.0f}"
-    return lambda value: f"{scale(measure) * value:.2f}"
+    digits = 1 if measure == "seconds" else 2
+
+    def show(value: float) -> str:
+        text = f"{scale(measure) * value:.{digits}f}"
+        return text.removeprefix("-") if float(text) == 0 else text
+
+    return show
 
 
 def scale(measure: str) -> float:
@@ -219,6 +223,24 @@ def unit(measure: str) -> str:
     if measure.startswith("bytes"):
         return "MiB"
     return "s" if measure == "seconds" else "%"
+
+
+def unit_of_difference(measure: str) -> str:
+    """Return the unit of a difference between two values of a measure in tables."""
+    return "points" if unit(measure) == "%" else unit(measure)
+
+
+def difference_heading(claims: Sequence[Judged]) -> str:
+    """Return the heading of the differences of claims, with their units."""
+    return f"difference, {' or '.join(dict.fromkeys(unit_of_difference(each.claim.measure) for each in claims))}"
+
+
+def claim_difference(judged: Judged, claims: Sequence[Judged]) -> str:
+    """Return a claim's difference as text, with its unit if the claims have several."""
+    measure = judged.claim.measure
+    text = margin(judged.difference.difference, shown(measure), sign=True)
+    several = len({unit_of_difference(each.claim.measure) for each in claims}) > 1
+    return f"{text} {unit_of_difference(measure)}" if several else text
 
 
 def within(low: float, high: float, measure: str) -> tuple[float, float]:
@@ -527,13 +549,21 @@ def _claims(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     claims = comparison.claims
     cells = len({row.cell for row in comparison.rows}) > 1
     printed = any(each.claim.printed is not None for each in claims)
-    heading = ["claim", *_if(cells, "cell"), "seeds", "difference", *_if(printed, "printed"), "p", "verdict"]
+    heading = [
+        "claim",
+        *_if(cells, "cell"),
+        "seeds",
+        difference_heading(claims),
+        *_if(printed, "printed"),
+        "p",
+        "verdict",
+    ]
     rows = [
         [
             claim_text(each, comparison.at),
             *_if(cells, each.cell),
             seeds_text(each.difference.n, each.planned),
-            margin(each.difference.difference, shown(each.claim.measure), sign=True),
+            claim_difference(each, claims),
             *_if(printed, printed_text(each)),
             probability(each.p),
             each.verdict,

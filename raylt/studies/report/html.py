@@ -23,7 +23,9 @@ from raylt.studies.records.record import RunRecord
 from raylt.studies.report import svg
 from raylt.studies.report.comparison_tables import (
     HEADINGS,
+    claim_difference,
     claim_text,
+    difference_heading,
     difference_text,
     family,
     finished,
@@ -111,6 +113,7 @@ def render(study: Study, mix_versions: bool = False) -> str:
         "optimism": any(row.optimism is not None for row in comparison.rows),
         "family": family(comparison),
         "claims": _claims(comparison),
+        "difference": difference_heading(comparison.claims),
         "printed": any(each.claim.printed is not None for each in comparison.claims),
         "overall": _overall(comparison),
         "over": _capital(over_cells_of(comparison)),
@@ -166,7 +169,7 @@ def _claims(comparison: Comparison) -> list[tuple[Any, ...]]:
             claim_text(each, comparison.at),
             each,
             probability(each.p),
-            margin(each.difference.difference, shown(each.claim.measure), sign=True),
+            claim_difference(each, comparison.claims),
             printed_text(each),
             seeds_text(each.difference.n, each.planned),
         )

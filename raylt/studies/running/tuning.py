@@ -162,7 +162,7 @@ def search_arms(
         outcome["asked"] = hashes[cell, arm]
         outcomes.setdefault(cell, {})[arm] = outcome
         write_tuned(folder, outcomes)
-        callback.on_message(describe(cell, arm, outcome))
+        callback.on_message(describe(cell, arm, outcome, tuning.metric))
     return outcomes
 
 
@@ -290,8 +290,8 @@ def searched(outcomes: Outcomes) -> dict[str, set[str]]:
     return settings
 
 
-def describe(cell: str, arm: str, outcome: Tuned) -> str:
-    """Return one line with the tuned values, the cost and the score of a search."""
+def describe(cell: str, arm: str, outcome: Tuned, metric: Metric | None) -> str:
+    """Return one line with the tuned values, the cost and the score of a search by a metric."""
     name = f"{arm} in {cell}" if cell else arm
     if outcome["score"] is None:
         return f"{name}: nothing to tune"
@@ -299,7 +299,7 @@ def describe(cell: str, arm: str, outcome: Tuned) -> str:
     unit = UNITS[outcome.get("count", "steps")]
     return (
         f"{name}: {values} ({outcome['trials']} trials, {outcome['client_steps']:,} of {outcome['budget']:,} "
-        f"{unit}, {100 * outcome['score']:.2f} % on validation samples)"
+        f"{unit}, {metric} {100 * outcome['score']:.2f} % on validation samples)"
     )
 
 

@@ -753,10 +753,10 @@ def test_claims_of_several_studies_stand_one_below_the_other():
     )
     lines = [line for line in sheet.markdown().splitlines() if line]
     assert lines[0].startswith("**wide, last round: claims; p values adjusted by Holm in one family of 2, ")
-    assert lines[1] == "| claim | cell | seeds | difference | p | verdict |"
+    assert lines[1] == "| claim | cell | seeds | difference, points | p | verdict |"
     (narrow,) = [n for n, line in enumerate(lines) if line.startswith("**narrow, last round: claims; ")]
     assert "one family of 1, " in lines[narrow]
-    assert lines[narrow + 1] == "| claim | seeds | difference | p | verdict |"
+    assert lines[narrow + 1] == "| claim | seeds | difference, points | p | verdict |"
     assert lines[narrow + 3].startswith("| b > a on accuracy | 6 | +10.00 ± ")
     assert any(line.startswith("- silent: ") and "failed" in line for line in lines)
     with refused("study.no-figure", key="claims", studies=["silent"]):
@@ -772,3 +772,25 @@ def test_the_table_over_cells_names_those_that_it_is_over():
     none = compare([each for each in rows if (each.arm, each.cell) not in (("b", "x"), ("b", "y"))], "a")
     text = comparison_tables.comparison_table(none).markdown()
     assert "- over cells: no table" in text
+
+
+def test_seconds_have_a_decimal_and_no_zero_is_negative():
+    assert comparison_tables.shown("seconds")(0.26) == "0.3"
+    assert comparison_tables.shown("accuracy")(-0.00001) == "0.00"
+    assert comparison_tables.shown("accuracy")(-0.0002) == "-0.02"
+
+
+def test_differences_of_claims_have_units():
+    of_accuracy, of_bytes = Claim("a", "b", "accuracy"), Claim("a", "b", "bytes_up")
+    (alone,) = comparison_tables.comparison_table(compare(records(), "a", [of_accuracy])).further[:1]
+    assert "difference, points" in alone[1]
+    (both,) = comparison_tables.comparison_table(compare(records(), "a", [of_accuracy, of_bytes])).further[:1]
+    assert "difference, points or MiB" in both[1]
+    assert [row[3].split()[-1] for row in both[2]] == ["points"] * 2 + ["MiB"] * 2
+
+
+def test_one_client_has_test_images_of_its_own():
+    (each, *_) = records()
+    groups = {"many": 90, "medium": 120, "few": 90}
+    each.summary["tests"] = {"images": 300, "groups": groups, "thresholds": [20, 60], "own": [4], "one_class": []}
+    assert judged_on([each], "accuracy").endswith("; 1 client has 4 to 4 test images each")

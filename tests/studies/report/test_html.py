@@ -165,7 +165,7 @@ def test_seconds_are_drawn_as_seconds_and_have_a_standard_deviation():
     text = render(Study(one.definition.model_copy(update={"measure": "seconds"}), None, one.records, one.holdings))
     assert "fedavg: 22.00 s" in text
     assert "2200.00" not in text
-    assert '<td class="n">22 ± 25</td>\n<td class="n">3</td>' in text  # sd sqrt(8), 12.71 * sqrt(8 / 2)
+    assert '<td class="n">22.0 ± 25.4</td>\n<td class="n">2.8</td>' in text  # sd sqrt(8), 12.71 * sqrt(8 / 2)
 
 
 def test_thinned_keeps_both_ends():

@@ -389,7 +389,9 @@ def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_of
 
 def test_tables_say_what_was_tuned():
     line = describe("IF 10", "prox", outcome(define(TUNED), "prox", **{"method.mu": 0.5}))
-    assert line == "prox in IF 10: method.mu 0.5 (3 trials, 90 of 99 client-steps, 50.00 % on validation samples)"
+    assert (
+        line == "prox in IF 10: method.mu 0.5 (3 trials, 90 of 99 client-steps, matched 50.00 % on validation samples)"
+    )
     comparison = compare([finished("a", 0, 0.5)], "a", tuned=[line])
     assert f"- {line}" in comparison_tables.comparison_table(comparison).markdown()
     assert f"% tuned on validation samples: {line}" in comparison_tables.comparison_table(comparison).latex()
