@@ -213,8 +213,8 @@ def test_a_budget_in_passes_counts_what_an_arm_computes(tmp_path):
     assert tuned["steps"]["budget"] == tuned["passes"]["budget"]
     assert (tuned["steps"]["trials"], tuned["passes"]["trials"]) == (3, 1)
     assert tuned["passes"]["client_steps"] * 3 == tuned["passes"]["budget"] * 2
-    assert "client-steps of FedAvg, " in describe("", "ditto", tuned["passes"])
-    assert "client-steps, " in describe("", "ditto", tuned["steps"])
+    assert "client-steps of FedAvg, " in describe("", "ditto", tuned["passes"], "accuracy")
+    assert "client-steps, " in describe("", "ditto", tuned["steps"], "accuracy")
 
 
 def test_arms_without_rounds_are_searched_by_trials_as_a_budget_does_not_limit_them(tmp_path):
@@ -388,10 +388,9 @@ def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_of
 
 
 def test_tables_say_what_was_tuned():
-    line = describe("IF 10", "prox", outcome(define(TUNED), "prox", **{"method.mu": 0.5}))
-    assert (
-        line == "prox in IF 10: method.mu 0.5 (3 trials, 90 of 99 client-steps, matched 50.00 % on validation samples)"
-    )
+    line = describe("IF 10", "prox", outcome(define(TUNED), "prox", **{"method.mu": 0.5}), "matched")
+    cost = "3 trials, 90 of 99 client-steps"
+    assert line == f"prox in IF 10: method.mu 0.5 ({cost}, matched 50.00 % on validation samples)"
     comparison = compare([finished("a", 0, 0.5)], "a", tuned=[line])
     assert f"- {line}" in comparison_tables.comparison_table(comparison).markdown()
     assert f"% tuned on validation samples: {line}" in comparison_tables.comparison_table(comparison).latex()
