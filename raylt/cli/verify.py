@@ -118,8 +118,8 @@ def _findings(kind: str, path: Path) -> "list[Finding]":
 def _searches_of(study: Path) -> "list[Finding]":
     """Return the findings on a study's searches: each damaged file, or one line for an intact search."""
     from raylt.runs.verify import Finding
+    from raylt.studies.cells import slug
     from raylt.studies.running.tuning import read_tuned
-    from raylt.studies.settings import slug
     from tune.verify import verify_search
 
     try:

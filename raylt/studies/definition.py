@@ -14,8 +14,6 @@ A run is one arm in one cell with one seed. The seed sets both `seed` and `data.
 therefore train on the same split, and their differences are paired.
 """
 
-import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +29,13 @@ from raylt.disk import LONGEST_NAME
 from raylt.errors import ConfigError, did_you_mean
 from raylt.studies.analysis.claims import Claim, read_claim
 from raylt.studies.analysis.measures import At, measure_of
+from raylt.studies.cells import Cells, cells_by_label, folder_of, slug
 from raylt.studies.running.tuning import Metric, Outcomes, Tuning
-from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolved, slug
+from raylt.studies.settings import merge, read_recipe, read_yaml, resolved
 
 # Files of raylt in a study's folder, next to the folders of its cells or arms.
 _FILES = ("study.yaml", "seal.json", "results.json", "recorded.json", "tuned.json", "tuning.log", "report.html")
 MAX_SEEDS = 10_000
-MAX_CELLS = 10_000
 MAX_RUNS = 100_000
 RecipeReader = Callable[[str], dict[str, Any]]
 _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
@@ -70,7 +68,7 @@ class Definition(Section):
     recipe: str | None = None
     base: dict[str, Any] = Field(default={})
     arms: dict[str, dict[str, Any]] = Field(min_length=1)
-    cells: dict[str, list[Any]] | list[dict[str, Any]] | dict[str, dict[str, Any]] = Field(default={})
+    cells: Cells = Field(default={})
     only: dict[str, list[str]] = Field(default={})  # arms to run, by cell label, for cells without all arms
     seeds: int | list[int] = 3
     measure: str = "accuracy"
@@ -136,21 +134,7 @@ class Definition(Section):
         Raises:
             ConfigError: Two cells would have the same label, or there are too many cells.
         """
-        if isinstance(self.cells, list):
-            return _labelled(self.cells or [{}])
-        named = {name: settings for name, settings in self.cells.items() if isinstance(settings, dict)}
-        if named:
-            return named
-        lists = {key: values for key, values in self.cells.items() if isinstance(values, list)}
-        count = math.prod(map(len, lists.values()))
-        if count > MAX_CELLS:
-            raise ConfigError(
-                f"study.cells: the lists make {count:,} cells. Give lists of at most {MAX_CELLS:,} combinations.",
-                code="config.out-of-range",
-                key="study.cells",
-                value=count,
-            )
-        return _labelled([dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())])
+        return cells_by_label(self.cells)
 
     @property
     def parsed_claims(self) -> list[Claim]:
@@ -198,8 +182,7 @@ class Definition(Section):
         outcome = (tuned or {}).get(cell, {}).get(arm)
         tree = self._settings(cell, arm, seed, read)
         config = resolved(merge(tree, outcome["values"]) if outcome else tree, f"arm {arm!r}")
-        folder = "/".join(part for part in (slug(cell), slug(arm), f"seed-{seed}") if part)
-        return Planned(cell, arm, seed, config, folder)
+        return Planned(cell, arm, seed, config, folder_of(cell, arm, seed))
 
     def bases(self) -> dict[tuple[str, str], Config]:
         """Return the settings from which tuning starts, by cell and arm; see `base_of`."""
@@ -446,22 +429,6 @@ def define(tree: Mapping[str, Any]) -> Definition:
     definition.check_names()
     definition.runs()
     return definition
-
-
-def _labelled(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    named: dict[str, dict[str, Any]] = {}
-    for cell in cells:
-        name = label(cell)
-        if name in named:
-            raise ConfigError(
-                f"study.cells: {named[name]} and {cell} would have the same name ({name!r}). Name each cell, as in "
-                "cells: {NAME: {SETTING: VALUE}}, or leave one out.",
-                code="study.duplicate-name",
-                key="study.cells",
-                name=name,
-            )
-        named[name] = cell
-    return named
 
 
 def _check_folder(key: str, name: str) -> None:

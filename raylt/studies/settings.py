@@ -1,4 +1,4 @@
-"""Functions on settings of studies: merge them, name cells and folders, and compare runs."""
+"""Functions on settings of studies: merge them, and compare runs."""
 
 import re
 from collections.abc import Mapping
@@ -10,18 +10,6 @@ from raylt.config.yaml_text import read_file
 from raylt.errors import ConfigError
 from raylt.registry import resolve
 
-# Word for a setting in a cell's label: the papers' letter, or nothing if the value speaks for itself.
-_LETTERS = {
-    "data.imbalance": "IF",
-    "data.alpha": "alpha",
-    "data.clients": "K",
-    "data.beta": "beta",
-    "federation.rounds": "R",
-    "federation.participation": "r",
-    "data.source": "",
-    "data.partition": "",
-    "model": "",
-}
 # Settings that tell where files are on a machine.
 _LOCATIONS = ("data.root", "data.download")
 
@@ -102,22 +90,6 @@ def resolved(tree: Mapping[str, Any], owner: str = "") -> Config:
             raise
         raise type(error)(f"{owner}: {error}", code=error.code, **error.details) from None
     return config.model_copy(update={"method": {"name": method.name, **method.model_dump(mode="json")}})
-
-
-def label(settings: Mapping[str, Any]) -> str:
-    """Return the displayed name of a cell with these settings, such as "IF 100, alpha 0.5"."""
-    words = []
-    for key, value in settings.items():
-        letter = _LETTERS.get(key, key.rpartition(".")[2])
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        words.append(f"{letter} {text}".strip())
-    return ", ".join(words)
-
-
-def slug(text: str) -> str:
-    """Convert a name to a folder name: "IF 100, alpha 0.5" becomes "if100_alpha0.5"."""
-    joined = re.sub(r"([A-Za-z]) (?=[\d.])", r"\1", text.lower()).replace(", ", "_")
-    return re.sub(r"[^\w.+=-]+", "-", joined).strip("-")
 
 
 def differences(config: dict[str, Any], planned: Config, elsewhere: bool = False) -> list[str]:

@@ -34,11 +34,13 @@ from raylt.runs.runner import check_fleet
 from raylt.runs.start import lacks_files, preview_run
 from raylt.studies.analysis.comparison import Comparison, check_comparable, compare, condition_of
 from raylt.studies.analysis.measures import At, value_of
+from raylt.studies.cells import label
 from raylt.studies.definition import Definition, Planned, define, read_definition, reread_definition
 from raylt.studies.records import recorded_runs
 from raylt.studies.records.record import RunRecord, read_run
 from raylt.studies.records.recorded_runs import Holdings, Recorded
 from raylt.studies.report.comparison_tables import shown, unit
+from raylt.studies.report.listing import run_folders
 from raylt.studies.running import scheduler
 from raylt.studies.running.time_left import Pace
 from raylt.studies.running.tuning import (
@@ -51,7 +53,7 @@ from raylt.studies.running.tuning import (
     searched,
     write_tuned,
 )
-from raylt.studies.settings import differences, flat, label
+from raylt.studies.settings import differences, flat
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -630,6 +632,17 @@ class Study:
     def is_on_record(self, record: RunRecord) -> bool:
         """Return whether a run's record comes from a results file instead of a run folder."""
         return self.recorded.records.get((record.cell, record.arm, record.seed)) is record
+
+    @property
+    def unplanned(self) -> list[str]:
+        """The run folders that the study no longer plans, relative to its folder.
+
+        They are of arms, cells or seeds that its file no longer has.
+        """
+        if self.folder is None or not exists(self.folder):
+            return []
+        planned = {plan.folder for plan in self.planned}
+        return sorted({str(run.relative_to(self.folder)) for run in run_folders(self.folder)} - planned)
 
     def check_whole(self) -> None:
         """Check that no run of the study is damaged.

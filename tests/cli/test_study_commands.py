@@ -267,6 +267,13 @@ def test_study_is_planned_where_its_weights_are_not(tmp_path, monkeypatch, capsy
     assert "2 runs" in printed(capsys, "study", "s.yaml", "--dry-run")
 
 
+def test_runs_that_a_study_no_longer_plans_are_named(folder, capsys, tmp_path):
+    (tmp_path / "s.yaml").write_text(json.dumps(TREE | {"arms": {"fedavg": "fedavg"}}))
+    app(["study", "s.yaml", "--dry-run"], standalone_mode=False)
+    notice = " ".join(capsys.readouterr().err.split())
+    assert "the study no longer plans 3 runs in its folder (the first is if10/prox/seed-0)" in notice
+
+
 def test_dry_run_says_what_a_last_phase_costs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fields = {"rf_dim": 60, "m_min": 80, "m_max": 120}

@@ -8,8 +8,9 @@ from raylt.config import load
 from raylt.errors import ConfigError
 from raylt.methods import make_method
 from raylt.studies import definition
+from raylt.studies.cells import label, slug
 from raylt.studies.definition import define, read_definition
-from raylt.studies.settings import label, merge, read_recipe, resolved, slug
+from raylt.studies.settings import merge, read_recipe, resolved
 from raylt.studies.study import Study
 
 SMALL = {

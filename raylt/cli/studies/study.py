@@ -75,6 +75,12 @@ def study(
     prepared = prepare(definition, folder, record_file, mix_versions)
     for line in prepared.recorded.passed_over:
         err.print(line, soft_wrap=True)
+    if unplanned := prepared.unplanned:
+        err.print(
+            f"{prepared.folder}: the study no longer plans {count_of(len(unplanned), 'run')} in its folder (the first "
+            f"is {unplanned[0]}). Tables leave out such runs.",
+            soft_wrap=True,
+        )
     if dry_run:
         show_plan(prepared, parallel, fleet, format)
     else:

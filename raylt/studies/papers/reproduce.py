@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raylt.errors import ConfigError, did_you_mean
+from raylt.studies.cells import slug
 from raylt.studies.definition import Definition, define
 from raylt.studies.papers.printed_tables import PAPERS, Expectation, base_of, expectations
-from raylt.studies.settings import slug
 
 KEYS = ("dataset", "IF", "alpha", "beta", "K", "E", "lambda", "clusters")
 

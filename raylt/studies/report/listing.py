@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from raylt.config.yaml_text import read_file
 from raylt.disk import is_folder, named
 from raylt.errors import CheckpointError, ConfigError
 from raylt.store import Folder
+from raylt.studies.cells import cells_by_label, folder_of
 from raylt.studies.records.record import RunRecord, age, read_run
 
 STUDY = "study.yaml"
@@ -88,7 +88,7 @@ def listing(folder: Path) -> list[ListedRun]:
             path=str(folder),
         )
     if (folder / STUDY).is_file():
-        entries = [_run(run, str(run.relative_to(folder))) for run in _runs(folder)]
+        entries = [_run(run, str(run.relative_to(folder))) for run in run_folders(folder)]
     elif _is_run(folder):
         entries = [_run(folder, named(folder).name)]
     else:
@@ -105,7 +105,7 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and any((folder / name).is_file() for name in RUN_FILES)
 
 
-def _runs(study: Path) -> list[Path]:
+def run_folders(study: Path) -> list[Path]:
     """Return the run folders of a study, at any depth, without the trials of its searches.
 
     The walk does not enter run folders: an active run may delete old checkpoints at any time, and a folder that
@@ -160,13 +160,14 @@ def _images(summary: Mapping[str, Any] | None) -> int | None:
 
 
 def _study(folder: Path) -> ListedRun:
-    total, seeds = _planned(folder / STUDY)
-    runs = [run for run in _runs(folder) if not seeds or _seed_of(run) in seeds]
+    planned = _planned(folder / STUDY)
+    runs = [run for run in run_folders(folder) if planned is None or str(run.relative_to(folder)) in planned]
     records = [read_run(run) for run in runs]
     states = Counter(record.state for record in records)
     methods = sorted({record.config["method"]["name"] for record in records if record.config})
     ages = [seconds for run in runs if (seconds := age(run)) is not None]
     done = states["done"] + len(_recorded(folder) - set(runs))
+    total = None if planned is None else len(planned)
     state = next(
         (state for state in ("running", "failed", "damaged") if states[state]),
         "done" if total and done >= total else "stopped",
@@ -183,26 +184,21 @@ def _recorded(study: Path) -> set[Path]:
     return set()
 
 
-def _seed_of(run: Path) -> int:
-    """Return the seed in the name of a run's folder, or -1 if the name has none."""
-    number = run.name.removeprefix("seed-")
-    return int(number) if number.isdecimal() else -1
-
-
-def _planned(file: Path) -> tuple[int | None, Collection[int]]:
-    """Return the number of runs that a study file defines, and their seeds; None and no seeds if it cannot be read.
+def _planned(file: Path) -> Collection[str] | None:
+    """Return the folders of the runs that a study file defines; None if it cannot be read.
 
     `Definition` is not used, because importing torch takes a second.
     """
     try:
         tree = read_file(file)
-        cells = tree.get("cells") or [{}]
         given = tree.get("seeds", 3)
         seeds = range(given) if isinstance(given, int) else given
-        arms = len(tree["arms"])
-        product = isinstance(cells, dict) and not any(isinstance(each, dict) for each in cells.values())
-        count = prod(map(len, cells.values())) if isinstance(cells, dict) and product else len(cells)
-        fewer = sum(arms - len(only) for only in tree.get("only", {}).values())
-        return (arms * count - fewer) * len(seeds), seeds
+        only = tree.get("only", {})
+        return {
+            folder_of(cell, arm, seed)
+            for cell in cells_by_label(tree.get("cells", {}))
+            for arm in only.get(cell, tree["arms"])
+            for seed in seeds
+        }
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError):
-        return None, ()
+        return None

@@ -27,9 +27,10 @@ from raylt.errors import CheckpointError, ConfigError, RayltError
 from raylt.own_code.child_process import start_python
 from raylt.registry import plugin_files, resolve
 from raylt.runs.callbacks.base import Callback
+from raylt.studies.cells import slug
 from raylt.studies.records.former_names import former_name, former_settings
 from raylt.studies.running.worker_slots import WorkerSlot, worker_slots
-from raylt.studies.settings import portable, slug
+from raylt.studies.settings import portable
 from raylt.typed_json import as_json, closed, hash_json
 
 FILE = "tuned.json"

@@ -213,6 +213,14 @@ def test_listing_counts_the_runs_that_a_study_plans(tmp_path, settings, runs):
     assert [entry.progress for entry in listing(tmp_path)] == [f"0/{runs} runs"]
 
 
+def test_listing_leaves_out_the_runs_of_arms_and_cells_that_a_study_no_longer_has(tmp_path):
+    study = tmp_path / "study"
+    for run in ("if10/fedavg/seed-0", "if10/former/seed-0", "if50/fedavg/seed-0", "fedavg/seed-0"):
+        write_run(study / run, PLAN, [0.1, 0.3, 0.2])
+    (study / "study.yaml").write_text("arms: {fedavg: fedavg, prox: fedprox}\nseeds: 1\ncells: {data.imbalance: [10]}")
+    assert [entry.progress for entry in listing(tmp_path)] == ["1/2 runs"]
+
+
 def test_listing_counts_what_is_on_record(tmp_path):
     write_run(tmp_path / "study" / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
     (tmp_path / "study" / "study.yaml").write_text("arms: {fedavg: fedavg}\nseeds: 2")
