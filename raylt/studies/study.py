@@ -43,6 +43,7 @@ from raylt.studies.report.comparison_tables import shown, unit
 from raylt.studies.report.listing import run_folders
 from raylt.studies.running import scheduler
 from raylt.studies.running.time_left import Pace
+from raylt.studies.running.tuning import FILE as TUNED
 from raylt.studies.running.tuning import (
     Outcomes,
     check_same_searches,
@@ -348,7 +349,7 @@ class Study:
             previewed.tuned = joined(outcomes, previewed.tuned)
             previewed.recorded = recorded_runs.load_planned(record_file, previewed.planned, mix_versions)
         previewed.read()
-        previewed.check_settings(folder)
+        previewed.check_settings(folder, before_search=True)
         previewed.check_tuned()
         still_open: list[Planned] = []
         ended: list[RunRecord] = []
@@ -514,6 +515,7 @@ class Study:
                 address,
             )
             self.read()
+            self.check_settings(self.folder)
         # recorded runs have no folder from which other runs could continue
         with_folder = [
             (plan, record)
@@ -660,16 +662,31 @@ class Study:
                     path=str(folder / record.folder),
                 )
 
-    def check_settings(self, folder: Path) -> None:
-        """Check that the runs in the folder have the settings that the study plans."""
+    def check_settings(self, folder: Path, before_search: bool = False) -> None:
+        """Check that the runs in the folder have the settings that the study plans.
+
+        Args:
+            folder: The study's folder.
+            before_search: Whether the arms are searched next. Runs of arms without tuned values are not checked then,
+                since only the search tells their settings.
+
+        Raises:
+            CheckpointError: A run has other settings.
+        """
         for plan, record in zip(self.planned, self.records, strict=True):
-            if self.is_on_record(record) or not record.config:
+            untuned = self.definition.tune is not None and plan.arm not in self.tuned.get(plan.cell, {})
+            if self.is_on_record(record) or not record.config or (untuned and before_search):
                 continue
             changed = differences(record.config, plan.config)
             if changed:
+                remedy = "Give the study another name, or remove that run."
+                if untuned:
+                    remedy = (
+                        f"{TUNED} has no values of its arm: run the study's file again with "
+                        f"{spoken('raylt study', 'raylt.study')}, which reads the finished searches."
+                    )
                 raise CheckpointError(
-                    f"{folder / plan.folder}: was made with other settings ({'; '.join(changed)}). Give the study "
-                    "another name, or remove that run.",
+                    f"{folder / plan.folder}: was made with other settings ({'; '.join(changed)}). {remedy}",
                     code="study.changed",
                     path=str(folder / plan.folder),
                     differences=changed,

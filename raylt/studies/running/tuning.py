@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from raylt import store
 from raylt.config import Config, Section, settings
 from raylt.core.method import Method
-from raylt.errors import CheckpointError, ConfigError, RayltError
+from raylt.errors import CheckpointError, ConfigError, RayltError, spoken
 from raylt.own_code.child_process import start_python
 from raylt.registry import plugin_files, resolve
 from raylt.runs.callbacks.base import Callback
@@ -263,8 +263,8 @@ def read_tuned(folder: Path) -> Outcomes:
     content = as_json(store.read(path, MAX_FILE_BYTES), _FILE, str(path))
     if content["sha256"] != hash_json(content["outcomes"]):
         raise CheckpointError(
-            f"{path}: was changed after the arms were tuned. Restore the original, or remove the file; raylt then "
-            "reads the finished searches again.",
+            f"{path}: was changed after the arms were tuned. Restore the original, or remove the file and run the "
+            f"study's file again with {spoken('raylt study', 'raylt.study')}, which reads the finished searches.",
             code="record.changed",
             path=str(path),
         )

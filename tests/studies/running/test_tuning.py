@@ -310,6 +310,24 @@ def test_a_changed_file_is_refused_and_one_that_the_study_does_not_ask_for_is_no
         Study.preview(definition, tmp_path)
 
 
+def test_runs_of_a_study_without_its_tuned_file_are_checked_after_the_searches_are_read(tmp_path, monkeypatch):
+    definition = define(TUNED)
+    study = Study.create(definition, tmp_path)
+    tuned = {"": {arm: outcome(definition, arm, **{"local.lr": 0.5}) for arm in definition.arms}}
+    for plan in definition.runs(tuned):
+        write_run(study.folder / plan.folder, plan, [0.1, 0.5], split=plan.seed)
+    with refused("study.changed", CheckpointError) as caught:
+        Study.open(study.folder)
+    assert "tuned.json has no values of its arm: run the study's file again" in str(caught.value)
+    again = Study.create(definition, tmp_path)
+    monkeypatch.setattr(study_module, "search_arms", lambda *arguments: tuned)
+    assert again.run([], mix_versions=True) == []
+    other = {"": {arm: outcome(definition, arm, **{"local.lr": 0.1}) for arm in definition.arms}}
+    monkeypatch.setattr(study_module, "search_arms", lambda *arguments: other)
+    with refused("study.changed", CheckpointError, differences=["local.lr: 0.5 -> 0.1"]):
+        Study.create(definition, tmp_path).run([], mix_versions=True)
+
+
 def test_a_study_that_was_tuned_otherwise_is_refused_before_its_file_changes(tmp_path):
     definition = define(TUNED)
     study = Study.create(definition, tmp_path)
