@@ -53,6 +53,8 @@ class ServerMomentum:
     lr: float = 1.0
 
     def step(self, state: StateDict, delta: StateDict) -> StateDict:
+        if self.beta == 0:  # v is only Delta, so nothing must be remembered
+            return {name: self.lr * change for name, change in delta.items()}
         for name, change in delta.items():
             state[name] = change.clone() if name not in state else self.beta * state[name] + change
         return {name: self.lr * state[name] for name in delta}

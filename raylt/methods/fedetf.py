@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import mean
-from raylt.core.method import Method
+from raylt.core.method import Method, check_last_rate
 from raylt.core.server import Server
 from raylt.core.training.optimisers import SGD
 from raylt.core.training.sgd import Objective, autocast, sgd, take_statistics
-from raylt.data.task import TaskSpec
+from raylt.data.task import Task, TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import SplitModel, StateDict, with_encoder, with_entries
 from raylt.ops.etf import simplex_etf
@@ -60,6 +61,9 @@ class FedETF(Method):
     turn_epochs: int = hp(3, Choice(1, 3), "epochs for each half of a turn; from the code", ge=0)
     frame_lr: float = hp(0.1, LogUniform(0.01, 0.5), "learning rate for the frame; from the code", gt=0)
     projection_lr: float = hp(0.05, LogUniform(0.005, 0.2), "learning rate for the projection; from the code", gt=0)
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_last_rate(self, config, "method.turns=0")
 
     def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         draw = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # from the seeded global generator [1]

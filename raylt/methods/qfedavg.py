@@ -79,9 +79,12 @@ class QFedAvg(Method):
         return client.reply(delta=tree.scale(dw, f**self.q), h=h, rest=rest, loss=loss)
 
     def lipschitz_constant(self, party: Client | Server) -> float:
-        """Return the Lipschitz constant L of line 4. With `lipschitz=step` it includes the momentum [2]."""
+        """Return the Lipschitz constant L of line 4. With `lipschitz=step` it includes the momentum [2].
+
+        It is finite also with a learning rate of 0: no weight moves then, and the server's step is 0 with any L.
+        """
         momentum = party.config.local.momentum if self.lipschitz == "step" else 0.0
-        return (1 - momentum) / learning_rate(party)
+        return (1 - momentum) / (learning_rate(party) or 1.0)
 
     @torch.no_grad()
     def risk(self, client: Client) -> float:

@@ -4,7 +4,8 @@ Line and equation numbers refer to Algorithm 1. In the paper, S is the set of a 
 clients, and K the steps of a client. Departures from the text:
 [1] Clients are weighted by their samples, as in all methods of raylt; the text has 1/|S| and 1/N.
 [2] With momentum, K of Eq. 4 is the sum of the gradients' coefficients in the update, so that c_i is their mean.
-[3] A client that takes no step, because it has one sample, keeps its control variate.
+[3] A client that takes no step, because it has one sample, keeps its control variate, and so do all clients in a round
+    with a learning rate of 0.
 [4] Entries without gradients (BatchNorm's statistics) are averaged as in FedAvg; the paper does not mention them.
 Control variates start at 0, so the first round is FedAvg's.
 """
@@ -59,8 +60,9 @@ class Scaffold(Method):
         c_i = client_control(client, c)
         reply = super().train(client, message)
         mass = gradient_mass(client.steps(), client.config.local.momentum)  # K [2]
+        distance = mass * learning_rate(client)  # K eta_l
         moved = tree.sub({name: message["model"][name] for name in c}, reply.tree["model"])
-        change = tree.sub(tree.scale(moved, 1 / (mass * learning_rate(client))), c) if mass else tree.scale(c, 0)  # [3]
+        change = tree.sub(tree.scale(moved, 1 / distance), c) if distance else tree.scale(c, 0)  # [3]
         client.state["control"] = tree.add(c_i, change)  # c_i+, Eq. 4, option II
         return client.reply(**reply.tree, control=change)
 

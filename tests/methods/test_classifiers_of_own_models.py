@@ -44,7 +44,7 @@ def with_own(classes, shape, classifier):
 
 
 @pytest.fixture(autouse=True)
-def models():
+def models(no_guests):
     for model in (no_bias, two_layers, scaled):
         raylt.register(model, kind="model")
 

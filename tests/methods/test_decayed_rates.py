@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from refusals import refused
 from small_runs import QUICK
 
+import raylt
 from raylt.contract.case import Case
 from raylt.contract.trace import fingerprint, private_states
 from raylt.core.checkpoint import checkpoint
@@ -79,7 +81,9 @@ def test_a_last_phase_of_local_training_has_the_rate_of_the_last_round(name, tmp
     assert falling != next_step(case, saved, lr=RATE)
 
 
-@pytest.mark.parametrize(("name", "without"), [("fedbabu", {"tune_epochs": 0}), ("fedrep", None), ("mupfl", {})])
+@pytest.mark.parametrize(
+    ("name", "without"), [("fedbabu", {"tune_epochs": 0}), ("fedrep", None), ("fedetf", {"turns": 0}), ("mupfl", {})]
+)
 def test_a_last_phase_at_a_rate_of_almost_zero_is_refused(name, without, tmp_path):
     method = METHODS[name](**QUICK.get(name, {}) | LAST[name])
     case = Case(method, method.problems[0], tmp_path)
@@ -90,3 +94,26 @@ def test_a_last_phase_at_a_rate_of_almost_zero_is_refused(name, without, tmp_pat
     method.prepare(task, case.config(), model)
     if without is not None:
         METHODS[name](**QUICK.get(name, {}) | without).prepare(task, cosine, model)
+
+
+def pausing(local, round, rounds):
+    """Return a learning rate of 0 in round 2."""
+    return 0.0 if round == 2 else local.lr
+
+
+@pytest.mark.parametrize("name", ["scaffold", "qfedavg", "fednova", "apfl", "pfedme"])
+@pytest.mark.usefixtures("no_guests")
+def test_round_at_a_rate_of_zero_moves_no_weight(name, tmp_path):
+    raylt.register(pausing, kind="schedule")
+    method = METHODS[name]()
+    case = Case(method, method.problems[0], tmp_path)
+    experiment = case.experiment(case.config(federation={"rounds": 3}, local={"batch": 8, "schedule": "pausing"}))
+    ends = []
+    for _ in range(3):
+        report = experiment.step()
+        assert report.lost == []
+        assert report.rejected == {}
+        ends.append([value.clone() for value in experiment.server.model.parameters()])
+    first, second, third = ends
+    assert all(torch.equal(before, after) for before, after in zip(first, second, strict=True))
+    assert any(not torch.equal(before, after) for before, after in zip(second, third, strict=True))

@@ -40,6 +40,12 @@ def test_fedavgm_without_momentum_is_fedavg_to_the_bit(tiny_task, tmp_path):
     assert plain == averaged
 
 
+def test_server_without_momentum_remembers_nothing(tiny_task, tmp_path):
+    state = run(tiny_task, tmp_path, FedAvgM(beta=0, server_lr=0.5)).server.state
+    assert not state.get("server_optimiser")
+    assert run(tiny_task, tmp_path, FedAvgM()).server.state["server_optimiser"]
+
+
 @pytest.mark.parametrize(("beta", "lr"), [(0.9, 1.0), (0.5, 0.3)])
 def test_fedavgm_by_its_recursion(tiny_task, tmp_path, beta, lr):
     before, delta, model = deltas(tiny_task, tmp_path, FedAvgM(beta=beta, server_lr=lr))

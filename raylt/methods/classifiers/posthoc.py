@@ -44,7 +44,8 @@ class PostHoc(AfterTraining):
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         like = torch.empty(server.model.classes, dtype=torch.int64, device="meta")
-        counts = self.gather(server, fleet, counts=total.like(like).counting())["counts"]  # [1]
+        asked = fleet.ask(self.statistics, fleet.everyone, {}, counts=total.like(like).counting())
+        counts = asked["counts"]  # [1]
         own = tree.snapshot(server.model.classifier.state_dict())
         shift = self.tau * (counts / counts.sum()).clamp(min=1e-12).log().float()
         server.state["classifier"] = own | {"bias": torch.where(counts > 0, own["bias"] - shift, NEVER)}  # [2]

@@ -87,6 +87,7 @@ OFFICIAL: dict[str, Any] = {
 QUICK: dict[str, Any] = {"synthesis_steps": 5}
 PRESETS = {"official": OFFICIAL, "quick": QUICK}
 
+CLOSED_FORMS = ("ncm", "ridge")  # Values of `classifier` that need no features.
 TIMED_STEPS = 3  # Synthesis steps from which the duration in plans is estimated.
 SHOWN_CLASSES, SHOWN_FEATURES = 10, 200  # Features kept for `raylt plot features`: 4 MB at d = 512.
 
@@ -229,7 +230,7 @@ class SFD(Method):
         """
         low = max(600, dim + 88) if self.m_min is None else self.m_min
         high = max(2000, low * 10 // 3) if self.m_max is None else self.m_max
-        if self.aligner and low <= dim:  # [6]
+        if self.aligner and self.classifier == "safs" and low <= dim:  # [6]
             raise ConfigError(
                 f"method.m_min: features have d = {dim}; the aligner needs at least d + 1 = {dim + 1} synthetic ones "
                 f"per class ({low}). Set method.m_min={dim + 88}, or leave it out.",
@@ -319,18 +320,6 @@ class SFD(Method):
 
     # at the server
 
-    def start(self, server: Server, fleet: Fleet) -> None:
-        self.bank(server.model.dim)  # check now, before hours of training
-        if self.safs and not (self.aligner or self.mmd):
-            raise ConfigError(
-                "method.aligner: without it and method.mmd, synthetic features do not approach real ones (false). "
-                "Set one of them to true, or method.safs=false.",
-                code="config.conflict",
-                key="method.aligner",
-                value=False,
-            )
-        super().start(server, fleet)
-
     def message(self, server: Server) -> Message:
         r = server.round - 1  # [4]
         return super().message(server) | {"beta": self.beta1 * 0.5 * (1 + math.cos(math.pi * r / server.rounds))}
@@ -351,8 +340,19 @@ class SFD(Method):
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         check_linear_classifier(self.name, config, model, bias=False)
-        if self.safs:
-            check_class_uploads(task, model, self.class_sums_like(model.dim))
+        if not self.safs:
+            return
+        check_class_uploads(task, model, self.class_sums_like(model.dim))
+        if self.classifier not in CLOSED_FORMS:
+            self.bank(model.dim)
+        if self.classifier == "safs" and not (self.aligner or self.mmd):
+            raise ConfigError(
+                "method.aligner: without it and method.mmd, synthetic features do not approach real ones (false). "
+                "Set one of them to true, or method.safs=false.",
+                code="config.conflict",
+                key="method.aligner",
+                value=False,
+            )
 
     def class_sums_like(self, d: int) -> Tree:
         """Return empty tensors with the shapes of one class's feature sums, for features of width d."""
@@ -376,7 +376,7 @@ class SFD(Method):
         sums = dict(
             sorted(got["classes"].items(), key=lambda entry: (entry[1]["n"], entry[0]))
         )  # largest bank first [7]
-        if self.classifier in ("ncm", "ridge"):  # [10]
+        if self.classifier in CLOSED_FORMS:  # [10]
             server.state["classifier"] = closed_form(self.classifier, sums, server.model.classes)
             return
         sizes = bank_sizes([of_class["n"] for of_class in sums.values()], *self.bank(server.model.dim))

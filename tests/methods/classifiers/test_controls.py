@@ -6,7 +6,7 @@ import pytest
 import torch
 from rounds import run
 from test_statistics_classifiers import pooled
-from tiny import fingerprint, make_task, open_client
+from tiny import configure, fingerprint, make_experiment, make_task, open_client
 from torch.nn import functional as F
 
 from raylt.core.training.features import features
@@ -135,6 +135,12 @@ def test_posthoc_takes_off_the_log_of_the_pooled_frequencies(tiny_task, tmp_path
         judged = experiment.method.global_model(experiment.server).eval()(x)
     counts = torch.tensor([26, 21, 10, 3])  # sums of the columns of COUNTS
     assert torch.allclose(judged, plain - 0.7 * (counts / 60).log(), atol=1e-5)
+
+
+def test_posthoc_asks_for_counts_without_a_message(tiny_task, tmp_path):
+    experiment = make_experiment(configure(federation={"rounds": 1}), tiny_task, tmp_path, PostHoc())
+    experiment.step()
+    assert experiment.step().traffic["statistics"]["down"] == 0
 
 
 def test_posthoc_with_tau_0_is_fedavg(tiny_task, tmp_path):

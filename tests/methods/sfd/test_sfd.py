@@ -162,10 +162,26 @@ def test_official_preset_selects_the_codes_variants_and_explicit_fields_win():
         ({"aligner": False, "mmd": False}, "config.conflict", "method.aligner", False),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_the_first_round(task, tmp_path, fields, code, key, value):
+def test_settings_that_cannot_work_are_refused_by_a_plan(task, tmp_path, fields, code, key, value):
     experiment = open_experiment(configure(**fields), task, tmp_path)
     with refused(code, ConfigError, key=key, value=value):
-        experiment.step()
+        experiment.method.prepare(task, experiment.config, experiment.server.model)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"m_min": 64, "safs": False},
+        {"m_min": 64, "classifier": "gaussian"},
+        {"m_min": 100, "m_max": 90, "classifier": "ncm"},
+        {"aligner": False, "mmd": False, "classifier": "ridge"},
+        {"aligner": False, "mmd": False, "classifier": "means"},
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_used_are_not_refused(task, tmp_path, fields):
+    experiment = open_experiment(configure(**fields), task, tmp_path)
+    experiment.method.prepare(task, experiment.config, experiment.server.model)
 
 
 @pytest.mark.parametrize(("dim", "bank"), [(64, (600, 2000)), (512, (600, 2000)), (1024, (1112, 3706))])
