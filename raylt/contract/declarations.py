@@ -54,6 +54,8 @@ def names_stages_and_methods(case: Case) -> None:
         expect(not isinstance(names, str), f"`later` has a text for the stage {stage!r}, not a tuple of names")
         for name in names:
             expect(name in type(method).model_fields, f"`later` names {name!r}, which is not a field")
+    for name in method.encoder_fields:
+        expect(name in type(method).model_fields, f"`encoder_fields` names {name!r}, which is not a field")
     expect(
         method.trains_as is None or method.trains_as in METHODS, f"`trains_as` names no method: {method.trains_as!r}"
     )

@@ -48,6 +48,7 @@ class Method(BaseModel):
         problems: Kinds of problems that the algorithm is defined for; other problems are rejected.
         later: For each stage, the fields that take effect only from that stage on; see `stages`. Fields of the stage
             "judging" only affect evaluations of clients' own models: the last one and those of evaluation.personal.
+        encoder_fields: Fields that act only on the training of the encoder; without effect if it learns nothing.
         trains_as: Name of the method whose rounds this one shares, if the two differ only in the last phase.
         group: The part of the algorithm that the method changes: training of the global model (global), what clients
             keep (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or
@@ -74,6 +75,7 @@ class Method(BaseModel):
     personal: ClassVar[bool] = False
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification",)
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    encoder_fields: ClassVar[tuple[str, ...]] = ()
     trains_as: ClassVar[str | None] = None
     group: ClassVar[Group | None] = None
     privileged: ClassVar[str | None] = None

@@ -47,6 +47,7 @@ class FedLoGe(Method):
     paper: ClassVar[str] = "Xiao et al., ICLR 2024"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2401.08977"
     personal: ClassVar[bool] = True
+    encoder_fields: ClassVar[tuple[str, ...]] = ("beta", "steps")
 
     beta: float = hp(
         0.6, Choice(0.4, 0.6), "share of the frame's entries that are 0; SFD tunes it in {0.4, 0.6}", ge=0, lt=1

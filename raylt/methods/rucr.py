@@ -52,6 +52,7 @@ class RUCR(Method):
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "retraining": ("retrain_rounds", "size", "lam_low", "lam_high", "retrain_epochs", "retrain_batch", "retrain_lr")
     }
+    encoder_fields: ClassVar[tuple[str, ...]] = ("weight", "tau")
 
     weight: float = hp(0.15, LogUniform(0.01, 1.0), "weight of the loss on prototypes", ge=0)
     tau: float = hp(0.9, LogUniform(0.1, 2.0), "temperature of cosines to prototypes", gt=0)

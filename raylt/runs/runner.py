@@ -10,6 +10,7 @@ from raylt.core.checkpoint.checkpoint import Checkpoint, Seal
 from raylt.core.device import one_thread
 from raylt.core.fleet.client_host import IN_STACKS
 from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.core.method import Method
 from raylt.core.report import CHECKPOINT, RoundReport
 from raylt.core.server import ENDED_EARLY
 from raylt.core.setup import Setup
@@ -150,6 +151,8 @@ def _notices(setup: Setup, task: Task, model: SplitModel, saved: Checkpoint | No
         yield f"the frozen parts of {config.model} are random, since weights is not set"
     if saved is None:
         yield from idle_settings(config)
+        if not any(parameter.requires_grad for parameter in model.encoder.parameters()):
+            yield from _idle_fields(setup.method, config)
         if not setup.method.personal and not model.local_buffers:
             for name in ("personal", "fresh"):
                 value = getattr(config.evaluation, name)
@@ -160,6 +163,17 @@ def _notices(setup: Setup, task: Task, model: SplitModel, saved: Checkpoint | No
                     )
     if config.views != Config.model_fields["views"].default and setup.augment is not draw_view:
         yield f"views = {config.views} has no effect, since only augmented images of a frozen encoder have views"
+
+
+def _idle_fields(method: Method, config: Config) -> Iterator[str]:
+    """Yield a notice for each field of `encoder_fields` that differs from its default."""
+    for name in method.encoder_fields:
+        value = getattr(method, name)
+        if value != type(method).model_fields[name].default:
+            yield (
+                f"method.{name} = {str(value).lower()} has no effect, because trainable = {config.trainable} leaves "
+                "nothing of the encoder to train"
+            )
 
 
 def _take_steps(

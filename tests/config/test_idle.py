@@ -88,3 +88,14 @@ def test_a_run_says_which_of_its_settings_has_no_effect(tmp_path):
     changes = {"data.partition": "iid", "data.alpha": 0.1, "federation.rounds": 1, "local.epochs": 1}
     raylt.run("fedavg", data="digits", fleet="local", out=tmp_path, callbacks=[listens], overrides=changes)
     assert "data.alpha = 0.1 has no effect, because data.partition = iid does not use it" in listens.said
+
+
+def test_fields_that_act_on_the_encoder_have_no_effect_if_it_is_frozen(tmp_path):
+    listens = Listens()
+    settings = ("federation.rounds=1", "method.weight=0.5")
+    make_tiny_run(tmp_path, "rucr", "trainable=classifier", *settings, callbacks=[listens])
+    because = "because trainable = classifier leaves nothing of the encoder to train"
+    assert [text for text in listens.said if "method." in text] == [f"method.weight = 0.5 has no effect, {because}"]
+    listens = Listens()
+    make_tiny_run(tmp_path, "rucr", *settings, name="whole", callbacks=[listens])
+    assert not [text for text in listens.said if "has no effect" in text]

@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
+from rounds import run
+from small_runs import QUICK
+from tiny import fingerprint, private_states
 
+from raylt.contract.fields import others
 from raylt.methods import METHODS
 
 DECLARED = yaml.safe_load(Path(__file__).with_name("declarations.yaml").read_text())
@@ -29,6 +33,7 @@ def declarations(name: str) -> dict[str, Any]:
         "trains_as": method.trains_as,
         "sees_each": list(method.sees_each),
         "terms": list(method.terms),
+        "encoder_fields": list(method.encoder_fields),
         "later": {stage: list(fields) for stage, fields in method.later.items()},
         "stages": {stage: step for stage, step in method.stages(ROUNDS).items() if stage not in ("finish", "judging")},
     }
@@ -42,3 +47,22 @@ def test_declarations_are_those_of_the_list(name):
 
 def test_the_list_has_every_method_and_no_other():
     assert DECLARED.keys() == METHODS.keys()
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].encoder_fields])
+def test_fields_of_the_encoder_change_nothing_if_it_is_frozen(tiny_task, tmp_path, name):
+    method = METHODS[name](**QUICK[name])
+    plain = deployed(tiny_task, tmp_path, method)
+    for field in method.encoder_fields:
+        other = next(others(method, field))
+        assert deployed(tiny_task, tmp_path, other) == plain, field
+
+
+def deployed(task, folder, method):
+    """Return the bits of the global model and of the classifiers that clients keep."""
+    experiment = run(task, folder, method, rounds=2, trainable="classifier")
+    own = {
+        str(id): {name: value for name, value in state["model"].items() if name.startswith("personal.")}
+        for id, state in private_states(experiment).items()
+    }
+    return fingerprint({"global": dict(method.global_model(experiment.server).state_dict()), "own": own})

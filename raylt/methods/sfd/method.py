@@ -135,6 +135,8 @@ class SFD(Method):
         )
     }
 
+    encoder_fields: ClassVar[tuple[str, ...]] = ("tau", "beta1", "delta", "scl_self", "hidden", "projection")
+
     preset: Literal["paper", "official", "quick"] = hp(
         "paper",
         Choice("paper", "official"),
