@@ -8,7 +8,7 @@ Symbols follow Algorithm 1 (from memory). Decisions, some by the authors' code, 
     clipped to [0, 1]. Its gradient is the text's, <v_i - w_i, grad f_i>; the code adds 0.02 alpha.
 [3] v_i starts from the first model that the client receives. A client that never took a step uses the global model.
 [4] The mixture has the BatchNorm statistics of its own forward passes.
-The global model equals FedAvg's, bit by bit.
+The global model equals FedAvg's, bit by bit, if the network draws no random numbers (dropout).
 """
 
 import copy

@@ -12,7 +12,7 @@ from raylt.hyper import Choice, LogUniform, hp
 
 
 class FedAvgM(Method):
-    """FedAvg with momentum at the server. beta = 0 is FedAvg.
+    """FedAvg with momentum at the server. beta = 0 with server_lr = 1 is FedAvg.
 
     v <- beta v + Delta, then w <- w + lr v, where Delta is the clients' mean model minus w.
     """

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raylt.config import Config
 from raylt.core.client import Client, Message
 from raylt.core.method import Method
 from raylt.core.training.loss_terms import Terms
 from raylt.core.training.sgd import Objective, take_statistics
 from raylt.data.samples import Batch
+from raylt.data.task import Task
+from raylt.errors import ConfigError
 from raylt.hyper import LogUniform, hp
+from raylt.models.split import SplitModel
 from raylt.ops.distillation import divergence
 
 
@@ -33,6 +37,16 @@ class FedNTD(Method):
 
     beta: float = hp(1.0, LogUniform(0.1, 10), "weight of the distillation; from the code", ge=0)
     tau: float = hp(1.0, LogUniform(0.5, 5), "temperature of the distillation; from the code", gt=0)
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        if self.beta and task.classes < 3:
+            raise ConfigError(
+                f"method.beta: with {task.classes} classes, the softmax over all but the true class is always 1, so the "
+                f"distillation has no effect ({self.beta:g}). Set method.beta=0, or choose another method.",
+                code="data.too-few",
+                key="method.beta",
+                value=self.beta,
+            )
 
     @property
     def terms(self) -> tuple[str, ...]:

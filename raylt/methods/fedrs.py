@@ -7,7 +7,7 @@ Checked against the authors' repository, lxcnju/FedRepo at 18eeb6d. Departures:
     applies this again to its own result at each step, so that all scales soon are 1 (`algorithms/fedrs.py`; an older
     file, `fedrs.py`, keeps the scales).
 `missing=mask` leaves the missing classes out of the softmax. This equals FedLC with tau = 0, the mask without a margin.
-alpha = 1 is FedAvg.
+alpha = 1 with `missing=scale` is FedAvg.
 """
 
 from typing import ClassVar, Literal

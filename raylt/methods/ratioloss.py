@@ -11,7 +11,7 @@ Departures from the text, and from the authors' code for details that the text d
 [4] Only weights that a single class pulls are counted, by the code's rule, over the whole layer. With non-negative
     features, only a class itself can pull its weights up, so these are weights of the class's own output.
 [5] The monitor of a round's composition, which raises alarms but does not affect training, is left out.
-beta = 0 is FedAvg.
+beta = 0 is FedAvg with alpha = 1, and otherwise FedAvg with alpha times its loss.
 """
 
 from typing import ClassVar

@@ -1,15 +1,19 @@
 import copy
+from types import SimpleNamespace
 
 import naive
 import pytest
 import torch
+from refusals import refused
 from rounds import flat, run
-from tiny import fingerprint, open_client
+from tiny import configure, fingerprint, open_client
 from torch import tensor
 from torch.nn import functional as F
 
+from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedntd import FedNTD
+from raylt.models import build_model
 from raylt.ops.distillation import divergence
 
 
@@ -91,3 +95,11 @@ def test_beta_of_zero_is_fedavg_to_the_bit(tiny_task, tmp_path):
 def test_every_field_changes_the_model(tiny_task, tmp_path):
     ends = [flat(run(tiny_task, tmp_path, FedNTD(**given), rounds=1)) for given in ({}, {"beta": 3.0}, {"tau": 3.0})]
     assert all(not torch.equal(a, b) for i, a in enumerate(ends) for b in ends[:i])
+
+
+def test_two_classes_are_refused():
+    model = build_model("small", 2, (8, 8, 1))
+    FedNTD(beta=0).prepare(SimpleNamespace(classes=2), configure(), model)
+    FedNTD().prepare(SimpleNamespace(classes=3), configure(), model)
+    with refused("data.too-few", ConfigError, key="method.beta", value=1.0):
+        FedNTD().prepare(SimpleNamespace(classes=2), configure(), model)

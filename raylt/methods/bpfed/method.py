@@ -40,6 +40,7 @@ from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.sgd import sgd
 from raylt.data.samples import Batch
 from raylt.data.task import Task, TaskSpec
+from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.layers import check_linear_classifier
 from raylt.models.split import SplitModel, StateDict, with_classifier
@@ -114,6 +115,22 @@ class BPFed(Method):
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         check_linear_classifier(self.name, config, model)
+        if self.softmax == "owned" and self.loss == "ls_all":
+            raise ConfigError(
+                "method.softmax: method.loss=ls_all gives classes that a client does not own a share of the label, so "
+                "the softmax must have all classes (owned). Set method.softmax=all.",
+                code="config.conflict",
+                key="method.softmax",
+                value="owned",
+            )
+        if self.restart and not self.crt:
+            raise ConfigError(
+                "method.restart: with method.crt=false, new weights of the classifier would never be trained (true). "
+                "Set method.restart=false, or method.crt=true.",
+                code="config.conflict",
+                key="method.restart",
+                value=True,
+            )
 
     def shared(self, model: SplitModel) -> StateDict:
         return model.entries("encoder.")
@@ -223,9 +240,8 @@ class BPFed(Method):
             z, y = balance(z, y, unpack(message["covariance"], z.shape[1]), client.order)  # [4]
         delta = 0.0 if self.loss == "ce" else self.delta
         labels = smooth_labels(client.counts, delta, self.gamma, self.loss == "ls_all")  # [C, C] [6]
-        fewer = self.softmax == "owned" and self.loss != "ls_all"
         # [7]; indices instead of a mask, because indexing by a mask waits for the GPU to count the classes
-        classes = (owned if fewer else torch.ones_like(owned)).nonzero().flatten()
+        classes = (owned if self.softmax == "owned" else torch.ones_like(owned)).nonzero().flatten()
         head = ScaledLinear(_linear(client.model), self.crt, self.lws, self.restart).to(client.device)
         loss = 0.0
         if len(classes) > 1:  # a softmax over one class is always 1
@@ -251,7 +267,10 @@ class BPFed(Method):
 
         Stage 2 uses the client's covariance M_k instead of the global M_glo.
         """
-        super().settle(client, message)
+        client.receive(message["model"])
+        self.join(client, {})
+        mixed = self.mixed(client) if self.alpha > 0 else None  # [1]
+        sgd(client, self.objective(client, message), _linear(client.model).parameters(), make=mixed)
         if self.finishes and self.fa:
             moments = self.covariance(client, message).tree
             self.retrain(client, {"covariance": moments["scatter"] / max(moments["n"], 1)})

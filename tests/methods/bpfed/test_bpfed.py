@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 from bpfed_runs import loss_of, open_client, run
-from tiny import configure, fingerprint, make_experiment, make_task, private_states
+from refusals import refused
+from tiny import configure, fingerprint, make_experiment, make_setup, make_task, private_states
 from torch import tensor
 from torch.nn import functional as F
 
@@ -13,6 +14,7 @@ from raylt import tree
 from raylt.core.training.features import features
 from raylt.core.training.fit_classifier import fit_classifier
 from raylt.data.task import Shard
+from raylt.errors import ConfigError
 from raylt.methods.bpfed.method import BPFed, ScaledLinear, balance, smooth_labels, undecided
 from raylt.ops.moments import unpack
 from raylt.seeds import seed_for, seeded
@@ -267,3 +269,20 @@ def test_own_classifiers_are_those_of_the_clients_seed(tiny_task, tmp_path):
     with seeded(4, "join", 0, 5):
         expected = torch.nn.Linear(64, 4)
     assert torch.equal(private_states(experiment)[5]["model"]["classifier.weight"], expected.weight)
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "value"),
+    [
+        ({"softmax": "owned", "loss": "ls_all"}, "method.softmax", "owned"),
+        ({"restart": True, "crt": False}, "method.restart", True),
+    ],
+    ids=str,
+)
+def test_fields_that_exclude_each_other_are_refused(tiny_task, fields, key, value):
+    config = configure()
+    model = make_setup(config, BPFed()).new_model(tiny_task.spec)
+    with refused("config.conflict", ConfigError, key=key, value=value):
+        BPFed(**fields).prepare(tiny_task, config, model)
+    for name, one in fields.items():
+        BPFed(**{name: one}).prepare(tiny_task, config, model)

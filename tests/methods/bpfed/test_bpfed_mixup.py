@@ -115,3 +115,19 @@ def test_sgd_takes_other_batches_and_counts_their_samples(tiny_task):
     )
     assert len(losses) == len(batches) == 2
     assert mean == pytest.approx(sum(loss.item() for loss in losses) / 2)
+
+
+@pytest.mark.parametrize(("alpha", "mixes"), [(1.0, True), (0.0, False)])
+def test_new_client_trains_its_classifier_with_mixup_too(tiny_task, monkeypatch, alpha, mixes):
+    makers = []
+
+    def watch(client, objective, params, make):
+        makers.append(make)
+        return 0.0
+
+    monkeypatch.setattr("raylt.methods.bpfed.method.sgd", watch)
+    method = BPFed(alpha=alpha, crt=False, lws=False)
+    client = open_client(tiny_task)
+    method.settle(client, {"model": method.shared(client.model)})
+    assert len(makers) == 1
+    assert (makers[0] is not None) == mixes
