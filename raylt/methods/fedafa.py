@@ -92,7 +92,7 @@ class FedAFA(Method):
         client.receive(message["model"])
         take_statistics(client)
         lower, upper = self.lower_and_upper(client.model)
-        glob = copy.deepcopy(upper).requires_grad_(False).eval()
+        received = copy.deepcopy(upper).requires_grad_(False).eval()
         client.model.eval()
         upper.train()  # [1]
         optimiser = SGD(upper.parameters(), self.tune_lr, self.tune_momentum, self.tune_weight_decay)  # [3]
@@ -103,7 +103,7 @@ class FedAFA(Method):
             batch = client.batch(places)
             with torch.no_grad():
                 a = lower(batch.x)  # [B, C', H', W']
-            rows, made = self.generate(client, glob, a, batch.y)
+            rows, made = self.generate(client, received, a, batch.y)
             with autocast(client):
                 loss = F.cross_entropy(upper(a), batch.y)
                 if len(rows):
@@ -127,16 +127,17 @@ class FedAFA(Method):
     def settle(self, client: Client, message: Message) -> None:
         self.personalise(client, message)
 
-    def generate(self, client: Client, glob: nn.Module, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def generate(self, client: Client, received: nn.Module, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Choose samples of a batch to replace; return their positions and the activations that replace them.
 
         Args:
             client: The client.
-            glob: Upper layers of the global model.
+            received: Upper layers of the global model.
             a: Activations at the cut, [B, C', H', W'].
             y: Labels, int64 [B].
         """
-        n, draws = client.counts.double().cpu(), client.order
+        n = client.counts.double().cpu()
+        draws = client.order
         class_sizes = n[y.cpu()]  # [B]
         uniform = torch.rand(len(y), generator=draws)
         chosen = torch.nonzero(uniform >= class_sizes / n.max()).flatten()  # with probability 1 - n_y / n_max
@@ -146,7 +147,7 @@ class FedAFA(Method):
         seeds = torch.multinomial(fit, 1, generator=draws).flatten().to(y.device)
         chosen = chosen.to(y.device)
         noise = torch.rand(a[seeds].shape, generator=draws).to(a.device)
-        made, probability = adversarial(glob, a[seeds], y[chosen], noise, self.steps, self.step)
+        made, probability = adversarial(received, a[seeds], y[chosen], noise, self.steps, self.step)
         kept = probability >= self.accept
         return chosen[kept], made[kept]
 
@@ -173,7 +174,8 @@ def adversarial(
         steps: Number of descent steps on the cross-entropy.
         step: Length of a step for each activation.
     """
-    highest, middle = a.max(), (a.max() + a.min()) / 2
+    highest = a.max()
+    middle = (a.max() + a.min()) / 2
     a = (a + (noise - middle).renorm(2, 1, 1.0)).clamp(min=0).minimum(highest)  # [4]
     for _ in range(steps):
         a = a.detach().requires_grad_()

@@ -71,9 +71,9 @@ class FedALA(Method):
         size = max(int(self.share * len(client)), min(len(client), 2))
         drawn = torch.randperm(len(client), generator=client.order)[:size].to(client.device)
         batches = [rows for rows in drawn.split(client.config.local.batch) if len(rows) > 1]
-        put(mixed, own, gap, weights)
+        set_mixture(mixed, own, gap, weights)
         losses: list[float] = []
-        while batches and not done(losses, first):
+        while batches and not weights_settled(losses, first):
             loss = torch.zeros(())
             for rows in batches:
                 batch = client.batch(rows)
@@ -82,7 +82,7 @@ class FedALA(Method):
                 gradients = torch.autograd.grad(loss, list(mixed.values()))
                 for name, gradient in zip(names, gradients, strict=True):
                     weights[name] = (weights[name] - self.eta * gradient * gap[name]).clamp(0, 1)
-                put(mixed, own, gap, weights)
+                set_mixture(mixed, own, gap, weights)
             losses.append(loss.item())
         client.state["weights"] = weights
         return {name: p.detach() for name, p in mixed.items()}
@@ -96,7 +96,7 @@ class FedALA(Method):
 
 
 @torch.no_grad()
-def put(params: StateDict, own: StateDict, gap: StateDict, weights: StateDict) -> None:
+def set_mixture(params: StateDict, own: StateDict, gap: StateDict, weights: StateDict) -> None:
     """Set each parameter to the mixture theta_i + (theta - theta_i) W of the client's and the global value.
 
     Args:
@@ -109,7 +109,7 @@ def put(params: StateDict, own: StateDict, gap: StateDict, weights: StateDict) -
         p.copy_(own[name] + gap[name] * weights[name])
 
 
-def done(losses: list[float], first: bool) -> bool:
+def weights_settled(losses: list[float], first: bool) -> bool:
     """Return whether the learning of mixing weights ends, given the losses of the epochs so far [2]."""
     if not first or not losses:
         return len(losses) > 0

@@ -81,7 +81,8 @@ class FedDyn(Method):
         return {"model": message["model"] | ahead, "mean_samples": server.state["mean_samples"]}
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        message, cohort = self.message(server), self.sample(server, fleet)
+        message = self.message(server)
+        cohort = self.sample(server, fleet)
         ids = cohort.ids if isinstance(cohort, Cohort) else cohort
         got = train_clients(self, server, fleet, cohort, message, dict.fromkeys(ids, 1.0))
         before, _ = trained_and_rest(server.model, message["model"])

@@ -70,10 +70,8 @@ class FedETF(Method):
         projection = nn.Linear(base.dim, spec.classes)
         encoder = nn.Sequential(OrderedDict(base=base.encoder, projection=projection, unit=Unit()))
         model = with_encoder(base, encoder)
-        model.dim, model.classifier = (
-            spec.classes,
-            Frame(simplex_etf(spec.classes, spec.classes, draw), self.temperature),
-        )
+        model.dim = spec.classes
+        model.classifier = Frame(simplex_etf(spec.classes, spec.classes, draw), self.temperature)
         return model
 
     def shared(self, model: SplitModel) -> StateDict:
@@ -145,7 +143,8 @@ def tune(
         momentum: Momentum of SGD.
         weight_decay: Weight decay.
     """
-    model, value = client.model.train(), torch.zeros(())
+    model = client.model.train()
+    value = torch.zeros(())
     optimiser = SGD(params, lr, momentum, weight_decay)
     base, projection, unit = (model.encoder.get_submodule(name) for name in ("base", "projection", "unit"))
     for batch in client.batches(epochs, client.config.local.batch):

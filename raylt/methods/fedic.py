@@ -121,7 +121,7 @@ class FEDIC(Method):
             batch = images.batch(rows)
             answer = student(batch.x)
             hard = F.cross_entropy(answer, batch.y)
-            soft = divergence(teacher[rows], answer, self.temperature)  # [4]
+            soft = divergence(answer, teacher=teacher[rows], temperature=self.temperature)  # [4]
             optimiser.step(self.weight * soft + (1 - self.weight) * hard)
         return hard.item(), soft.item()
 

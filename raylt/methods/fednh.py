@@ -65,7 +65,7 @@ class FedNH(Method):
         parts = train_model(self, client, message)
         z, y = features(client)
         means = weighted_class_means(F.normalize(z, dim=1), y, unit=True)  # [2]
-        return client.reply(model=trained(self.shared(client.model)), classes=means, **parts)
+        return client.reply(model=without_prototypes(self.shared(client.model)), classes=means, **parts)
 
     def round(self, server: Server, fleet: Fleet) -> None:
         message = self.message(server)
@@ -74,7 +74,7 @@ class FedNH(Method):
             self.train,
             self.sample(server, fleet),
             message,
-            model=mean.like(trained(message["model"])),
+            model=mean.like(without_prototypes(message["model"])),
             classes=total.within(dict.fromkeys(range(server.model.classes), of_class))
             .counting("n")
             .over_samples(partial(sums_fault, **server.feature_limits | {"longest": 1.0})),
@@ -88,7 +88,7 @@ class FedNH(Method):
         server.log(loss=got["loss"])
 
 
-def trained(entries: StateDict) -> StateDict:
+def without_prototypes(entries: StateDict) -> StateDict:
     """Return all entries of a model except the prototypes."""
     return {name: value for name, value in entries.items() if name != PROTOTYPES}
 

@@ -41,7 +41,7 @@ class FedNTD(Method):
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         if self.beta and task.classes < 3:
             raise ConfigError(
-                f"method.beta: with {task.classes} classes, the softmax over all but the true class is always 1, so the "
+                f"method.beta: with {task.classes} classes the softmax over all but the true class is always 1, and the "
                 f"distillation has no effect ({self.beta:g}). Set method.beta=0, or choose another method.",
                 code="data.too-few",
                 key="method.beta",
@@ -69,7 +69,8 @@ class FedNTD(Method):
             return {
                 "cross_entropy": F.cross_entropy(logits, batch.y),
                 # without the true class [1]
-                "distillation": self.beta * divergence(teacher.gather(1, places), logits.gather(1, places), self.tau),
+                "distillation": self.beta
+                * divergence(logits.gather(1, places), teacher=teacher.gather(1, places), temperature=self.tau),
             }
 
         return Terms(client, terms)

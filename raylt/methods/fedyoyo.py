@@ -102,7 +102,7 @@ class FedYoYo(Method):
             if self.mixed == "each_step":
                 prior = torch.lerp(prior, own, self.gamma)
             weak, strong = logits.chunk(2)
-            taught = distillation(weak, strong, batch.y, self.temperature)
+            taught = distillation(strong, teacher=weak, y=batch.y, temperature=self.temperature)
             return {"cross_entropy": F.cross_entropy(logits, batch.y.repeat(2)), "distillation": weight * taught}
 
         return Terms(client, terms)
@@ -122,7 +122,7 @@ class FedYoYo(Method):
             plain,
             effective=total.like(like).over_samples(effective_fault),
         )
-        server.state["effective"] = steadied(1 + counted["effective"].float(), server.state.get("effective"))
+        server.state["effective"] = smoothed(1 + counted["effective"].float(), server.state.get("effective"))
         train_clients(self, server, fleet, list(counted.weights))
 
 
@@ -152,7 +152,7 @@ def effective_fault(n: int, parts: Tree) -> str | None:
     return None if ((effective >= 0) & (effective <= n / MIN_SQUARE)).all() else "has impossible numbers of samples"
 
 
-def steadied(effective: Tensor, before: Tensor | None) -> Tensor:
+def smoothed(effective: Tensor, before: Tensor | None) -> Tensor:
     """Return each class's effective number of samples, smoothed over rounds, with outliers replaced, [C] [2].
 
     Args:
@@ -166,19 +166,19 @@ def steadied(effective: Tensor, before: Tensor | None) -> Tensor:
     return torch.where((now - before).abs() > MAX_CHANGE * before, before, now)
 
 
-def distillation(weak: Tensor, strong: Tensor, y: Tensor, temperature: float) -> Tensor:
+def distillation(strong: Tensor, *, teacher: Tensor, y: Tensor, temperature: float) -> Tensor:
     """Return the KL divergence between predictions for weakly and strongly augmented views, a scalar [5].
 
     It is the mean over the samples whose weak view is classified as labelled, or 0 if there are none. The predictions
     for weak views have no gradient.
 
     Args:
-        weak: Logits of the weak views, [B, C].
         strong: Logits of the strong views, [B, C].
+        teacher: Logits of the weak views, [B, C].
         y: Labels, int64 [B].
         temperature: Temperature T.
     """
-    target = (weak.detach() / temperature).log_softmax(1)
+    target = (teacher.detach() / temperature).log_softmax(1)
     apart = F.kl_div((strong / temperature).log_softmax(1), target, reduction="none", log_target=True).sum(1)
-    right = weak.argmax(1) == y
+    right = teacher.argmax(1) == y
     return (apart * right).sum() / right.sum().clamp(min=1)

@@ -94,7 +94,7 @@ class FLea(Method):
             logits = model.classifier(upper(a))
             return {
                 "cross_entropy": F.cross_entropy(logits, batch.y),
-                "divergence": self.warm_kd * divergence(received(batch.x), logits),
+                "divergence": self.warm_kd * divergence(logits, teacher=received(batch.x)),
                 "correlation": self.dcor * distance_correlation(batch.x, a),
             }
 
@@ -119,7 +119,7 @@ class FLea(Method):
                 "cross_entropy": F.cross_entropy(model.classifier(upper(a)), batch.y),
                 "mixed": mixed.mean(),
                 "divergence": self.kd
-                * divergence(received.classifier(frozen_upper(shared_a)), model.classifier(upper(shared_a))),
+                * divergence(model.classifier(upper(shared_a)), teacher=received.classifier(frozen_upper(shared_a))),
                 "correlation": self.dcor * distance_correlation(batch.x, a),
             }  # [4]
 
@@ -201,7 +201,8 @@ def distance_correlation(x: Tensor, a: Tensor) -> Tensor:
         a: The second set, [B, ...]; its other dimensions may differ.
     """
     with torch.autocast(x.device.type, enabled=False):
-        p, q = centred_distances(x.flatten(1).float()), centred_distances(a.flatten(1).float())
+        p = centred_distances(x.flatten(1).float())
+        q = centred_distances(a.flatten(1).float())
         least = 1e-7  # added for batches of equal points, and under the roots, as in the authors' code
         return ((p * q).mean().clamp(min=0) + least).sqrt() / (
             ((p * p).mean() + least).sqrt() * ((q * q).mean() + least).sqrt()

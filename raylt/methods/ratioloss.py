@@ -97,7 +97,8 @@ class RatioLoss(Method):
     @torch.no_grad()
     def weights(self, server: Server) -> Tensor:
         """Return the class weights of the loss for this round, float32 [C]; ones in the first round [3]."""
-        model, auxiliary = server.model.eval(), server.auxiliary
+        model = server.model.eval()
+        auxiliary = server.auxiliary
         if auxiliary is None or server.round <= 1:
             return torch.ones(model.classes)
         batches = list(auxiliary.in_order(server.config.evaluation.batch))

@@ -8,7 +8,7 @@ from tiny import fingerprint, open_client, private_states
 from torch.nn import functional as F
 
 from raylt import tree
-from raylt.methods.fedala import FedALA, done
+from raylt.methods.fedala import FedALA, weights_settled
 from raylt.methods.fedavg import FedAvg
 
 
@@ -90,13 +90,13 @@ def test_first_round_is_fedavg_to_the_bit_and_the_second_is_not(tiny_task, tmp_p
 
 
 def test_weights_are_learned_to_convergence_once_and_then_for_one_epoch():
-    assert not done([], first=False)
-    assert done([1.0], first=False)
-    assert not done([1.0] * 10, first=True)
-    assert done([1.0] * 11, first=True)
-    assert not done([0.0, 1.0] * 10, first=True)
-    assert not done([0.0, 1.0] * 49 + [0.0], first=True)
-    assert done([0.0, 1.0] * 50, first=True)
+    assert not weights_settled([], first=False)
+    assert weights_settled([1.0], first=False)
+    assert not weights_settled([1.0] * 10, first=True)
+    assert weights_settled([1.0] * 11, first=True)
+    assert not weights_settled([0.0, 1.0] * 10, first=True)
+    assert not weights_settled([0.0, 1.0] * 49 + [0.0], first=True)
+    assert weights_settled([0.0, 1.0] * 50, first=True)
 
 
 def test_mixture_lies_between_the_two_models(tiny_task):

@@ -9,7 +9,7 @@ from tiny import fingerprint, open_client
 from torch.nn import functional as F
 
 from raylt.data.augment import auto_augment, cutout
-from raylt.methods.fedyoyo import FedYoYo, distillation, effective_samples, steadied
+from raylt.methods.fedyoyo import FedYoYo, distillation, effective_samples, smoothed
 
 
 def test_effective_samples_of_batches_worked_out_by_hand():
@@ -23,16 +23,16 @@ def test_effective_samples_of_batches_worked_out_by_hand():
 
 
 def test_estimates_are_steadied_from_round_to_round():
-    first = steadied(torch.tensor([4.0, 2e4, 8.0]), None)
+    first = smoothed(torch.tensor([4.0, 2e4, 8.0]), None)
     assert first.tolist() == [4, 6, 8]  # a value that is too large becomes the mean of the others
     # 0.9 * 4 + 0.1 * 14 = 5; 0.9 * 6 + 1e5 is too much, so 6 stays; 7.2 + 0.1
-    assert steadied(torch.tensor([14.0, 1e6, 1.0]), first).tolist() == pytest.approx([5, 6, 7.3])
-    assert steadied(torch.tensor([2e4, 3e4]), None).tolist() == [1, 1]
+    assert smoothed(torch.tensor([14.0, 1e6, 1.0]), first).tolist() == pytest.approx([5, 6, 7.3])
+    assert smoothed(torch.tensor([2e4, 3e4]), None).tolist() == [1, 1]
 
 
 def test_an_estimate_may_leap_by_a_multiple_of_the_one_before():
     # 0.9 * 300 + 0.1 * 5000 = 770; 0.9 * 0.5 + 0.1 * 600 = 60.45 is more than a hundred times 0.5 away
-    assert steadied(torch.tensor([5000.0, 600.0]), torch.tensor([300.0, 0.5])).tolist() == pytest.approx([770, 0.5])
+    assert smoothed(torch.tensor([5000.0, 600.0]), torch.tensor([300.0, 0.5])).tolist() == pytest.approx([770, 0.5])
 
 
 def test_only_what_the_weak_view_gets_right_teaches_and_nothing_moves_it():
@@ -44,13 +44,13 @@ def test_only_what_the_weak_view_gets_right_teaches_and_nothing_moves_it():
         p, q = (torch.tensor([math.exp(v / 2) for v in view[i].tolist()]) for view in (weak, strong))
         p, q = p / p.sum(), q / q.sum()
         expected += (p * (p / q).log()).sum().item() / 2
-    loss = distillation(weak, strong, y, 2.0)
+    loss = distillation(strong, teacher=weak, y=y, temperature=2.0)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     loss.backward()
     assert weak.grad is None
     assert strong.grad[1].tolist() == [0, 0]
     assert strong.grad[0].abs().min() > 0.01
-    assert distillation(weak, strong, 1 - weak.argmax(1), 2.0).item() == 0
+    assert distillation(strong, teacher=weak, y=1 - weak.argmax(1), temperature=2.0).item() == 0
 
 
 def effective_by_hand(model, x, y, order):
@@ -162,7 +162,7 @@ def test_killed_between_its_two_questions_and_resumed_it_ends_the_same(tmp_path)
         tmp_path,
         ["method=fedyoyo", "federation.rounds=2", "local.epochs=1", "data.clients=3"],
         "raylt.methods.fedyoyo",
-        "steadied",
+        "smoothed",
         2,
     )
     assert len((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()) == 1

@@ -66,7 +66,7 @@ def test_distance_correlation_has_the_gradient_of_finite_differences():
 def test_divergence_is_from_the_received_model_to_the_clients():
     p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.9, 0.1]])
     expected = 0.5 * (torch.log(torch.tensor(0.5 / 0.9)) + torch.log(torch.tensor(0.5 / 0.1)))
-    assert divergence(p.log(), q.log() + 3).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert divergence(q.log() + 3, teacher=p.log()).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_shares_of_a_mixture_are_beta_2_2():

@@ -44,7 +44,8 @@ class FedNPC(AfterTraining):
         own = server.model.classifier.state_dict()
         classifier = linear(own["weight"].clone(), own["bias"].clone())
         optimiser = SGD(classifier.parameters(), self.retrain_lr, self.retrain_momentum)
-        generator, model = torch.Generator().manual_seed(server.seed("noise")), server.model
+        model = server.model
+        generator = torch.Generator().manual_seed(server.seed("noise"))
         for _ in range(self.steps):
             z = torch.randn(self.samples, model.dim, generator=generator).to(server.device)
             y = torch.randint(model.classes, (self.samples,), generator=generator).to(server.device)

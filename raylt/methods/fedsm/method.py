@@ -291,7 +291,8 @@ class FedSM(Method):
                 logits = model(batch.x)
                 return {
                     "cross_entropy": F.cross_entropy(logits, batch.y),
-                    "distillation": self.kd * distillation(logits, log_q[batch.rows], self.temperature),
+                    "distillation": self.kd
+                    * distillation(logits, log_teacher=log_q[batch.rows], temperature=self.temperature),
                 }
 
         return Terms(client, terms)

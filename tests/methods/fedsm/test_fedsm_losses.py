@@ -19,7 +19,7 @@ def draw(batch=12, classes=4, seed=0, dtype=torch.float32):
 def test_distillation_is_zero_with_its_gradient_where_logits_agree_up_to_a_constant():  # T-FSM-3
     teacher = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits = (teacher + torch.arange(6.0)[:, None]).requires_grad_()
-    loss = distillation(logits, (teacher / 3).log_softmax(1), 3.0)
+    loss = distillation(logits, log_teacher=(teacher / 3).log_softmax(1), temperature=3.0)
     (grad,) = torch.autograd.grad(loss, logits)
     assert abs(loss.item()) < 1e-6
     assert grad.abs().max() < 1e-6
@@ -30,7 +30,7 @@ def test_distillation_takes_the_teacher_as_target_and_its_gradient_is_the_differ
     temperature = 2.0
     q = torch.tensor([[0.9, 0.1]])
     logits = torch.zeros(1, 2, requires_grad=True)
-    loss = distillation(logits, q.log(), temperature)
+    loss = distillation(logits, log_teacher=q.log(), temperature=temperature)
     assert loss.item() == pytest.approx(4 * (0.9 * math.log(1.8) + 0.1 * math.log(0.2)), rel=1e-6)
     assert loss.item() != pytest.approx(4 * 0.5 * math.log(25 / 9), rel=1e-2)
     (grad,) = torch.autograd.grad(loss, logits)
@@ -40,9 +40,14 @@ def test_distillation_takes_the_teacher_as_target_and_its_gradient_is_the_differ
 def test_distillation_is_never_negative_and_the_mean_over_the_batch():  # T-FSM-3
     generator = torch.Generator().manual_seed(1)
     logits, teacher = torch.randn(2, 50, 7, generator=generator)
-    each = [distillation(logits[i : i + 1], teacher[i : i + 1].log_softmax(1), 3.0) for i in range(50)]
+    each = [
+        distillation(logits[i : i + 1], log_teacher=teacher[i : i + 1].log_softmax(1), temperature=3.0)
+        for i in range(50)
+    ]
     assert min(each) >= 0
-    assert distillation(logits, teacher.log_softmax(1), 3.0).item() == pytest.approx((sum(each) / 50).item(), rel=1e-5)
+    assert distillation(logits, log_teacher=teacher.log_softmax(1), temperature=3.0).item() == pytest.approx(
+        (sum(each) / 50).item(), rel=1e-5
+    )
 
 
 def test_margin_softmax_without_margin_is_clips_cross_entropy():  # T-FSM-9
