@@ -60,7 +60,7 @@ def reproduce(
 ) -> None:
     """Run the cells of a paper's table and print a verdict for each; give the reason for cells that cannot be run."""
     from raylt.studies.papers.figures import figure_of, plan_figure
-    from raylt.studies.papers.reproduce import name_of, plan, select
+    from raylt.studies.papers.reproduce import name_of, numbers_of, plan, select
     from raylt.studies.papers.verdicts import verdicts as judge_all
     from raylt.studies.study import Study
 
@@ -73,7 +73,7 @@ def reproduce(
         _run_figure(figure, definition, folder, dry_run, parallel, fleet, address, mix_versions, format)
         return
     selected = select(paper, table, where, rows)
-    name = name or name_of(paper, f"table{table}" if table else "", where, scale)
+    name = name or name_of(paper, f"table{numbers_of(table)[0]}" if table else "", where, scale)
     definition = plan(selected, name, seeds, scale)
     if dry_run:
         planned = Study.preview(definition, folder)

@@ -1,5 +1,6 @@
 """Studies that reproduce selected cells of the papers' tables, at full or reduced scale."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ def select(
 
     Args:
         paper: `sfd`, `fedsm`, `mupfl` or `bpfed`.
-        table: Printed number, such as 2 or III; by default all tables.
+        table: Printed number, such as 2 or III, or the full name; by default all tables.
         where: Letters and values of the cells, such as {"IF": "100", "alpha": "0.5", "dataset": "cifar10"}.
         arms: Printed labels of the rows, in any case; by default all rows.
 
@@ -32,9 +33,10 @@ def select(
         )
     if table is not None:
         tables = list(dict.fromkeys(cell.table for cell in cells))
-        cells = [cell for cell in cells if table.upper() in cell.table.upper().replace("=", " ").split()]
+        cells = [cell for cell in cells if table.upper() in (cell.table.upper(), *numbers_of(cell.table))]
         if not cells:
-            raise unknown_name("table", f"{paper} has no such table", table, f"Choose from {', '.join(tables)}.")
+            numbers = ", ".join(numbers_of(each)[0] for each in tables)
+            raise unknown_name("table", f"{paper} has no such table", table, f"Choose from {numbers}.")
     for key, value in (where or {}).items():
         values = list(dict.fromkeys(cell.setting[key] for cell in cells if key in cell.setting))
         cells = [cell for cell in cells if same_value(cell.setting.get(key), value)]
@@ -50,6 +52,11 @@ def select(
             hint = did_you_mean(arm, labels)
             raise unknown_name("--arms", "unknown row", arm, f"{hint}Choose from {', '.join(labels)}.")
     return [cell for cell in cells if cell.arm.lower() in {arm.lower() for arm in arms}]
+
+
+def numbers_of(table: str) -> list[str]:
+    """Return the printed numbers in the name of a table: III of "III (IoT-J)", 4.3.3 of "text of 4.3.3"."""
+    return re.findall(r"(?<!\S)(?:[IVX]+|\d[\d.]*)(?!\S)", table.upper())
 
 
 def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> Definition:

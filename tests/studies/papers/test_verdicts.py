@@ -6,7 +6,7 @@ from refusals import refused
 
 from raylt.errors import ConfigError
 from raylt.studies.papers.printed_tables import base_of, expectations, identity
-from raylt.studies.papers.reproduce import command, name_of, plan, select
+from raylt.studies.papers.reproduce import command, name_of, numbers_of, plan, select
 from raylt.studies.papers.verdict_page import page
 from raylt.studies.papers.verdicts import count, verdicts
 from raylt.studies.records.record import RunRecord
@@ -328,6 +328,7 @@ def test_commands_are_what_a_person_types():
     [
         (("fedsmm",), "paper", "fedsmm", "sfd, fedsm"),
         (("sfd", "9"), "table", "9", "1, 2"),
+        (("bpfed", "of"), "table", "of", "Choose from 2, 3, 4, 4.3.3."),
         (("sfd", "1", {"IF": "7"}), "--cells", "IF=7", "100, 50"),
         (("sfd", "1", {"if": "100"}), "--cells", "if=100", "dataset, IF"),
         (("sfd", "1", {}, ["SFDD"]), "--arms", "SFDD", "Did you mean SFD?"),
@@ -337,6 +338,15 @@ def test_a_cell_that_is_not_printed_is_refused_with_the_choices(arguments, key, 
     with refused("config.unknown-name", ConfigError, key=key, name=value) as caught:
         select(*arguments)
     assert choices in str(caught.value)
+
+
+@pytest.mark.parametrize("paper", ["sfd", "fedsm", "mupfl", "bpfed"])
+def test_a_table_is_selected_by_its_name_and_by_its_numbers(paper):
+    for table in {each.table for each in select(paper)}:
+        numbers = numbers_of(table)
+        assert numbers
+        for name in (table, table.lower(), *numbers):
+            assert {each.table for each in select(paper, name)} == {table}
 
 
 def test_cells_without_any_method_cannot_be_planned():
