@@ -328,7 +328,7 @@ class PrivacyConfig(Section):
     noise_multiplier: float = setting(
         1.0,
         "Noise in a sum of updates in units of privacy.update_clip, with privacy.update_epsilon.",
-        gt=0,
+        ge=0.01,  # less noise spends more than the largest budget in one round
         le=MAX_COUNT,
     )
     update_clip: float = setting(

@@ -26,7 +26,7 @@ from raylt.core.fleet.aggregation import Aggregator, Replies
 from raylt.core.fleet.block_sums import SummedReply
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.protection.accounting import epsilon_of, rate_of
-from raylt.errors import BudgetSpent, ConfigError
+from raylt.errors import BudgetSpent, ConfigError, count_of
 from raylt.tree import Tree
 
 RELEASED = "model"  # the part that carries the update
@@ -136,7 +136,7 @@ class ClientNoise:
             "delta": privacy.delta,
             "sigma": privacy.noise_multiplier,
             "unit": "one client, added or removed",
-            "covers": f"the models of {self.round} rounds",
+            "covers": f"the models of {count_of(self.round, 'round')}",
             "against": "anyone who sees the models; the server is trusted",
             "not_covered": f"evaluations{' and participants' * sampled}: accuracies on clients' own data are computed "
             "without noise, and so are the mean and standard deviation of all training images, unless the data set "

@@ -11,6 +11,7 @@ from rounds import run, start
 from small_runs import make_run
 from tiny import configure, make_experiment
 
+from raylt.config import load
 from raylt.core.client import Reply
 from raylt.core.fleet.aggregation import Plain
 from raylt.core.fleet.cohort import Cohort
@@ -56,6 +57,22 @@ def test_without_sampling_the_accountant_bounds_the_exact_composition_and_nearly
     assert delta_of(exact, 0.85 * spent) > 1e-5
 
 
+@pytest.mark.filterwarnings("error")
+def test_much_noise_spends_little():
+    # the exact epsilon of one Gaussian mechanism with sigma = 100 and delta = 1e-5 is 0.0272
+    spent = epsilon_of(100.0, 1.0, 1, 1e-5)
+    assert delta_of(100.0, spent) <= 1e-5
+    assert spent < 0.05
+    assert epsilon_of(1e6, 1.0, 1, 1e-5) < 0.01
+    assert epsilon_of(1e6, 1.0, 1, 1e-2) == 0
+
+
+def test_a_multiplier_that_no_budget_pays_for_is_refused_by_its_name():
+    assert epsilon_of(0.01, 1.0, 1, 1e-5) > 1000
+    with refused("config.out-of-range", ConfigError, key="privacy.noise_multiplier", value=1e-200):
+        load(None, ["method=fedavg", "privacy.update_epsilon=8", "privacy.noise_multiplier=1e-200"])
+
+
 def test_sampling_counts_and_less_of_it_costs_less():
     assert epsilon_of(1.0, 0.1, 20, 1e-5) < 0.5 * epsilon_of(1.0, 1.0, 20, 1e-5)
 
@@ -63,8 +80,9 @@ def test_sampling_counts_and_less_of_it_costs_less():
 def test_updates_are_cut_to_their_length_and_count_once_over_the_expected_number():
     # q K = 0.5 * 6; updates of lengths 5 and 0.5 in (a, b), clipped to 1: (0.6, 0.8) and (0.3, 0.4)
     start = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0]), "batches": torch.tensor(7)}
-    privacy = BUDGET | {"update_clip": 1.0, "noise_multiplier": 1e-12}
-    noise = ClientNoise(configure(federation={"participation": 0.5}, privacy=privacy), start, 1)
+    config = configure(federation={"participation": 0.5}, privacy=BUDGET | {"update_clip": 1.0})
+    quiet = config.privacy.model_copy(update={"noise_multiplier": 1e-12})
+    noise = ClientNoise(config.model_copy(update={"privacy": quiet}), start, 1)
     aggregator = ClientDP(Plain({"model": mean, "loss": mean}, (0, 1)), noise)
     for id, scale, samples in ((0, 1.0, 900.0), (1, 0.1, 3.0)):
         model = {"a": start["a"] + 3 * scale, "b": start["b"] + 4 * scale, "batches": torch.tensor(50)}
