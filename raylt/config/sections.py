@@ -313,15 +313,16 @@ class PrivacyConfig(Section):
     )
     delta: float = setting(
         1e-5,
-        "Probability with which epsilon may be exceeded. Choose less than one over the number of samples.",
+        "Probability with which epsilon may be exceeded. Choose less than one over the number of samples, or of "
+        "clients with privacy.update_epsilon.",
         gt=0,
         lt=1,
     )
     clip: float = setting(1.0, "Norm to which longer features are clipped, with privacy.epsilon.", gt=0, le=MAX_COUNT)
     update_epsilon: float | None = setting(
         None,
-        "Epsilon of differential privacy for each client, for the models of all rounds. The run ends before it is "
-        "exceeded. Null adds no noise.",
+        "Epsilon of differential privacy for each client, for the models of all rounds. A run whose rounds would "
+        "exceed it does not start. Null adds no noise.",
         gt=0,
         le=1000,
     )

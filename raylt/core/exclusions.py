@@ -410,7 +410,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             and (not run.method.sums_samples or not run.method.finishes or bool(run.method.sees_each))
         ),
         lambda run: f"{run.method.name} uploads no sums over samples after the last round",
-        "Set privacy.epsilon=null, or choose sfd, ccvr, fedncm, fed3r or noisymeans",
+        "Set privacy.epsilon=null, or choose a method that finishes with clients' sums, such as ccvr",
     ),
     Exclusion(
         "privacy.epsilon",
