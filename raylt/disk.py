@@ -107,23 +107,30 @@ def folder_path(value: Path | str, key: str) -> Path:
     return Path(spoken(str(path), str(path.absolute())))
 
 
-def check_folder_of(path: Path, key: str) -> None:
-    """Check that the folder of a file that will be written exists.
+def check_target(path: Path, key: str) -> None:
+    """Check that a file can be written, before the work whose result it will hold.
 
     Args:
         path: The file.
         key: The option or argument that names it, for the error.
 
     Raises:
-        ConfigError: The folder does not exist.
+        ConfigError: The path is a folder, or its folder does not exist or cannot be written to.
     """
     if not is_folder(path.parent):
-        raise ConfigError(
-            f"{key}: {path} cannot be written (there is no such folder). Give a file in a folder that exists.",
-            code="file.unwritable",
-            key=key,
-            path=str(path),
-        )
+        reason = "there is no such folder"
+    elif is_folder(path):
+        reason = "it is a folder"
+    elif not os.access(path.parent, os.W_OK):
+        reason = "its folder cannot be written to"
+    else:
+        return
+    raise ConfigError(
+        f"{key}: {path} cannot be written ({reason}). Give a file in a folder that can be written to.",
+        code="file.unwritable",
+        key=key,
+        path=str(path),
+    )
 
 
 def named(path: Path) -> Path:

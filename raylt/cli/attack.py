@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, RunFolder, out, print_json
+from raylt.disk import check_target
 
 COLUMNS = ("upload", "attack", "n", "SSIM", "PSNR", "MAE", "identified", "control", "average")
 LIMITS = (
@@ -40,6 +41,7 @@ def attack(
     from raylt.runs.run import Run
 
     run = Run.open(run_folder)
+    check_target((picture or run_folder) / "attack.png", "--picture")
     findings = attack_run(run, upload, outside, epochs)
     attacked = {finding.upload for finding in findings}
     left = [*(name for name in uploads_of(run.method) if name not in attacked), *not_attacked(run.method.name)]

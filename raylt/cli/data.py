@@ -13,6 +13,7 @@ from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, Settings, divide, err, out, print_json
 from raylt.config import load_data
+from raylt.disk import check_target
 from raylt.errors import CheckpointError, ConfigError, count_of
 from raylt.formatting import percent
 
@@ -47,6 +48,8 @@ def data(
     from raylt.data.task import build_task
 
     check_size(config)
+    if export is not None:
+        check_target(export, "--export")
     task = build_task(config)
     if export is not None:
         try:

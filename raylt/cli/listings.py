@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, out, print_json
+from raylt.disk import check_target
 from raylt.errors import ConfigError, did_you_mean
 
 MAX_KEY_WIDTH = 30  # characters in the first column of settings
@@ -39,6 +40,8 @@ def methods(
             code="config.conflict",
             key="--page",
         )
+    if page is not None:
+        check_target(page, "--page")
     if name is not None:
         from raylt.methods import make_method
 

@@ -70,7 +70,7 @@ def save(figure: "Figure", path: Path | str) -> Path:
     except (CheckpointError, ValueError) as error:
         raise ConfigError(
             f"{spoken('--picture', 'path')}: {path} cannot be written ({_reason(error, path)}). Give a .png, .pdf or "
-            ".svg in a folder that exists.",
+            ".svg in a folder that can be written to.",
             code="file.unwritable",
             key="--picture",
             path=str(path),

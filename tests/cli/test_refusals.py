@@ -110,6 +110,30 @@ def test_split_that_cannot_be_written_or_read_is_refused(raylt, tmp_path):
     refused(raylt("data", "--import", tmp_path / "other.json"), "other.json", "no client")
 
 
+@pytest.mark.parametrize(
+    ("work", "arguments", "option"),
+    [
+        ("raylt.privacy.attack.attack", ["attack", "RUN", "--picture", "no/pictures"], "--picture"),
+        ("raylt.cli.method_page.entries", ["methods", "--page", "no/page.md"], "--page"),
+        ("raylt.data.task.build_task", ["data", "--export", "."], "--export"),
+        ("raylt.data.task.build_task", ["plot", "data", "--picture", "no/data.png"], "--picture"),
+        ("raylt.plots.clients.compare_clients", ["plot", "clients", "RUN", "--picture", "no/c.png"], "--picture"),
+        ("raylt.studies.report.html.write_report", ["report", "RUN", "--to", "."], "--to"),
+        ("raylt.studies.papers.verdicts.verdicts", ["verdicts", "RUN", "--page", "no/page.md"], "--page"),
+        ("raylt.runs.run.Run.model", ["export", "RUN", "--out", "no/m.safetensors"], "--out"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    raylt, finished, monkeypatch, work, arguments, option
+):
+    def never(*values, **options):
+        raise AssertionError(f"{work} was called")
+
+    monkeypatch.setattr(work, never)
+    arguments = [str(finished[0]) if word == "RUN" else word for word in arguments]
+    refused(raylt(*arguments), f"[file.unwritable]: {option}: ", "cannot be written (")
+
+
 @pytest.mark.slow
 def test_address_where_no_cluster_answers_is_refused(tmp_path):
     done = subprocess.run(

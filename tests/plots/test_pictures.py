@@ -40,7 +40,7 @@ def test_a_picture_that_cannot_be_written_has_one_reason_and_one_remedy(tmp_path
     with refused("file.unwritable", ConfigError, path=place) as caught:
         save(new_figure(2, 2), place)
     assert str(caught.value).endswith(
-        f"{place} cannot be written ({reason}). Give a .png, .pdf or .svg in a folder that exists."
+        f"{place} cannot be written ({reason}). Give a .png, .pdf or .svg in a folder that can be written to."
     )
 
 

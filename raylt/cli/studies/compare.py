@@ -14,7 +14,7 @@ import typer
 
 from raylt import store
 from raylt.cli.options import out
-from raylt.disk import check_folder_of, is_file
+from raylt.disk import check_target, is_file
 from raylt.errors import ConfigError
 from raylt.runs.callbacks.console import UNSAFE
 
@@ -157,7 +157,7 @@ def rank(
     from raylt.studies.report.leaderboard import leaderboard_page, ranking_svg, ranking_table
 
     if to is not None:
-        check_folder_of(to, "--to")
+        check_target(to, "--to")
         _check_suffix(to)
     studies = _by_name(paths, "STUDY")
     for study in studies.values():
@@ -219,6 +219,7 @@ def report(
 
     opened = open_any(paths)
     path = to or (paths[0] if paths[0].is_dir() else paths[0].parent) / "report.html"
+    check_target(path, "--to")
     out.print(str(write_report(opened, path, mix_versions)), soft_wrap=True)
 
 

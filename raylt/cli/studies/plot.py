@@ -7,6 +7,7 @@ import typer
 
 from raylt.cli.options import ClientOption, Format, FormatOption, RunFolder, divide, out, print_json
 from raylt.cli.studies.compare import At, Level, Measures, MixVersions, Paths, SpreadOption, open_any
+from raylt.disk import check_target
 from raylt.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Draw a run, several runs, a study, or a split.")
@@ -31,10 +32,10 @@ def features(
 
     runs = [Run.open(folder) for folder in run_folders]
     if len(runs) == 1:
-        path = picture or run_folders[0] / "features.png"
+        path = _target(picture, run_folders[0] / "features.png")
         draw_features(runs[0], path)
     else:
-        path = picture or run_folders[0] / "encoders.png"
+        path = _target(picture, run_folders[0] / "encoders.png")
         draw_encoders(runs, path)
     _print_path(path)
 
@@ -49,8 +50,9 @@ def clusters(
     from raylt.plots.client_groups import draw_clusters
     from raylt.runs.run import Run
 
-    path = picture or run_folder / "clusters.png"
-    draw_clusters(Run.open(run_folder), round, path)
+    run = Run.open(run_folder)
+    path = _target(picture, run_folder / "clusters.png")
+    draw_clusters(run, round, path)
     _print_path(path)
 
 
@@ -72,8 +74,9 @@ def predictions(
     from raylt.plots.predictions import draw_predictions
     from raylt.runs.run import Run
 
-    path = picture or run_folder / "predictions.png"
-    draw_predictions(Run.open(run_folder), image or (), client, path)
+    run = Run.open(run_folder)
+    path = _target(picture, run_folder / "predictions.png")
+    draw_predictions(run, image or (), client, path)
     _print_path(path)
 
 
@@ -97,8 +100,9 @@ def clients(
     from raylt.plots.clients import compare_clients, draw_clients
     from raylt.runs.run import Run
 
-    comparison = compare_clients([Run.open(folder) for folder in run_folders], metric)
-    path = picture or run_folders[0] / "clients.png"
+    runs = [Run.open(folder) for folder in run_folders]
+    path = _target(picture, run_folders[0] / "clients.png")
+    comparison = compare_clients(runs, metric)
     draw_clients(comparison, path)
     if format is Format.json:
         print_json(
@@ -133,8 +137,9 @@ def confusion(
     from raylt.plots.classes import confusion_of, draw_confusion
     from raylt.runs.run import Run
 
-    counts = confusion_of(Run.open(run_folder), client, step)
-    path = picture or run_folder / "confusion.png"
+    run = Run.open(run_folder)
+    path = _target(picture, run_folder / "confusion.png")
+    counts = confusion_of(run, client, step)
     draw_confusion(counts, path)
     if format is Format.json:
         print_json(
@@ -156,8 +161,9 @@ def classes(
     from raylt.plots.classes import confusion_of, draw_classes
     from raylt.runs.run import Run
 
-    counts = confusion_of(Run.open(run_folder), client, step)
-    path = picture or run_folder / "classes.png"
+    run = Run.open(run_folder)
+    path = _target(picture, run_folder / "classes.png")
+    counts = confusion_of(run, client, step)
     draw_classes(counts, path)
     if format is Format.json:
         print_json({"title": counts.title, "classes": counts.figures(), "picture": str(path)})
@@ -188,7 +194,7 @@ def data(
 
     first, settings = divide(what)
     if first is None or not Path(first).is_dir():
-        path = picture or Path("data.png")
+        path = _target(picture, Path("data.png"))
         draw_data(build_task(load_data(first, settings)), path)
         _print_path(path)
         return
@@ -199,7 +205,7 @@ def data(
             key=settings[0],
         )
     run = Run.open(first)
-    path = picture or run.folder / "data.png"
+    path = _target(picture, run.folder / "data.png")
     draw_data(run.task, path)
     _print_path(path)
 
@@ -219,9 +225,9 @@ def arms(
     from raylt.plots.arms import draw_arms
 
     opened = open_any(paths)
-    comparisons = [opened.compare(measure, at, reference, mix_versions=mix_versions) for measure in measures or [None]]
     folder = paths[0] if paths[0].is_dir() else paths[0].parent
-    path = picture or folder / "arms.png"
+    path = _target(picture, folder / "arms.png")
+    comparisons = [opened.compare(measure, at, reference, mix_versions=mix_versions) for measure in measures or [None]]
     draw_arms(comparisons, path)
     _print_path(path)
 
@@ -254,10 +260,21 @@ def curves(
     from raylt.plots.curves import caption, draw_curves
 
     opened = open_any(paths)
-    path = picture or (paths[0] if paths[0].is_dir() else paths[0].parent) / "curves.pdf"
+    path = _target(picture, (paths[0] if paths[0].is_dir() else paths[0].parent) / "curves.pdf")
     draw_curves(opened, measures or (), over, spread, path, level, mix_versions)
     _print_path(path)
     out.print(caption(opened, spread, level), soft_wrap=True)
+
+
+def _target(picture: Path | None, default: Path) -> Path:
+    """Return the file of a picture, which is checked before the picture is drawn.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    path = picture or default
+    check_target(path, "--picture")
+    return path
 
 
 def _print_path(path: Path) -> None:

@@ -20,7 +20,7 @@ from raylt.cli.studies.study import (
     raise_if_failed,
     show_plan,
 )
-from raylt.disk import is_file
+from raylt.disk import check_target, is_file
 from raylt.errors import CheckpointError, ConfigError, count_of, quoted
 
 if TYPE_CHECKING:
@@ -147,14 +147,16 @@ def verdicts(
     from raylt.studies.papers.verdicts import verdicts as judge_all
     from raylt.studies.study import Study, of_runs
 
+    if page is not None:
+        if paper:
+            raise ConfigError("--page: always has all papers. Leave out --paper.", code="config.conflict", key="--page")
+        check_target(page, "--page")
     records = []
     for path in paths or []:
         study = of_runs([path]) if is_file(path / "config.yaml") else Study.open(path)
         records += study.records
     judged = judge_all(records, select(paper) if paper else None, mix_versions)
     if page is not None:
-        if paper:
-            raise ConfigError("--page: always has all papers. Leave out --paper.", code="config.conflict", key="--page")
         try:
             store.write(page, markdown_page(judged))
         except CheckpointError as error:

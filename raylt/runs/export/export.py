@@ -8,7 +8,7 @@ import torch
 
 from raylt import store
 from raylt.data.task import JudgedImages
-from raylt.disk import as_path, check_folder_of, check_name
+from raylt.disk import as_path, check_name, check_target
 from raylt.errors import ConfigError, spoken
 from raylt.models.clip import TowerDescription
 from raylt.models.image_text import tower_of
@@ -174,7 +174,7 @@ def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
             key="--out",
             path=str(path),
         )
-    check_folder_of(path, spoken("--out", "to"))
+    check_target(path, spoken("--out", "to"))
     return path
 
 
