@@ -35,7 +35,12 @@ def export(
     ] = None,
     to: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write to this file; by default exported.FORMAT in the run folder."),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Write to this file; by default exported.FORMAT in the run folder, named after the given client and "
+            "round.",
+        ),
     ] = None,
 ) -> None:
     """Write the model of a run, or the models of its clients, to a file with a model card next to it."""
@@ -43,6 +48,8 @@ def export(
     from raylt.runs.export.export import export as write
 
     path = write(run_folder, to, client=client, format=format, round=_round(round))
+    if round is None:
+        _say_if_unfinished(run_folder)
     out.print(f"{path}  {card_of(path)}", soft_wrap=True)
 
 
@@ -69,6 +76,7 @@ def predict(
     from raylt.runs.export.load import load_images, load_model
 
     trained = load_model(model, client)
+    _say_if_unfinished(model)
     prediction = trained.predict(load_images(images, trained.shape, trained.fit, trained.depth))
     shares = prediction.shares
     if format is Format.json:
@@ -116,6 +124,7 @@ def evaluate(
         bad,
         _joining(model),
     )
+    _say_if_unfinished(model)
     figures = evaluation.to_json()
     for note in evaluation.notes:
         err.print(note)
@@ -147,6 +156,18 @@ def _with_interval(figures: dict[str, Any]) -> str:
     if accuracy is None or images >= FEW_SAMPLES:
         return percent(accuracy)
     return f"{percent(accuracy)} ({interval_text(accuracy, images)})"
+
+
+def _say_if_unfinished(model: Path) -> None:
+    """Print one line if the model comes from a run folder whose run is not finished."""
+    if not is_folder(model):
+        return
+    from raylt.runs.export.export import unfinished
+    from raylt.runs.run import Run
+
+    stage = unfinished(Run.open(model))
+    if stage is not None:
+        err.print(f"{model}: the run is not finished; its model is from {stage}", soft_wrap=True)
 
 
 def _has_several(model: Path) -> bool:

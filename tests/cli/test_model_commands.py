@@ -78,6 +78,17 @@ def test_all_clients_stand_in_one_file(raylt, personal, images):
     file.unlink()
 
 
+def test_commands_on_an_unfinished_run_say_so(raylt, tmp_path, images):
+    run = make_tiny_run(tmp_path, "fedavg").folder
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(lines[0])
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints/000002")
+    line = f"{run}: the run is not finished; its model is from round 1 of 2\n"
+    assert raylt("export", run).err == raylt("predict", run, images[0]).err == line
+    assert raylt("export", run, "--round", 1).err == ""
+
+
 def test_files_that_are_no_images_are_all_named(raylt, personal, images):
     Path("text.png").write_text("no image")
     refused(

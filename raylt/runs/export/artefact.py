@@ -91,7 +91,8 @@ class ModelDescription(TypedDict):
     are those of the run. `guests` are the plugins that the architecture needs. `clients` is None in the file of a
     global model. `tests` contains the numbers of test images behind the figures, and is missing if the run had not
     ended. `tower` describes the image tower of an image-text model, so that the model can be built without the files
-    that `model` names. `sha256` is the hash of the entries and of all other fields. In a .pt2 or .onnx file, which has
+    that `model` names. `stage` says after which round the models were saved, and is missing if they are the run's last.
+    `sha256` is the hash of the entries and of all other fields. In a .pt2 or .onnx file, which has
     a hash over all its bytes, it covers only the other fields. It is missing in files of early versions.
     """
 
@@ -113,6 +114,7 @@ class ModelDescription(TypedDict):
     clients: Annotated[list[ClientEntry], Field(min_length=1)] | None
     tests: NotRequired[JudgedImages | None]
     tower: NotRequired[TowerDescription | None]
+    stage: NotRequired[Text]
     sha256: NotRequired[Sha256]
 
 

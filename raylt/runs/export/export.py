@@ -47,7 +47,8 @@ def export(
 
     Args:
         run: A run or its folder. Its data need not be present, unless the method is a plugin.
-        to: The file to write; by default exported.FORMAT in the run folder.
+        to: The file to write; by default exported.FORMAT in the run folder, with the given client and round in its
+            name, such as exported-client-3-round-20.safetensors.
         client: Name or id of the client whose model to write; by default the models of all clients.
         format: "safetensors" for weights, or "pt2" (torch.export) or "onnx" for the computation graph of one model,
             starting from uint8 images.
@@ -63,10 +64,11 @@ def export(
         CheckpointError: The run has not committed a step, or the round's checkpoint was not kept.
     """
     run = run if isinstance(run, Run) else Run.open(run)
-    path = _path_of(run, to, format)
+    _check_format(format)
     names = dict(clients_of(run))
     id = _model_to_export(run, client, format)
     step = run.best_step() if round == "best" else round
+    path = _path_of(run, to, format, None if client is None else id, step)
     if id == GLOBAL:
         models = iter([(GLOBAL, run.model(step))])
     else:
@@ -156,8 +158,27 @@ def model_of(run: Run, client: str | int | None = None) -> TrainedModel:
     return run.client_model(choose_client_of(run, client))
 
 
-def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
-    """Return the path of the file to write, whose suffix gives the format."""
+def unfinished(run: Run) -> str | None:
+    """Return which part of an unfinished run its newest model is from, or None if that model is the run's last."""
+    return _stage(run, _reports(run))
+
+
+def _stage(run: Run, reports: list[dict[str, Any]]) -> str | None:
+    """Return the part of a run after which the model of a step was saved, or None if the step is the run's last.
+
+    Args:
+        run: The run.
+        reports: The reports up to the step.
+    """
+    done = sum(report["phase"] == "round" for report in reports)
+    planned = run.summary["rounds"] if run.state == "done" else run.config.federation.rounds
+    without = run.method.finishes and not any(report["phase"] == "finish" for report in reports)
+    if done == planned and not without:
+        return None
+    return f"round {done} of {planned}{', without the last phase' if without else ''}"
+
+
+def _check_format(format: str) -> None:
     if format not in FORMATS:
         raise ConfigError(
             f"format: must be {', '.join(FORMATS)} ({format!r}). Give one of these.",
@@ -165,7 +186,21 @@ def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
             key="format",
             value=format,
         )
-    path = run.folder / f"exported.{format}" if to is None else as_path(to, "to")
+
+
+def _path_of(run: Run, to: Path | str | None, format: Format, client: int | None, step: int | None) -> Path:
+    """Return the path of the file to write, whose suffix gives the format.
+
+    Args:
+        run: The run.
+        to: The path, if it was given.
+        format: The format.
+        client: Id of the client that was named; None if none was.
+        step: Step of the model, if a round was given.
+    """
+    parts = [*([] if client is None else [f"client-{client}"]), *([] if step is None else [f"round-{step}"])]
+    default = run.folder / f"{'-'.join(['exported', *parts])}.{format}"
+    path = default if to is None else as_path(to, "to")
     check_name(path.name, "--out")
     if path.suffix != f".{format}":
         raise ConfigError(
@@ -208,7 +243,7 @@ def _describe(
         fit=config.data.fit,
         depth=config.data.depth,
     )
-    return ModelDescription(
+    description = ModelDescription(
         format=FORMAT,
         task=spec.kind,
         class_names=list(spec.class_names),
@@ -228,6 +263,10 @@ def _describe(
         tests=tests,
         tower=tower,
     )
+    stage = _stage(run, reports)
+    if stage is not None:
+        description["stage"] = stage
+    return description
 
 
 def _reports(run: Run) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ def model_card(description: ModelDescription, file: str) -> str:
 
 
 def _title(description: ModelDescription, file: str) -> list[str]:
+    stage = [f"Not the run's last model: it is from {description['stage']}.", ""] if "stage" in description else []
     target = {"classification": "class of an image", "segmentation": "class of each pixel"}[description["task"]]
     return [
         f"# {_cell(file)}",
@@ -50,6 +51,7 @@ def _title(description: ModelDescription, file: str) -> list[str]:
         f"with {_code(description['method']['name'])} in {description['rounds']} rounds on "
         f"{_code(description['source'])} by raylt.",
         "",
+        *stage,
     ]
 
 

@@ -26,7 +26,7 @@ from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.methods import METHODS
 from raylt.runs.export import artefact, graph_formats, trained_model
 from raylt.runs.export.evaluate import Evaluation
-from raylt.runs.export.export import card_of
+from raylt.runs.export.export import card_of, unfinished
 from raylt.runs.export.load import load_image, load_images
 from raylt.runs.export.model_card import model_card
 from raylt.runs.verify import verify
@@ -193,6 +193,24 @@ def test_the_best_round_by_validation_is_kept_and_exported(folder, monkeypatch, 
     assert torch.equal(counts(run, raylt.load_model(file)), short.matrices().shared)
     with refused("checkpoint.not-kept", step=2):
         raylt.export(run, round=2)
+
+
+def test_an_export_of_one_client_or_round_has_a_name_of_its_own(folder):
+    run = make_tiny_run(folder, "fedper", "data.partition=by_id", "output.keep=9", name="named")
+    names = [raylt.export(run, **which).name for which in ({}, {"client": "graz"}, {"client": 1, "round": 1})]
+    assert names == ["exported.safetensors", "exported-client-1.safetensors", "exported-client-1-round-1.safetensors"]
+
+
+def test_a_file_says_which_part_of_an_unfinished_run_it_is_from(folder):
+    run = make_tiny_run(folder, "bpfed", "data.partition=by_id", "output.keep=9", name="cut")
+    assert "stage" not in artefact.read(raylt.export(run)).description
+    assert unfinished(run) is None
+    file = raylt.export(run, round=1)
+    assert artefact.read(file).description["stage"] == "round 1 of 2, without the last phase"
+    assert "Not the run's last model: it is from round 1 of 2, without the last phase.\n" in card_of(file).read_text()
+    (run.folder / "summary.json").unlink()
+    shutil.rmtree(run.folder / "checkpoints/000003")
+    assert unfinished(raylt.Run.open(run.folder)) == "round 2 of 2, without the last phase"
 
 
 def test_without_validation_images_no_round_is_the_best(plain):
