@@ -1,6 +1,7 @@
 """BalanceFL: clients train as if they had all classes in equal numbers (Shuai et al., IPSN 2022).
 
-Sections are the paper's. For details that it does not state, the authors' code decides. Departures from both:
+Sections are the paper's. For details that it does not state, the authors' code decides (sxontheway/BalanceFL at
+d6dd21e). Departures from both:
 [1] Owned and missing classes are the client's; the code takes the classes of the batch.
 [2] The covariance is of features of the received model in evaluation mode, without augmentation. The code computes
     them, and its teacher's predictions, in training mode. As in the code, classes are pooled by their samples.

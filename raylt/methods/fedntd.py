@@ -41,7 +41,7 @@ class FedNTD(Method):
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         if self.beta and task.classes < 3:
             raise ConfigError(
-                f"method.beta: with {task.classes} classes the softmax over the other classes is always 1, and the "
+                f"method.beta: with {task.classes} classes a softmax over all but the true class is always 1, and the "
                 f"distillation has no effect ({self.beta:g}). Set method.beta=0, or choose another method.",
                 code="data.too-few",
                 key="method.beta",

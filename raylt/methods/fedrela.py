@@ -69,7 +69,7 @@ class FedReLa(Method):
         if "labels" not in client.state:
             return super().objective(client, message)
         labels = client.state["labels"].to(client.device)
-        return lambda batch: F.cross_entropy(client.model(batch.x), labels[batch.rows])
+        return lambda batch: F.cross_entropy(client.model(batch.x), labels[batch.rows])  # [1]
 
 
 def relabel(p: Tensor, y: Tensor, counts: Tensor, share: float, generator: torch.Generator) -> Tensor:

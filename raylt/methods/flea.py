@@ -105,7 +105,7 @@ class FLea(Method):
         @not_recordable  # the mixtures are drawn on the host
         def terms(batch: Batch) -> dict[str, Tensor]:
             a = lower(batch.x)  # [B, ...]
-            rows = torch.randint(len(labels), (len(batch.y),), generator=client.order)
+            rows = torch.randint(len(labels), (len(batch.y),), generator=client.order)  # [6]
             rows = rows.to(client.device, non_blocking=True)
             shared_a, shared_y = shared[rows], labels[rows]
             lam = torch.rand(len(rows), 3, generator=client.order).median(1).values  # [B] [5]

@@ -90,7 +90,7 @@ class RUCR(Method):
         if not self.weight:
             return super().objective(client, message)
         model, directions = client.model, F.normalize(message["means"], dim=1)
-        usable = message["present"] & (client.counts > 0)  # the cosine to other classes is 0
+        usable = message["present"] & (client.counts > 0)  # the cosine to other classes is 0 [4]
         log_pi = torch.where(usable, message["pi"], 1.0).log()  # [C]
 
         def terms(batch: Batch) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ class RUCR(Method):
         """
         classes = message["present"].nonzero().flatten()
         y = classes.repeat_interleave(self.size)
-        rows = torch.randint(len(z), (len(y),), generator=generator).to(z.device)
+        rows = torch.randint(len(z), (len(y),), generator=generator).to(z.device)  # [6]
         lam = self.lam_low + (self.lam_high - self.lam_low) * torch.rand(len(y), 1, generator=generator)
         lam = lam.to(z.device)
         return lam * message["means"][y] + (1 - lam) * F.normalize(z[rows], dim=1), y
@@ -147,7 +147,7 @@ class RUCR(Method):
     # at the server
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        retrain = server.round > server.rounds - self.retrain_rounds
+        retrain = server.round > server.rounds - self.retrain_rounds  # [5]
         cohort = self.sample(server, fleet)
         message = self.message(server) | {"retrain": int(retrain)}
         message |= self.global_prototypes(server, fleet, fleet.everyone if retrain else cohort)  # [3]
