@@ -185,6 +185,10 @@ class UnknownStage(Base):
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"ending": ()}
 
 
+class UnknownEncoderField(Base):
+    encoder_fields = ("weight",)
+
+
 class UnknownField(Base):
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("weight",)}
 
@@ -255,6 +259,7 @@ class WritesMessageUncounted(Base):
         (PlainSums, "hides_samples_in_noise", "the part n of the last phase is not such a sum"),
         (UnknownStage, "names_stages_and_methods", "no stage 'ending'"),
         (UnknownField, "names_stages_and_methods", "'weight', which is not a field"),
+        (UnknownEncoderField, "names_stages_and_methods", "`encoder_fields` names 'weight', which is not a field"),
         (TextOfAField, "names_stages_and_methods", "not a tuple of names"),
         (UnknownMethod, "names_stages_and_methods", "names no method: 'fedavgg'"),
         (CountsOnClient, "sets_no_attributes", "train sets client.calls"),
