@@ -20,7 +20,7 @@ from raylt.methods import METHODS
 from raylt.registry import load_plugin
 from raylt.store import Folder, folder_for
 from raylt.studies.definition import Definition
-from raylt.studies.running.tuning import UNITS, Tuned, Tuning, applying
+from raylt.studies.running.tuning import UNITS, Outcomes, Tuned, Tuning, applying
 from tune.asha import rungs
 from tune.loop import sizes
 from tune.plan import SearchPlan, cost_of, with_validation
@@ -167,6 +167,21 @@ def check_searches(definition: Definition) -> None:
                 code="search.unknown-field",
                 key=key,
             )
+
+
+def open_searches(definition: Definition, tuned: Outcomes) -> list[tuple[str, str]]:
+    """Return the cell and the arm of each search of a tuned study that has no outcome yet.
+
+    Args:
+        definition: The study.
+        tuned: Outcomes by cell and arm.
+    """
+    assert definition.tune is not None, "the study tunes its arms"
+    return [
+        (cell, arm)
+        for (cell, arm), base in definition.bases().items()
+        if arm not in tuned.get(cell, {}) and _space(base, definition.tune, arm)
+    ]
 
 
 def _no_unit(tuning: Tuning) -> ConfigError:

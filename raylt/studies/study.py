@@ -51,10 +51,12 @@ from raylt.studies.running.tuning import (
     joined,
     read_tuned,
     search_arms,
+    search_settings,
     searched,
     write_tuned,
 )
 from raylt.studies.settings import differences, flat
+from raylt.typed_json import hash_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -697,7 +699,30 @@ class Study:
         definition = self.definition
         if definition.tune is not None and self.tuned:
             accepted = recorded_runs.accepted_searches(definition, self.records)
-            check_same_searches(self.tuned, accepted, self.folder or Path())
+            check_same_searches(self.tuned, accepted, self.folder or Path(), self._search_changes)
+
+    def _search_changes(self, cell: str, arm: str) -> list[str]:
+        """Return the settings in which an arm's search differs from that of the definition in the folder.
+
+        The list is empty if that definition is of another search than the outcome, or cannot be read.
+        """
+        if self.folder is None or not is_file(self.folder / FILE):
+            return []
+        try:
+            former = reread_definition(self.folder / FILE)
+        except ConfigError:
+            return []
+        if former.tune is None or arm not in former.arms or cell not in former.all_cells:
+            return []
+        before, after = (_search_settings(each, cell, arm) for each in (former, self.definition))
+        if hash_json(before) != self.tuned[cell][arm]["asked"]:
+            return []
+        before, after = flat(before), flat(after)
+        return [
+            f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
+            for key in sorted(before | after)
+            if before.get(key) != after.get(key)
+        ]
 
     def _check_runs(self, mix_versions: bool) -> None:
         """Check that no run is damaged, and that all runs were made by one version of the code.
@@ -771,6 +796,12 @@ def _problem(record: RunRecord) -> str:
 
 def _cell_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key.startswith("data.") and key not in _NOT_A_CELL}
+
+
+def _search_settings(definition: Definition, cell: str, arm: str) -> dict[str, Any]:
+    assert definition.tune is not None
+    base, reference = (definition.base_of(cell, each) for each in (arm, definition.compared_to))
+    return search_settings(definition.tune, arm, base, reference)
 
 
 def _duplicate_run(first: RunRecord, second: RunRecord) -> CheckpointError:

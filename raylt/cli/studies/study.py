@@ -236,7 +236,9 @@ def show_plan(
     shared = stems(not_on_record)
     left = [_time_left(pace, plan, record, shared) for plan, record in zip(plans, planned.records, strict=True)]
     at_once = slot_count(parallel, fleet, [plan.config for plan in plans])
-    total = makespan(left, at_once) if pace.measured else None
+    searches = _open_searches(planned)
+    searching = [_search_time(pace, planned, cell) for cell, _ in searches]
+    total = makespan(searching, at_once) + makespan(left, at_once) if pace.measured else None
     entries = [
         {
             "run": plan.folder,
@@ -249,7 +251,9 @@ def show_plan(
         for plan, record, seconds in zip(plans, planned.records, left, strict=True)
     ]
     if format == "json":
-        sys.stdout.write(json.dumps({"runs": entries, "at_once": at_once, "left_s": total, **more}) + "\n")
+        open_searches = [{"cell": cell, "arm": arm} for cell, arm in searches]
+        content = {"runs": entries, "searches": open_searches, "at_once": at_once, "left_s": total, **more}
+        sys.stdout.write(json.dumps(content) + "\n")
         return
     untimed = [
         plan
@@ -263,14 +267,43 @@ def show_plan(
         count = len(not_on_record) - len(shared)
         trainings = f"{count_of(count, 'training')} that the others branch from; "
     time_left = "the time is unknown until a run has finished a round"
-    if not open_runs:
+    if not open_runs and not searches:
         time_left = "all are done"
     elif total is not None:
         last_phases = ", without last phases that were not timed yet" if untimed else ""
         time_left = f"about {duration(total)}, {at_once} at once{last_phases}"
     out.print(f"{count_of(len(entries), 'run')}, {trainings}{open_runs} to do: {time_left}")
+    if searches:
+        out.print(_searches_text(planned, searches), soft_wrap=True)
     for line in _last_phases(untimed):
         out.print(line, soft_wrap=True)
+
+
+def _open_searches(planned: "Study") -> list[tuple[str, str]]:
+    """Return the cell and the arm of each search that a study has to make before its runs."""
+    if planned.definition.tune is None:
+        return []
+    from tune.arm import open_searches
+
+    return open_searches(planned.definition, planned.tuned)
+
+
+def _search_time(pace: "Pace", planned: "Study", cell: str) -> float:
+    """Predict the duration of a search in a cell: its budget is a number of runs of the reference arm."""
+    definition = planned.definition
+    assert definition.tune is not None
+    reference = definition.run(cell, definition.compared_to, definition.all_seeds[0], planned.tuned)
+    return definition.tune.runs * pace.left(reference, 0)
+
+
+def _searches_text(planned: "Study", searches: Sequence[tuple[str, str]]) -> str:
+    """Name the searches that a study has to make before its runs, with their budget."""
+    tuning = planned.definition.tune
+    assert tuning is not None
+    names = "; ".join(f"{arm} in {cell}" if cell else arm for cell, arm in searches)
+    budget = f"{count_of(tuning.runs, 'run')} of {planned.definition.compared_to}"
+    count = f"{len(searches)} {'search' if len(searches) == 1 else 'searches'}"
+    return f"{count} before these runs, each with the budget of {budget}: {names}"
 
 
 def _last_phases(plans: "Sequence[Planned]") -> list[str]:

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -167,13 +167,19 @@ def search_arms(
     return outcomes
 
 
-def check_same_searches(outcomes: Outcomes, accepted: Mapping[tuple[str, str], Collection[str]], folder: Path) -> None:
+def check_same_searches(
+    outcomes: Outcomes,
+    accepted: Mapping[tuple[str, str], Collection[str]],
+    folder: Path,
+    changes: Callable[[str, str], Sequence[str]] = lambda cell, arm: (),
+) -> None:
     """Check that the outcomes are of the study's searches.
 
     Args:
         outcomes: The outcomes by cell and arm.
         accepted: Hashes of the searches that count, by cell and arm, see `search_hash`.
         folder: The study's folder.
+        changes: Function of a cell and an arm that returns the settings in which their search changed, as text.
 
     Raises:
         CheckpointError: An arm was tuned with other settings.
@@ -181,13 +187,16 @@ def check_same_searches(outcomes: Outcomes, accepted: Mapping[tuple[str, str], C
     for (cell, arm), hashes in accepted.items():
         outcome = outcomes.get(cell, {}).get(arm)
         if outcome is not None and outcome["asked"] not in hashes:
+            changed = list(changes(cell, arm))
+            which = f" ({'; '.join(changed)})" if changed else ""
             raise CheckpointError(
-                f"{folder / FILE}: arm {arm!r} was tuned with other settings. Give the study another name, or remove "
-                "that file and the folder of the arm.",
+                f"{folder / FILE}: arm {arm!r} was tuned with other settings{which}. Give the study another name, or "
+                "remove that file and the folder of the arm.",
                 code="study.changed",
                 path=str(folder / FILE),
                 arm=arm,
                 cell=cell,
+                differences=changed,
             )
 
 
@@ -199,7 +208,19 @@ def search_hash(
     version: Collection[str] | None = None,
     former_names: bool = False,
 ) -> str:
-    """Return a hash of everything that an arm's search depends on, except the location of files.
+    """Return a hash of everything that an arm's search depends on; see `search_settings`."""
+    return hash_json(search_settings(tuning, arm, base, reference, version, former_names))
+
+
+def search_settings(
+    tuning: Tuning,
+    arm: str,
+    base: Config,
+    reference: Config,
+    version: Collection[str] | None = None,
+    former_names: bool = False,
+) -> dict[str, Any]:
+    """Return everything that an arm's search depends on, except the location of files.
 
     Settings of other arms are not included, nor are `count`, `splits` and later settings at their defaults, which
     earlier versions did not have. The reference arm's settings are included, since its runs are the unit of the budget.
@@ -227,19 +248,17 @@ def search_hash(
         count = {key: value for key, value in portable(config).items() if key not in newer or value != newer[key]}
         return former_settings(count, config.method["name"]) if former_names else count
 
-    return hash_json(
-        {
-            "runs": tuning.runs,
-            **({} if tuning.count == "steps" else {"count": tuning.count}),
-            **({} if tuning.splits == 1 else {"splits": tuning.splits}),
-            "metric": tuning.metric,
-            "searcher": tuning.searcher,
-            "fields": fields,
-            "ranges": ranges,
-            "base": counted(base),
-            "reference": counted(reference),
-        }
-    )
+    return {
+        "runs": tuning.runs,
+        **({} if tuning.count == "steps" else {"count": tuning.count}),
+        **({} if tuning.splits == 1 else {"splits": tuning.splits}),
+        "metric": tuning.metric,
+        "searcher": tuning.searcher,
+        "fields": fields,
+        "ranges": ranges,
+        "base": counted(base),
+        "reference": counted(reference),
+    }
 
 
 def applying(ranges: Mapping[str, str], method: type[Method]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from made import write_run
 from refusals import refused
 
 import raylt
+from raylt.cli.main import app
 from raylt.config import load, settings
 from raylt.errors import CheckpointError, ConfigError
 from raylt.hyper import LogUniform
@@ -335,7 +336,7 @@ def test_a_study_that_was_tuned_otherwise_is_refused_before_its_file_changes(tmp
     before = {file.name: file.read_bytes() for file in study.folder.iterdir()}
     other = define(TUNED | {"tune": TUNED["tune"] | {"runs": 4}})
     for prepare in (Study.preview, Study.create):
-        with refused("study.changed", CheckpointError, arm="prox"):
+        with refused("study.changed", CheckpointError, arm="prox", differences=["runs: 3.0 -> 4.0"]):
             prepare(other, tmp_path)
     assert {file.name: file.read_bytes() for file in study.folder.iterdir()} == before
 
@@ -349,6 +350,27 @@ def test_searches_of_earlier_versions_count_with_the_settings_of_their_runs():
     study.definition = study.definition.model_copy(update={"tune": changed})
     with refused("study.changed", CheckpointError):
         study.check_tuned()
+
+
+def test_a_dry_run_names_the_open_searches_and_counts_their_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arms = {"fedavg": "fedavg", "prox": "fedprox", "prox 1": {"method": {"name": "fedprox", "mu": 1.0}}}
+    tree = TUNED | {"arms": arms, "seeds": 1, "cells": {"data.imbalance": [5, 10]}}
+    definition = define(tree)
+    (tmp_path / "s.yaml").write_text(json.dumps(tree))
+    study = Study.create(definition, tmp_path / "runs")
+    for plan in definition.runs():
+        write_run(study.folder / plan.folder, plan, [0.1, 0.5], split=plan.seed)
+    write_tuned(study.folder, {"IF 5": {"prox": outcome(definition, "prox", "IF 5")}})
+    arguments = ["study", "s.yaml", "--dry-run", "--parallel", "1", "--mix-versions"]
+    app(arguments, standalone_mode=False)
+    # only FedProx has a field to search; runs of two rounds of 2 s each, and a budget of three runs
+    out = capsys.readouterr().out
+    assert "6 runs, 0 to do: about 12 s, 1 at once" in out
+    assert out.endswith("1 search before these runs, each with the budget of 3 runs of fedavg: prox in IF 10\n")
+    app([*arguments, "--format", "json"], standalone_mode=False)
+    content = json.loads(capsys.readouterr().out)
+    assert (content["searches"], content["left_s"]) == ([{"cell": "IF 10", "arm": "prox"}], 12)
 
 
 def test_a_setting_that_was_tuned_is_not_called_the_arms_own(tmp_path):
