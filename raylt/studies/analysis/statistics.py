@@ -2,8 +2,8 @@
 
 A cell has three to ten seeds. The t interval of their paired differences has its nominal coverage, while a 95 %
 percentile bootstrap over three seeds covers 75 %. Over many cells, the interquartile mean and the probability of
-improvement have bootstrap intervals that resample the seeds of each cell (Agarwal et al., NeurIPS 2021). Both arms of a
-pair are resampled together.
+improvement have bootstrap intervals that resample the seeds of each cell (Agarwal et al., NeurIPS 2021), widened for
+few seeds. Both arms of a pair are resampled together.
 """
 
 import math
@@ -109,7 +109,7 @@ def over_cells(cells: Sequence[Sequence[float]], level: float = 0.95) -> Interva
 def improvement(arm: Sequence[Sequence[float]], reference: Sequence[Sequence[float]], level: float = 0.95) -> Interval:
     """Return the probability that a run of an arm beats a run of the reference arm, averaged over cells.
 
-    A tie counts half.
+    A tie counts half. The interval lies in [0, 1].
 
     Args:
         arm: Values by cell and seed.
@@ -120,9 +120,12 @@ def improvement(arm: Sequence[Sequence[float]], reference: Sequence[Sequence[flo
     def probability(drawn: list[np.ndarray]) -> np.ndarray:
         return np.mean([_wins(pair[..., 0], pair[..., 1]).mean(axis=(-2, -1)) for pair in drawn], axis=0)
 
-    return _stratified(
+    wide = _stratified(
         [np.column_stack(pair).astype(float) for pair in zip(arm, reference, strict=True)], probability, level
     )
+    if wide.low is None or wide.high is None:
+        return wide
+    return Interval(wide.estimate, max(0.0, wide.low), min(1.0, wide.high))
 
 
 def _t_test(values: np.ndarray, level: float) -> tuple[Interval, float | None]:
@@ -146,7 +149,11 @@ def _wins(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _stratified(cells: list[np.ndarray], statistic: Callable[[list[np.ndarray]], np.ndarray], level: float) -> Interval:
     """Return a statistic over several cells with a bootstrap interval.
 
-    The values of each cell are resampled separately.
+    The values of each cell are resampled separately. The ends of the percentile interval are moved away from the
+    estimate by a factor (Hesterberg, The American Statistician 2015): the variance of resampled values is (n - 1) / n
+    of the unbiased one, and few seeds need the quantile of the t distribution. In simulations
+    (tests/studies/analysis/test_statistics.py) 90 to 98 % of such intervals contain the true value at a level of 95 %,
+    and 82 to 96 % of percentile intervals.
 
     Args:
         cells: Arrays [n] or [n, 2], one per cell.
@@ -171,4 +178,17 @@ def _stratified(cells: list[np.ndarray], statistic: Callable[[list[np.ndarray]],
         method="percentile",
         rng=np.random.default_rng(0),
     )
-    return Interval(estimate, float(drawn.confidence_interval.low), float(drawn.confidence_interval.high))
+    low, high = (float(end) for end in drawn.confidence_interval)
+    factor = _widening([len(cell) for cell in cells], level)
+    return Interval(estimate, estimate + factor * (low - estimate), estimate + factor * (high - estimate))
+
+
+def _widening(seeds: Sequence[int], level: float) -> float:
+    """Return the factor by which percentile intervals are too narrow, for cells with these numbers of seeds.
+
+    If cells differ, the smallest cell decides on the variance.
+    """
+    fewest = min(seeds)
+    freedom = sum(seeds) - len(seeds)
+    upper = (1 + level) / 2
+    return math.sqrt(fewest / (fewest - 1)) * float(stats.t.ppf(upper, freedom) / stats.norm.ppf(upper))

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from raylt.studies.analysis import statistics
 from raylt.studies.analysis.claims import Claim, ClaimFigures, judge
 from raylt.studies.analysis.statistics import holm, improvement, mean_interval, over_cells, paired
 
@@ -83,16 +84,43 @@ def test_intervals_over_cells_have_the_level_that_is_asked_for():
     middles = np.sort(drawn.reshape(4000, 12))[:, 3:9].mean(1)
     wins = (drawn[..., :, None] > drawn_reference[..., None, :]).mean((1, 2, 3))
     ties = (drawn[..., :, None] == drawn_reference[..., None, :]).mean((1, 2, 3))
-    for of_level, statistics in (
+    for of_level, resampled in (
         (lambda level: over_cells(arm.tolist(), level), middles),
         (lambda level: improvement(arm.tolist(), reference.tolist(), level), wins + ties / 2),
     ):
         half, most = of_level(0.5), of_level(0.95)
         assert most.low < half.low < half.estimate < half.high < most.high
         for found, quantiles in ((half, (0.25, 0.75)), (most, (0.025, 0.975))):
+            # widened by sqrt(6 / 5) and by the t distribution with 5 degrees of freedom in each of two cells
+            factor = (6 / 5) ** 0.5 * stats.t.ppf(quantiles[1], 10) / stats.norm.ppf(quantiles[1])
             # draws of other numbers, whose quantiles differ by a small part of the spread
-            expected = np.quantile(statistics, quantiles)
-            assert (found.low, found.high) == pytest.approx(expected, abs=0.15 * statistics.std())
+            expected = found.estimate + factor * (np.quantile(resampled, quantiles) - found.estimate)
+            assert (found.low, found.high) == pytest.approx(expected, abs=0.2 * resampled.std())
+
+
+def test_probability_of_improvement_stays_between_0_and_1():
+    above, below = [[1, 2, 3, 4]] * 3, [[0, 0, 3, 0], [0] * 4, [0] * 4]
+    assert 0 < improvement(above, below).low < improvement(above, below).estimate < 1
+    assert (improvement(above, below).high, improvement(below, above).low) == (1, 0)
+
+
+@pytest.mark.parametrize(("cells", "seeds"), [(2, 3), (4, 3), (4, 6)])
+def test_intervals_over_cells_cover_the_truth_with_few_seeds(cells, seeds, monkeypatch):
+    """Cells whose means differ by 1 from one to the next; the reference is 0.5 above the arm, in units of the noise."""
+    monkeypatch.setattr(statistics, "RESAMPLES", 500)
+    rng = np.random.default_rng(0)
+    means = np.arange(cells)[:, None]
+
+    def drawn(*first: int) -> np.ndarray:
+        return means + rng.standard_normal((*first, cells, seeds))
+
+    middle = stats.trim_mean(drawn(20_000).reshape(20_000, -1), 0.25, axis=1).mean()
+    better = stats.norm.cdf(0.5 / 2**0.5)
+    covered = []
+    for _ in range(300):
+        arm, reference = drawn(), drawn() + 0.5
+        covered.append([over_cells(arm).holds(middle), improvement(reference, arm).holds(better)])
+    assert np.mean(covered, axis=0) == pytest.approx([0.94, 0.94], abs=0.04)
 
 
 def test_claims_that_hold_one_by_one_are_open_as_a_family():
