@@ -66,6 +66,7 @@ def _register_commands() -> None:
 
 
 _register_commands()
+CONTINUED = ("study", "reproduce")  # commands that continue their runs when they are given again
 USAGE = "command.usage"
 UNFORESEEN = "command.failed"
 ClickException: Any = typer.BadParameter.__mro__[2]  # from the copy of click that typer may include
@@ -115,6 +116,13 @@ def _plugins_first(arguments: list[str]) -> list[str]:
         else:
             others.append(argument)
     return plugins + others
+
+
+def _command(arguments: list[str]) -> str | None:
+    """Return the name of the command among the arguments, or None if there is none."""
+    words = _plugins_first(arguments)
+    pairs = zip(["", *words], words, strict=False)
+    return next((word for before, word in pairs if before != "--plugin" and not word.startswith("-")), None)
 
 
 def _usage(error: Any, message: str) -> str:
@@ -181,9 +189,5 @@ def main() -> None:
             err.print(f"error [{UNFORESEEN}]: {one_line(error)}. Show the traceback with --debug.", soft_wrap=True)
             code = 1
     if code == STOPPED:  # typer converts Ctrl-C to an exit
-        err.print(
-            "stopped; continue a run with raylt resume RUN, a search with raylt tune --resume SEARCH, and a study with "
-            "the same command",
-            soft_wrap=True,
-        )
+        err.print("stopped; continue with the same command" if _command(arguments) in CONTINUED else "stopped")
     sys.exit(code)

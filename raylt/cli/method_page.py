@@ -33,6 +33,7 @@ GROUPS = {
 }
 PAGE_MODEL = "resnet8"
 MethodEntry = dict[str, Any]
+MAX_VALUES = 2**25  # of one image of each class; ten classes of 1024x1024x3 are below
 ITEM = re.compile(r"(\[\d+\]|-) ")  # start of a departure in a module's docstring
 
 
@@ -49,7 +50,7 @@ def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, 
         classes: Number of classes.
 
     Raises:
-        ConfigError: The model is unknown, or does not take these images.
+        ConfigError: The model is unknown, or does not take these images, or they are too large to measure.
     """
     sides = re.fullmatch(r"(\d+)x(\d+)x(\d+)", image)
     if sides is None or "0" in sides.groups():
@@ -59,8 +60,17 @@ def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, 
             key="--image",
             value=image,
         )
-    height, width, channels = (int(side) for side in sides.groups())
+    height, width, channels = (int(side[: len(str(MAX_VALUES)) + 1]) for side in sides.groups())
     shape = height, width, channels
+    if height * width * channels * classes > MAX_VALUES:
+        raise ConfigError(
+            f"--image: one image of each of {classes} classes has more than {MAX_VALUES} values ({image}). Give smaller "
+            "images, or fewer classes.",
+            code="config.out-of-range",
+            key="--image",
+            value=image,
+            most=MAX_VALUES,
+        )
 
     def costs(method: type[Method]) -> dict[str, Any]:
         if model is None:

@@ -95,6 +95,12 @@ def test_one_method_is_shown_with_its_fields_what_it_sends_and_what_it_costs(ray
     ("arguments", "said"),
     [
         (["--model", "small", "--image", "8x8"], "--image: is not HEIGHTxWIDTHxCHANNELS (8x8)"),
+        (["--model", "small", "--image", "99999x99999x3"], "--image: one image of each of 10 classes has more than"),
+        (
+            ["--model", "small", "--image", f"{'9' * 5000}x8x3"],
+            "--image: one image of each of 10 classes has more than",
+        ),
+        (["--model", "small", "--classes", "1000000000"], "--image: one image of each of 1000000000 classes has more"),
         (["--model", "resnet9"], "(resnet9)"),
         (["--model", "cnn"], "16x16 (8x8)"),
     ],

@@ -44,7 +44,9 @@ def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
     monkeypatch.setattr("raylt.studies.definition.read_definition", interrupt)
     code, out, said = raylt("study", "some.yaml")
     assert (code, out) == (130, "")
-    assert said.startswith("stopped; continue a run with raylt resume RUN, ")
+    assert said == "stopped; continue with the same command\n"
+    monkeypatch.setattr("raylt.runs.run.Run.open", interrupt)
+    assert raylt("debug", "study", "--round", 1, "--client", 0) == Outcome(130, "", "stopped\n")
 
 
 def test_interrupted_run_or_search_is_named(raylt, monkeypatch, tmp_path):
