@@ -39,38 +39,43 @@ class RunMetrics:
         """
         self._round.set(report.step)
         if report.accuracy is not None:
-            self._accuracy.set(report.accuracy, {"group": "all"})
+            self._accuracy.set(report.accuracy, _tags(group="all"))
         for group, value in (report.groups or {}).items():
             if value is not None:
-                self._accuracy.set(value, {"group": group})
+                self._accuracy.set(value, _tags(group=group))
         for stage, seconds in report.timings.items():
-            self._seconds.set(seconds, {"stage": stage})
+            self._seconds.set(seconds, _tags(stage=stage))
         for id, seconds in client_seconds.items():
-            self._client.set(seconds, {"client": str(id)})
+            self._client.set(seconds, _tags(client=str(id)))
         for name, value in report.figures.items():
             if isinstance(value, int | float):
-                self._figure.set(float(value), {"figure": name})
+                self._figure.set(float(value), _tags(figure=name))
         for call, traffic in report.traffic.items():
             for direction in ("down", "up"):
                 if traffic[direction]:
-                    self._bytes.inc(traffic[direction], {"direction": direction, "call": call})
+                    self._bytes.inc(traffic[direction], _tags(direction=direction, call=call))
         for kind, clients in (("retried", report.retried), ("lost", report.lost), ("rejected", report.rejected)):
             if clients:
-                self._troubles.inc(len(clients), {"kind": kind})
+                self._troubles.inc(len(clients), _tags(kind=kind))
 
     def show_progress(self, stage: str, done: float, total: int) -> None:
         """Set the finished share of the current stage, and reset the share of the previous stage to 0."""
         if self._stage and stage != self._stage:
-            self._progress.set(0.0, {"stage": self._stage})
+            self._progress.set(0.0, _tags(stage=self._stage))
         self._stage = stage
-        self._progress.set(done / total if total else 0.0, {"stage": stage})
+        self._progress.set(done / total if total else 0.0, _tags(stage=stage))
 
     def _gauge(self, name: str, description: str, *tags: str) -> Gauge:
         gauge = Gauge(f"raylt_{name}", description, tag_keys=("run", *tags))
-        gauge.set_default_tags({"run": self._run})
+        gauge.set_default_tags(_tags(run=self._run))
         return gauge
 
     def _counter(self, name: str, description: str, *tags: str) -> Counter:
         counter = Counter(f"raylt_{name}", description, tag_keys=("run", *tags))
-        counter.set_default_tags({"run": self._run})
+        counter.set_default_tags(_tags(run=self._run))
         return counter
+
+
+def _tags(**texts: str) -> dict[str, str]:
+    """Return the tags of a value. Ray accepts ASCII alone, so other letters are escaped, for example as \\xe4."""
+    return {name: text.encode("ascii", "backslashreplace").decode() for name, text in texts.items()}

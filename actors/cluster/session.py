@@ -215,7 +215,7 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _temporary(folder: Path) -> dict[str, str]:
-    """Return TMPDIR = session folder for Ray's processes if the path of the temporary folder is too long for sockets.
+    """Return TMPDIR = session folder for Ray's processes if they cannot use the path of the temporary folder.
 
     Otherwise return no variable.
     """
@@ -223,7 +223,8 @@ def _temporary(folder: Path) -> dict[str, str]:
 
 
 def _fits(base: str) -> bool:
-    return len(base) < MAX_FOLDER_LENGTH - 15
+    """Return whether Ray can use a temporary folder: its path is ASCII, and short enough for sockets."""
+    return base.isascii() and len(base) < MAX_FOLDER_LENGTH - 15
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import ray
 
-from actors.prometheus import RunMetrics
+from actors.prometheus import RunMetrics, _tags
 from raylt.core.experiment import RoundReport
 
 REPORT = RoundReport(
@@ -38,9 +38,13 @@ REPORT = RoundReport(
 )
 
 
+def test_tags_are_ascii():
+    assert _tags(run="läden", call="train") == {"run": "l\\xe4den", "call": "train"}
+
+
 @pytest.mark.slow
 def test_prometheus_reads_the_figures_of_a_run(ray_session):
-    metrics = RunMetrics("run-of-figures")
+    metrics = RunMetrics("läden")
     port = next(node["MetricsExportPort"] for node in ray.nodes() if node["Alive"])
     end = time.monotonic() + 60
     found = {}
@@ -78,7 +82,7 @@ def read(text):
     for line in text.splitlines():
         match = re.fullmatch(r"ray_raylt_(\w+)\{(.*)\} (\S+)", line)
         tags = dict(re.findall(r'(\w+)="([^"]*)"', match[2])) if match else {}
-        if match and tags.get("run") == "run-of-figures":
+        if match and tags.get("run") == "l\\\\xe4den":
             ours = " ".join(
                 tags[key] for key in ("group", "client", "stage", "figure", "kind", "call", "direction") if key in tags
             )

@@ -36,8 +36,8 @@ services.start_ray_process = refuse
 """
 
 
-@pytest.mark.parametrize(("base", "own"), [("/tmp", False), ("/scratch/" + "x" * 80, True)])
-def test_rays_processes_get_a_short_temporary_folder(monkeypatch, base, own):
+@pytest.mark.parametrize(("base", "own"), [("/tmp", False), ("/scratch/" + "x" * 80, True), ("/é", True)])
+def test_rays_processes_get_a_temporary_folder_that_they_can_use(monkeypatch, base, own):
     monkeypatch.setattr(session.tempfile, "gettempdir", lambda: base)
     assert session._temporary(Path("/tmp/raylt-1")) == ({"TMPDIR": "/tmp/raylt-1"} if own else {})
 

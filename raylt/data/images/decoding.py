@@ -209,7 +209,8 @@ def _flat(image: "Image.Image", depth: int | None) -> "Image.Image":
     if image.mode in ("L", "RGB") and not transparent:
         return image
     if image.mode[0] in "IF":
-        return Image.fromarray(eight_bits(np.asarray(image), depth, _bits_of(image)))
+        greys = eight_bits(np.asarray(image), depth, _bits_of(image))
+        return Image.fromarray(255 - greys if _is_negative(image) else greys)
     if image.mode == "RGB" and max(image.info["transparency"]) > 255:  # 16 bits, while pixels keep the upper 8
         image.info["transparency"] = tuple(level >> 8 for level in image.info["transparency"])
     if image.mode in ("1", "L", "LA", "La"):
@@ -280,6 +281,12 @@ def _bits_of(image: "Image.Image") -> int | None:
         formats = tags.get(339, 1)  # SampleFormat: 2 is a signed integer
         return bits - (2 in (formats if isinstance(formats, tuple) else (formats,)))
     return 16 if image.mode == "I" else None  # PNG and PGM have 16 bits, which Pillow may hold in 32
+
+
+def _is_negative(image: "Image.Image") -> bool:
+    """Return whether 0 is white in the pixels of an image of more than 8 bits, which Pillow does not invert."""
+    tags: Any = image.getexif() if image.format == "TIFF" else {}
+    return tags.get(262) == 0  # PhotometricInterpretation: WhiteIsZero
 
 
 def _depth_in(image: "Image.Image", depth: int | None) -> int | None:

@@ -29,7 +29,7 @@ from raylt.data.images.cache import load
 from raylt.data.sources.arrays import Source
 from raylt.data.splits.draw import test_part
 from raylt.data.splits.split import LIMIT, IndexLists, Split, hash_labels
-from raylt.errors import CheckpointError, DataError, shorten
+from raylt.errors import CheckpointError, ConfigError, DataError, shorten
 from raylt.typed_json import DoubledKey, unique_keys
 
 FORMS = (
@@ -60,6 +60,7 @@ def open_split(path: Path, source: Source, config: DataConfig) -> Split:
 
     Raises:
         DataError: The file cannot be read, has another form, or lists rows or labels that the source does not have.
+        ConfigError: The file has rows of a source without a test part, from which `data.doubles` removes rows.
     """
     try:
         content = store.read(path, LIMIT)
@@ -70,7 +71,18 @@ def open_split(path: Path, source: Source, config: DataConfig) -> Split:
             path=str(path),
         ) from None
     lists = _lists_in(path, content)
-    return Split.load(path) if lists is None else _split_of(path, lists, source, config)
+    if lists is None:
+        return Split.load(path)
+    if config.doubles == "drop" and not len(source.x_test):
+        raise ConfigError(
+            f"data.doubles: it removes training images of {source.name}, so rows in {path} would name others (drop). "
+            "Set data.doubles=keep, or give a data set with a test part.",
+            code="config.conflict",
+            key="data.doubles",
+            value="drop",
+            excludes="data.split",
+        )
+    return _split_of(path, lists, source, config)
 
 
 def _lists_in(path: Path, content: bytes) -> dict[str, _Lists] | None:

@@ -100,3 +100,15 @@ def test_only_kinds_of_images_that_data_sets_have_are_opened(tmp_path, kind):
     Image.new("RGB", (32, 32)).save(tmp_path / "it", kind)
     with refused("data.undecodable", Undecodable, path=str(tmp_path / "it")):
         open_image(tmp_path / "it")
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_greys_of_which_zero_is_white_are_inverted(tmp_path, deep):
+    greys = np.full((4, 4), 200, dtype=np.uint16) * 257 if deep else np.full((4, 4), 200, dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(greys).save(content, "TIFF")
+    black_is_zero = b"\x06\x01\x03\x00\x01\x00\x00\x00\x01\x00"  # tag 262, one short integer: 1
+    assert content.getvalue().count(black_is_zero) == 1
+    white_is_zero = content.getvalue().replace(black_is_zero, black_is_zero[:-2] + b"\x00\x00")
+    assert (fitted_image(content.getvalue(), 4) == 200).all()
+    assert (fitted_image(white_is_zero, 4) == 55).all()

@@ -12,7 +12,7 @@ from raylt.config import DataConfig
 from raylt.data.splits.check import complete
 from raylt.data.splits.split import Split
 from raylt.data.task import build_task
-from raylt.errors import DataError
+from raylt.errors import ConfigError, DataError
 
 LISTS = {"wien": [4, 0, 2], "linz": [1, 3], "graz": [5, 6, 7, 8]}
 
@@ -290,3 +290,12 @@ def test_test_lists_of_ids_need_not_be_those_of_the_clients(tmp_path):
     task = build_task(config)
     assert len(task.split.test or ()) == 3
     assert build_task(config, split=task.split).own_tests is None
+
+
+def test_lists_of_rows_are_refused_if_doubles_leave_the_rows(tmp_path):
+    file = tmp_path / "lists.json"
+    file.write_text(json.dumps([[0, 1, 2, 3], [4, 5, 6, 7]]))
+    config = DataConfig(**pets(tmp_path), split=str(file), doubles="drop")
+    with refused("config.conflict", ConfigError, key="data.doubles", excludes="data.split"):
+        build_task(config)
+    build_task(config.model_copy(update={"doubles": "keep"}))
