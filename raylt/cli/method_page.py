@@ -64,8 +64,8 @@ def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, 
     shape = height, width, channels
     if height * width * channels * classes > MAX_VALUES:
         raise ConfigError(
-            f"--image: one image of each of {classes} classes has more than {MAX_VALUES} values ({image}). Give smaller "
-            "images, or fewer classes.",
+            f"--image: one image of each of {classes} classes has more than {MAX_VALUES} values ({image}). Give "
+            "smaller images, or fewer classes.",
             code="config.out-of-range",
             key="--image",
             value=image,
