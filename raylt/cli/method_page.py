@@ -53,14 +53,15 @@ def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, 
         ConfigError: The model is unknown, or does not take these images, or they are too large to measure.
     """
     sides = re.fullmatch(r"(\d+)x(\d+)x(\d+)", image)
-    if sides is None or "0" in sides.groups():
+    if sides is None or not all(side.strip("0") for side in sides.groups()):
         raise ConfigError(
             f"--image: is not HEIGHTxWIDTHxCHANNELS ({image}). Write it like 32x32x3.",
             code="config.wrong-type",
             key="--image",
             value=image,
         )
-    height, width, channels = (int(side[: len(str(MAX_VALUES)) + 1]) for side in sides.groups())
+    # Python converts no text of thousands of digits, and nine digits are already too many
+    height, width, channels = (int(side.lstrip("0")[:9]) for side in sides.groups())
     shape = height, width, channels
     if height * width * channels * classes > MAX_VALUES:
         raise ConfigError(
