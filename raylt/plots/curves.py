@@ -131,7 +131,7 @@ def caption(study: Study, spread: Spread = "interval", level: float = 0.95) -> s
     text = f"Lines: means over {seeds}."
     if most > 1:
         band = f"{100 * level:g} % t intervals" if spread == "interval" else "one standard deviation of the seeds"
-        text += f" Bands: {band}."
+        text += f" Bands and error bars: {band}."
     if any(record.steps > record.rounds for record in done):
         text += " Last marker behind a dotted line: after the method's last phase."
     left_out = Counter(
@@ -295,6 +295,10 @@ def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
         ax.fill_between(
             curve.x[:rounds], curve.low[:rounds], curve.high[:rounds], color=colour, alpha=0.16, linewidth=0
         )
+    if rounds == 1:  # a band of one point has no width
+        ax.errorbar(
+            curve.x[:1], curve.mean[:1], yerr=_errors(curve, 0), color=colour, fmt="none", elinewidth=0.9, zorder=2
+        )
     every = max(1, -(-rounds // MARKERS_PER_LINE))
     first = number * every // 4 % every  # shifts the markers of lines that overlap
     ax.plot(
@@ -313,19 +317,23 @@ def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
         return
     if rounds:
         ax.plot(curve.x[-2:], curve.mean[-2:], color=colour, linestyle=":", linewidth=0.9, zorder=2)
-    errors = None
-    if curve.low is not None and curve.high is not None:
-        errors = [[curve.mean[-1] - curve.low[-1]], [curve.high[-1] - curve.mean[-1]]]
     ax.errorbar(
         curve.x[-1:],
         curve.mean[-1:],
-        yerr=errors,
+        yerr=_errors(curve, -1),
         color=colour,
         marker=marker,
         markersize=4.5,
         elinewidth=0.9,
         zorder=4,
     )
+
+
+def _errors(curve: ArmCurve, step: int) -> list[list[float]] | None:
+    """Return the lengths of a step's error bar below and above the mean; None for a single seed."""
+    if curve.low is None or curve.high is None:
+        return None
+    return [[curve.mean[step] - curve.low[step]], [curve.high[step] - curve.mean[step]]]
 
 
 def _say_empty(ax: "Axes", measure: str) -> None:
@@ -343,4 +351,5 @@ def _limit(ax: "Axes", panel: Sequence[ArmCurve]) -> None:
     means = [value for curve in panel for value in curve.mean]
     low, high = min(means), max(means)
     space = max(2.0, 0.25 * (high - low))
-    ax.set_ylim(max(-2.5, low - space), min(102.5, high + space))  # leaves room for markers at 0 and 100
+    top = min(102.5, high + space)
+    ax.set_ylim(max(-2.5 * top / 102.5, low - space), top)  # leaves room for markers at 0 and 100, and no tick below 0

@@ -172,3 +172,28 @@ def test_the_caption_counts_the_runs_that_are_not_drawn(study):
     text = caption(Study(study.definition, None, [*rest, lost, replace(lost, seed=99, error=None)]))
     assert f"Not drawn: {last.arm}: 1 diverged run, {last.arm}: 1 failed run." in text
     assert "Not drawn" not in caption(study)
+
+
+def test_a_single_evaluated_round_has_its_interval_as_a_bar(study):
+    once = [
+        replace(
+            run, curve=run.curve | {"accuracy": [*[None] * 29, run.curve["accuracy"][29], *[None] * (run.steps - 30)]}
+        )
+        if run.arm == "sfd"
+        else run
+        for run in study.records
+    ]
+    ax = draw_curves(Study(study.definition, None, once), ["accuracy"]).axes[0]
+    values = of(study, "sfd", 30)
+    half = stats.t.ppf(0.975, 5) * stdev(values) / 6**0.5
+    bars = [each.get_segments()[0] for each in ax.collections if hasattr(each, "get_segments")]
+    (bar,) = [bar for bar in bars if bar[0][0] == 30]
+    assert bar[:, 1] == pytest.approx([fmean(values) - half, fmean(values) + half])
+
+
+@pytest.mark.parametrize("value", [0.0, 0.002])
+def test_a_panel_of_values_near_0_has_no_ticks_below_it(value):
+    run = record("fedavg", 0, 0.5)
+    zeros = replace(run, curve=run.curve | {"accuracy": [value] * 10})
+    ax = draw_curves(Study(define({"name": "x", "arms": {"fedavg": "fedavg"}}), None, [zeros]), ["accuracy"]).axes[0]
+    assert [tick for tick in ax.get_yticks() if ax.get_ylim()[0] <= tick < 0] == []
