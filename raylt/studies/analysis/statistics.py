@@ -163,6 +163,15 @@ def _stratified(cells: list[np.ndarray], statistic: Callable[[list[np.ndarray]],
     estimate = float(statistic(cells))
     if len(cells) < 2 or min(map(len, cells)) < MIN_SEEDS_PER_CELL:
         return Interval(estimate, None, None)
+    low, high = _percentiles(cells, statistic, level)
+    factor = _widening([len(cell) for cell in cells], level)
+    return Interval(estimate, estimate + factor * (low - estimate), estimate + factor * (high - estimate))
+
+
+def _percentiles(
+    cells: list[np.ndarray], statistic: Callable[[list[np.ndarray]], np.ndarray], level: float
+) -> tuple[float, float]:
+    """Return the ends of the percentile interval of a statistic over resampled cells; see `_stratified`."""
 
     def of_rows(*rows: np.ndarray, axis: int) -> np.ndarray:
         assert axis == -1
@@ -178,9 +187,7 @@ def _stratified(cells: list[np.ndarray], statistic: Callable[[list[np.ndarray]],
         method="percentile",
         rng=np.random.default_rng(0),
     )
-    low, high = (float(end) for end in drawn.confidence_interval)
-    factor = _widening([len(cell) for cell in cells], level)
-    return Interval(estimate, estimate + factor * (low - estimate), estimate + factor * (high - estimate))
+    return float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
 
 
 def _widening(seeds: Sequence[int], level: float) -> float:
