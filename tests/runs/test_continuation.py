@@ -14,7 +14,6 @@ from raylt.core.checkpoint.checkpoint import hash_tensors, steps
 from raylt.core.evaluation import evaluator
 from raylt.errors import CheckpointError, ConfigError
 from raylt.registry import load_plugin
-from raylt.runs.callbacks.base import Callback
 from raylt.runs.verify import verify
 from raylt.studies.records.record import failure_file
 from raylt.studies.report.listing import listing
@@ -260,22 +259,6 @@ def test_a_longer_run_that_a_setting_excludes_leaves_no_folder(tmp_path):
     with refused("config.conflict", ConfigError, key="federation.sampling"):
         raylt.resume(run.folder, ["federation.rounds=4000"], fleet="local", quiet=True)
     assert not (tmp_path / "poisson-4000").exists()
-
-
-def test_a_longer_run_without_a_step_of_its_own_leaves_no_folder(short, tmp_path):
-    class Refusing(Callback):
-        def on_start(self, folder, config, reports):
-            raise ConfigError("resources.actors: too many (9). Set fewer.", code="config.out-of-range")
-
-    class Late(Callback):
-        def on_step(self, report):
-            raise ConfigError("resources.actors: too many (9). Set fewer.", code="config.out-of-range")
-
-    run = Run.open(shutil.copytree(short.folder, tmp_path / "short"))
-    for callback, left in ((Refusing(), False), (Late(), True)):
-        with refused("config.out-of-range", ConfigError):
-            raylt.resume(run, ["federation.rounds=6"], fleet="local", quiet=True, callbacks=[callback])
-        assert (tmp_path / "short-6").exists() == left
 
 
 def test_counts_that_were_changed_are_not_taken_over(short, tmp_path):

@@ -173,14 +173,6 @@ def hash_line(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def count_lines(folder: Folder) -> int:
-    """Return the number of complete lines of metrics.jsonl in a run folder."""
-    if not folder.has(FILE):
-        return 0
-    with folder.stream(FILE) as lines:
-        return sum(line.endswith(b"\n") for line in lines)
-
-
 def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:
     """Read the lines of metrics.jsonl in a run folder.
 

@@ -64,7 +64,6 @@ class Journal:
         self._board = Board(lambda: identity.read_identity(self._open)["config"])
         self._head: str | None = None
         self._made: str | None = None
-        self._adopted = 0  # number of steps that were taken over from another run
 
     def _acquire(self) -> int:
         for _ in range(LOCK_ATTEMPTS):
@@ -185,7 +184,6 @@ class Journal:
                 folder = self.folder / "checkpoints"
                 checkpoint.write(folder, step, parts, facts, None, config.output.keep, by_step.keys())
             self._append(content)
-        self._adopted = len(reports)
         self._make_resumable(config)
 
     def _append(self, content: dict[str, Any]) -> None:
@@ -232,7 +230,7 @@ class Journal:
         return saved, faults
 
     def discard(self) -> None:
-        """Remove the folder if it is not a complete run or no step was committed after the adopted ones.
+        """Remove the folder if it is not a complete run or no step was committed.
 
         It stays if another process has continued the run.
         """
@@ -240,7 +238,7 @@ class Journal:
             lock = folder.lock(LOCK) if self._lock is None else self._lock
             if lock is None:
                 return
-            if not folder.has("config.yaml") or metrics_log.count_lines(folder) <= self._adopted:
+            if not (folder.has("config.yaml") and folder.has(metrics_log.FILE)):
                 shutil.rmtree(self.folder)
             if lock != self._lock:
                 os.close(lock)
