@@ -61,14 +61,20 @@ class ImageTower(nn.Module):
         return F.normalize(z.float(), dim=1) * self.length
 
     def _resized(self, x: Tensor) -> Tensor:
-        height, width = self.height, self.width
-        if self.crops:  # fit the shorter side and crop the middle of the longer one
-            ratio = max(height / x.shape[2], width / x.shape[3])
-            height, width = round(x.shape[2] * ratio), round(x.shape[3] * ratio)
+        height, width = self._covering(x.shape[2], x.shape[3]) if self.crops else (self.height, self.width)
         if x.shape[2:] != (height, width):
             x = F.interpolate(x, (height, width), mode=self.interpolation, align_corners=False, antialias=True)
-        top, left = (height - self.height) // 2, (width - self.width) // 2
+        top = round((height - self.height) / 2)
+        left = round((width - self.width) / 2)
         return x[:, :, top : top + self.height, left : left + self.width].clamp(0, 1)
+
+    def _covering(self, height: int, width: int) -> tuple[int, int]:
+        """Return the smallest size with the image's ratio that covers the input, rounded as open_clip rounds it."""
+        if self.height == self.width:
+            shorter = min(height, width)
+            return self.height * height // shorter, self.width * width // shorter
+        ratio = max(self.height / height, self.width / width)
+        return round(height * ratio), round(width * ratio)
 
 
 def image_text_model(

@@ -47,12 +47,13 @@ def test_models_of_one_name_share_no_weights_and_can_be_trained(clip_name):
     assert all(module.training for module in one.modules())
 
 
-@pytest.mark.parametrize("size", [(40, 60), (60, 40)])
-def test_images_of_any_size_are_prepared_as_open_clip_prepares_them(size):
+@pytest.mark.parametrize("size", [(40, 60), (60, 40), (37, 64), (64, 37), (27, 40)])
+@pytest.mark.parametrize("target", [24, (24, 32)])
+def test_images_of_any_size_are_prepared_as_open_clip_prepares_them(size, target):
     from open_clip.transform import PreprocessCfg, image_transform_v2
     from PIL import Image
 
-    settings = {"size": 24, **PREPROCESS, "interpolation": "bicubic", "resize_mode": "shortest"}
+    settings = {"size": target, **PREPROCESS, "interpolation": "bicubic", "resize_mode": "shortest"}
     transform = image_transform_v2(PreprocessCfg(**settings), is_train=False)
     pixels = torch.randint(0, 256, (*size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     smooth = F.avg_pool2d(pixels.permute(2, 0, 1).float(), 5, 1, 2).round().to(torch.uint8)
@@ -60,7 +61,7 @@ def test_images_of_any_size_are_prepared_as_open_clip_prepares_them(size):
     tower = ImageTower(torch.nn.Flatten(), about)
     given = (tower._resized(smooth[None] / 255) - tower.mean) / tower.std
     expected = transform(Image.fromarray(smooth.permute(1, 2, 0).numpy()))
-    assert given.shape == (1, 3, 24, 24)
+    assert given.shape[2:] == ((24, 24) if target == 24 else target)
     assert torch.allclose(given[0], torch.as_tensor(expected), atol=0.02)  # open_clip rounds to 8 bits after resizing
 
 

@@ -38,7 +38,7 @@ from raylt.studies.records.seal import (
     is_intact,
     seal_file,
 )
-from raylt.studies.running.tuning import Outcomes, joined, search_hash
+from raylt.studies.running.tuning import Outcomes, joined, search_settings
 from raylt.studies.settings import differences, file_names, flat
 from raylt.typed_json import as_json, closed, hash_json
 
@@ -489,11 +489,11 @@ def _search_hashes(definition: Definition, cell: str, arm: str, versions: Iterab
 def _search_hash(
     definition: Definition, cell: str, arm: str, version: frozenset[str] | None = None, former_names: bool = False
 ) -> str:
-    """Return the hash of an arm's search; see `search_hash`."""
+    """Return the hash of an arm's search; see `search_settings`."""
     assert definition.tune is not None
     base = definition.base_of(cell, arm)
     reference = definition.base_of(cell, definition.compared_to)
-    return search_hash(definition.tune, arm, base, reference, version, former_names)
+    return hash_json(search_settings(definition.tune, arm, base, reference, version, former_names))
 
 
 def _differences(record: RunRecord, plan: Planned) -> str:

@@ -76,9 +76,9 @@ class Tuning(Section):
 class Tuned(TypedDict):
     """The outcome of tuning one arm in one cell.
 
-    `asked` is the hash of the search, see `search_hash`. `values` are settings by dotted key. `score` is the metric on
-    validation samples, or None if there was nothing to search. `count` is the unit of `client_steps` and `budget`, by
-    default "steps".
+    `asked` is the hash of `search_settings`. `values` are settings by dotted key. `score` is the metric on validation
+    samples, or None if there was nothing to search. `count` is the unit of `client_steps` and `budget`, by default
+    "steps".
     """
 
     asked: str
@@ -137,7 +137,10 @@ def search_arms(
         RayltError: A search failed. The message names the arm.
     """
     outcomes = read_tuned(folder)
-    hashes = {key: search_hash(tuning, key[1], base, bases[key[0], reference]) for key, base in bases.items()}
+    hashes = {
+        (cell, arm): hash_json(search_settings(tuning, arm, base, bases[cell, reference]))
+        for (cell, arm), base in bases.items()
+    }
     check_same_searches(outcomes, {key: {expected} for key, expected in hashes.items()}, folder)
     waiting = [(cell, arm) for cell, arm in bases if arm not in outcomes.get(cell, {})]
     if not waiting:
@@ -177,7 +180,7 @@ def check_same_searches(
 
     Args:
         outcomes: The outcomes by cell and arm.
-        accepted: Hashes of the searches that count, by cell and arm, see `search_hash`.
+        accepted: Hashes of the searches that count, by cell and arm, see `search_settings`.
         folder: The study's folder.
         changes: Function of a cell and an arm that returns the settings in which their search changed, as text.
 
@@ -198,18 +201,6 @@ def check_same_searches(
                 cell=cell,
                 differences=changed,
             )
-
-
-def search_hash(
-    tuning: Tuning,
-    arm: str,
-    base: Config,
-    reference: Config,
-    version: Collection[str] | None = None,
-    former_names: bool = False,
-) -> str:
-    """Return a hash of everything that an arm's search depends on; see `search_settings`."""
-    return hash_json(search_settings(tuning, arm, base, reference, version, former_names))
 
 
 def search_settings(

@@ -19,8 +19,9 @@ from raylt.studies.records.former_names import (
     former_settings,
 )
 from raylt.studies.records.recorded_runs import load_planned, load_tuned, read_results, write_results
-from raylt.studies.running.tuning import search_hash
+from raylt.studies.running.tuning import search_settings
 from raylt.studies.study import Study
+from raylt.typed_json import hash_json
 
 STUDIES = Path(__file__).parents[3] / "studies"
 ARMS = {"ccvr": {"method": {"name": "ccvr", "virtual": 20, "retrain_epochs": 2}}, "fedavg": "fedavg"}
@@ -86,7 +87,9 @@ def test_a_search_that_was_made_under_a_former_name_is_recognised(tmp_path):
     tune = {"runs": 2, "ranges": {"method.retrain_lr": "loguniform(0.001, 0.1)"}, "fields": {"ccvr": ["retrain_batch"]}}
     definition = define(TINY | {"tune": tune, "base": {**TINY["base"], "data.validation": 0.2}})
     base, reference = definition.base_of("", "ccvr"), definition.base_of("", "fedavg")
-    now, then = (search_hash(definition.tune, "ccvr", base, reference, None, former) for former in (False, True))
+    now, then = (
+        hash_json(search_settings(definition.tune, "ccvr", base, reference, None, former)) for former in (False, True)
+    )
     assert now != then
     for asked, expected in ((now, 1), (then, 1), ("0" * 64, 0)):
         record = tmp_path / f"{asked[:8]}.json"

@@ -19,9 +19,10 @@ from raylt.studies.analysis.comparison import compare
 from raylt.studies.definition import define, read_definition, reread_definition
 from raylt.studies.report import comparison_tables
 from raylt.studies.running import tuning
-from raylt.studies.running.tuning import FILE, Tuning, describe, search_arms, search_hash, write_tuned
+from raylt.studies.running.tuning import FILE, Tuning, describe, search_arms, search_settings, write_tuned
 from raylt.studies.running.worker_slots import WorkerSlot
 from raylt.studies.study import Study
+from raylt.typed_json import hash_json
 from tune.arm import check_searches, tune_arm
 from tune.loop import sizes
 from tune.plan import client_steps
@@ -48,7 +49,7 @@ class Recorder(raylt.Callback):
 
 def outcome(definition, arm, cell="", **values):
     bases = definition.bases()
-    wanted = search_hash(definition.tune, arm, bases[cell, arm], bases[cell, definition.compared_to])
+    wanted = hash_json(search_settings(definition.tune, arm, bases[cell, arm], bases[cell, definition.compared_to]))
     return {"asked": wanted, "values": values, "score": 0.5, "trials": 3, "client_steps": 90, "budget": 99}
 
 
@@ -79,11 +80,11 @@ def test_a_folder_of_an_earlier_version_was_tuned_by_accuracy(tmp_path):
 def test_a_setting_that_searches_of_earlier_versions_did_not_have_counts_where_it_is_set():
     definition = define(TUNED)
     base = definition.base_of("", "prox")
-    asked = search_hash(definition.tune, "prox", base, base)
+    asked = search_settings(definition.tune, "prox", base, base)
     earlier = frozenset(key for key, _ in settings() if key != "evaluation.fresh")
-    assert search_hash(definition.tune, "prox", base, base, earlier) == asked
+    assert search_settings(definition.tune, "prox", base, base, earlier) == asked
     fresh = base.model_copy(update={"evaluation": base.evaluation.model_copy(update={"fresh": True})})
-    assert search_hash(definition.tune, "prox", fresh, fresh) != asked
+    assert search_settings(definition.tune, "prox", fresh, fresh) != asked
 
 
 def test_runs_have_what_their_arm_was_tuned_to_in_that_cell():
