@@ -158,7 +158,9 @@ class ProcessFleet(LocalFleet):
     def _answer(self, id: int, name: str, outcome: CallResult) -> Answer:
         match outcome:
             case Lost():
-                return Answer(id, None, None, ClientLost(id, self.round, name, LOST))
+                lost = ClientLost(id, self.round, name, LOST)
+                self.note(str(lost))
+                return Answer(id, None, None, lost)
             case Fault(code, text):
                 return Answer(id, None, None, ClientError(id, self.round, name, text, code=code))
             case sent, state:

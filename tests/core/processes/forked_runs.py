@@ -153,7 +153,8 @@ def test_a_client_whose_process_is_killed_is_asked_again_with_the_same_result(ru
     ],
 )
 def test_a_client_that_fails_again_and_again_is_left_out_and_named(run, method, code, said):
-    trace = run(forked(federation={"quorum": 0.5, "retries": 1}), method())
+    with pytest.warns(RuntimeWarning, match=f"client 2, round 1, train: {said}"):  # the note about the client
+        trace = run(forked(federation={"quorum": 0.5, "retries": 1}), method())
     assert [(report.lost, report.retried) for report in trace.reports] == [([2], [2]), ([], [])]
     with pytest.raises(RayltError) as caught:
         run(forked(federation={"quorum": 1.0, "retries": 0}), method())
