@@ -14,7 +14,7 @@ def test_every_printed_cell_is_there_with_its_source():
     assert len(expectations()) == 640
     assert Counter(e.paper for e in expectations()) == {"SFD": 180, "FedSM": 198, "MuPFL": 200, "BPFed": 62}
     assert all(0 < e.value < 1 and e.table for e in expectations())
-    assert sum(bool(e.note) for e in expectations()) == 186
+    assert sum(bool(e.note) for e in expectations()) == 236
 
 
 def test_a_cell_is_run_or_says_why_not():
