@@ -124,6 +124,10 @@ def test_a_lie_that_looks_honest_ends_no_run_and_blames_nobody(case_of, kind, pa
     assert outcome(case_of(kind), part, lie)[0] == set()
 
 
+def test_sums_of_unit_features_that_are_longer_than_their_number_are_rejected(case_of):
+    assert outcome(case_of("fedsm, afterwards"), "classes", scaled(3.0)) == ({LIAR}, True)
+
+
 @pytest.mark.parametrize("kind", FIELDS)
 def test_a_client_that_lies_in_every_part_is_the_only_one_blamed(case_of, kind):
     assert fault_of(lies_blame_nobody_else, case_of(kind)) is None

@@ -76,3 +76,25 @@ def test_class_of_a_client_whose_counts_were_lost_stays_in_the_softmax(tiny_task
         expected = torch.nn.functional.cross_entropy(client.model(batch.x) + shift, batch.y)
         loss = method.objective(client, {"counts": torch.tensor([14, 15, 5, 0])})(batch)
     assert loss.item() == pytest.approx(expected.item())
+
+
+class AwayBeforeRefit(ClientHost):
+    """Client host that cannot reach client 0 before it is asked to re-train in round 1."""
+
+    def run(self, fn, message, round, id, shard, private):
+        if id == 0 and (round == 0 or (round == 1 and fn.__name__ == "train")):
+            raise OSError("no route to host")
+        return super().run(fn, message, round, id, shard, private)
+
+
+def test_client_of_fedsm_that_is_reached_after_training_gets_the_texts(tiny_task, tmp_path):
+    method = FedSM(
+        teacher=teachers.save_features(tmp_path / "f.npz", tiny_task), retrain="after", retrain_rounds=2, **RETRAINED
+    )
+    experiment = make_experiment(configure(), tiny_task, tmp_path, method, host=AwayBeforeRefit)
+    notes = []
+    experiment.fleet.on_note = notes.append
+    report = experiment.step()
+    assert report.rejected == {}
+    assert report.traffic["refit"]["replies"] == report.traffic["train"]["replies"] + 1
+    assert all("no route to host" in note for note in notes)
