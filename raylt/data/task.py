@@ -138,6 +138,7 @@ class Task(TaskSpec):
         notes: Remarks on the data for the user, in whole sentences.
         auxiliary: Balanced samples of the server itself; None unless `data.auxiliary` is set.
         new_clients: Ids of the clients that join only after training, ascending.
+        image_notes: The part of `notes` that follows from the images, and not from the settings and the split.
     """
 
     client_counts: np.ndarray
@@ -152,6 +153,7 @@ class Task(TaskSpec):
     notes: tuple[str, ...] = ()
     auxiliary: Shard | None = None
     new_clients: tuple[int, ...] = ()
+    image_notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.client_names:
@@ -253,6 +255,7 @@ def build_task(config: DataConfig, split: Split | None = None, start: Path | Non
         notes=(*source.notes, *deviations, *doubles, *notes(source, split, load(test.y), own)),
         auxiliary=auxiliary,
         new_clients=new_clients,
+        image_notes=(*source.notes, *doubles),
     )
 
 

@@ -124,6 +124,8 @@ def _take_all_steps(
             journal.note_start(saved.facts["step"] if saved else 0)
             stopping.withdraw(journal.folder)
             callback.on_start(journal.folder, setup.config, journal.reports())
+            if saved is None:
+                journal.note_images(task.image_notes)
             for note in task.notes:
                 callback.on_message(note)
             started = True

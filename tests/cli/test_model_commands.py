@@ -145,7 +145,7 @@ def test_all_damaged_images_are_named_in_one_go(raylt, personal, new):
         refused(
             raylt("evaluate", personal, "--data", f"folder:{new}", *more),
             "3 images cannot be decoded: ",
-            *(f"{file} (" for file in damaged),
+            *map(str, damaged),
             ". Replace or remove them. --bad skip leaves them out.\n",
         )
 

@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from refusals import refused
 
@@ -68,14 +69,28 @@ def test_an_error_that_ends_a_run_is_in_its_notes_and_its_state(tmp_path):
     assert [(entry.state, entry.error) for entry in listing(tmp_path)] == [("failed", "training.diverged")]
 
 
+class Ending(Callback):
+    def __init__(self, error):
+        self.error = error
+
+    def on_step(self, report):
+        raise self.error
+
+
+def test_notices_about_the_images_begin_the_notes_once(tmp_path):
+    x = np.random.default_rng(0).integers(0, 256, (24, 4, 4, 1), dtype=np.uint8)
+    y = np.arange(24) % 2
+    np.savez(tmp_path / "it.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4], class_names=np.array(["a", "b"]))
+    settings = [f"data.source=npz:{tmp_path / 'it.npz'}", "data.clients=2", "model=small", "federation.rounds=2"]
+    interrupted = {"fleet": "local", "quiet": True, "callbacks": [Ending(KeyboardInterrupt())]}
+    with pytest.raises(KeyboardInterrupt):
+        raylt.run("fedavg", out=tmp_path, name="r", overrides=settings, **interrupted)
+    Run.open(tmp_path / "r").resume(fleet="local", quiet=True)
+    (line,) = (tmp_path / "r" / NOTES).read_text().splitlines()
+    assert line.partition(",")[0] == "4 of 4 test images are also training images"
+
+
 def test_a_run_that_is_stopped_after_an_error_is_stopped(tmp_path):
-    class Ending(Callback):
-        def __init__(self, error):
-            self.error = error
-
-        def on_step(self, report):
-            raise self.error
-
     failing = {"fleet": "local", "quiet": True, "callbacks": [Ending(OSError("no\nnet"))]}
     with pytest.raises(OSError, match="no\nnet"):
         raylt.run("fedavg", out=tmp_path, name="r", overrides=[*SETTINGS, "federation.rounds=3"], **failing)

@@ -7,7 +7,7 @@ import os
 import stat
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,9 @@ Fit = Literal["crop", "pad"]
 TURNING = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # PIL's names of metadata that may rotate
 READ_AT_ONCE = 2**24  # files up to this size are read at once, because PIL reads a few bytes forty times
 MAX_DEFLATE_RATIO = 1040  # maximum compression ratio of deflate
+MAX_CAUSES = 20  # causes that a message about files that cannot be decoded gives
+MAX_NAMES = 3  # files that it names for each cause
+PPM_CODECS = ("ppm", "ppm_plain")  # Pillow's codecs that scale the largest value of a file's header to full scale
 
 
 # Errors of the machine, not of a file: data.bad=skip must not skip a file because of them.
@@ -66,6 +69,39 @@ class Undecodable(DataError):
         return f"{self.name} ({self.cause})"
 
 
+def grouped_by_cause(reasons: Iterable[str]) -> tuple[str, bool]:
+    """Describe files that cannot be decoded: each cause once, most frequent first, with the first files' names.
+
+    Args:
+        reasons: `Undecodable.reason` of each file, or another description of its failure.
+
+    Returns:
+        The description in one line, and whether it names all files.
+    """
+    names: dict[str, list[str]] = {}
+    for reason in reasons:
+        name, cause = _name_and_cause(reason)
+        names.setdefault(cause, []).append(name)
+    groups = sorted(names.items(), key=lambda group: -len(group[1]))
+    texts = []
+    for cause, files in groups[:MAX_CAUSES]:
+        more = f" and {len(files) - MAX_NAMES} more" if len(files) > MAX_NAMES else ""
+        texts.append(f"{', '.join(files[:MAX_NAMES])}{more}{cause}")
+    if others := sum(len(files) for _, files in groups[MAX_CAUSES:]):
+        texts.append(f"and {others} for other causes")
+    return "; ".join(texts), not others and all(len(files) <= MAX_NAMES for _, files in groups)
+
+
+def _name_and_cause(reason: str) -> tuple[str, str]:
+    """Divide a reason before the last pair of brackets, with the causes' own brackets inside; "" without a cause."""
+    nested = 0
+    for position in range(len(reason) - 1, -1, -1):
+        nested += {")": 1, "(": -1}.get(reason[position], 0)
+        if not nested:
+            return (reason[: position - 1], reason[position - 1 :]) if reason.endswith(")") else (reason, "")
+    return reason, ""
+
+
 def open_image(file: Path) -> "Image.Image":
     """Open an image file without converting its colours.
 
@@ -91,7 +127,7 @@ def flat_image(file: Path | str | bytes, depth: int | None = None) -> "Image.Ima
         Undecodable: See `open_image`; or a grey level exceeds the depth.
     """
     with _image(file) as image:
-        depth = _depth_in(image, depth)
+        _keep_greys(image, depth)
         image.load()
         return _flat(image, depth)
 
@@ -124,7 +160,7 @@ def fitted_image(
     from PIL import Image, ImageOps
 
     with _image(file) as image:
-        depth = _depth_in(image, depth)
+        _keep_greys(image, depth)
         image.draft(None, (size, size))  # a JPEG is decoded at the smallest scale that still covers the crop
         flat = _flat(_upright(image), depth)
         mode = flat.mode if channels is None else "L" if channels == 1 else "RGB"
@@ -263,13 +299,21 @@ def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -
     return (pixels * (255 / white) + 0.5).astype(np.uint8)
 
 
-def is_deep(file: Path | str | bytes) -> bool:
-    """Return whether an image file has greys of more than 8 bits; False if the file cannot be read."""
+def full_scale(file: Path | str | bytes) -> float | None:
+    """Return the level that becomes white in an image file of more than 8 bits if no depth is set.
+
+    Only the head of the file is read. None stands for a file of 8 bits or less, and for one that cannot be read.
+    """
     try:
-        with _image(file) as image:
-            return image.mode[0] in "IF"
+        with _image(file, read_at_once=0) as image:
+            codec, raw_mode, maximum = _coding(image)
+            if maximum > 255 and codec in PPM_CODECS:
+                return float(maximum)
+            if image.mode[0] in "IF":
+                return 1.0 if image.mode == "F" else float(2 ** (_bits_of(image) or 16) - 1)
+            return 65535.0 if ";16" in raw_mode else None
     except Undecodable:
-        return False
+        return None
 
 
 def _bits_of(image: "Image.Image") -> int | None:
@@ -289,30 +333,47 @@ def _is_negative(image: "Image.Image") -> bool:
     return tags.get(262) == 0  # PhotometricInterpretation: WhiteIsZero
 
 
-def _depth_in(image: "Image.Image", depth: int | None) -> int | None:
-    """Return the bit depth of an image file before its pixels are loaded.
+def _keep_greys(image: Any, depth: int | None) -> None:
+    """Keep Pillow from scaling the greys of a PGM file by the maximum in its header, if a depth is set.
+
+    Called before the pixels are loaded.
 
     Raises:
         ValueError: A depth is set, and Pillow keeps only the upper 8 of 16 bits, as it does with colours.
     """
     if depth is None:
-        return None
-    for tile in getattr(image, "tile", ()):
-        arguments = [*tile[3]] if isinstance(tile[3], tuple) else [tile[3]]
-        scaled = tile[0] == "ppm" and arguments[1] > 255  # Pillow scales the maximum in the file's header to 65535
-        if scaled and image.mode == "I":
-            return 16
-        if image.mode[0] not in "IF" and (scaled or ";16" in str(arguments[0])):
-            raise ValueError("its colours or its transparency have 16 bits, and data.depth scales only greys")
-    return depth
+        return
+    codec, raw_mode, maximum = _coding(image)
+    scaled = codec in PPM_CODECS and maximum > 255
+    if image.mode[0] not in "IF" and (scaled or ";16" in raw_mode):
+        raise ValueError(
+            "its colours or its transparency have 16 bits, and data.depth scales only greys: convert it to 8 bits"
+        )
+    if scaled:
+        image.tile = [tile._replace(args=(raw_mode, 65535)) for tile in image.tile]  # 65535 keeps greys as they are
+
+
+def _coding(image: Any) -> tuple[str, str, int]:
+    """Return the codec, the raw mode and, for PPM_CODECS, the largest value in the header of an image before loading.
+
+    Without a codec, the text is empty and the number 0.
+    """
+    if not image.tile:
+        return "", "", 0
+    codec = image.tile[0].codec_name
+    arguments: Any = image.tile[0].args
+    if not arguments or not isinstance(arguments, tuple):
+        arguments = (arguments,)
+    maximum = arguments[1] if codec in PPM_CODECS and len(arguments) > 1 else 0
+    return codec, str(arguments[0]), maximum
 
 
 @contextmanager
-def _image(file: Path | str | bytes) -> "Iterator[Image.Image]":
+def _image(file: Path | str | bytes, read_at_once: int = READ_AT_ONCE) -> "Iterator[Image.Image]":
     from PIL import Image
 
     try:
-        with _unwarned(), _opened(file) as stream, Image.open(stream, formats=FORMATS) as image:
+        with _unwarned(), _opened(file, read_at_once) as stream, Image.open(stream, formats=FORMATS) as image:
             if image.width * image.height > PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels, more than {PIXELS:,} in all")
             yield image
@@ -349,7 +410,7 @@ def _cause(error: Exception) -> str:
 
 
 @contextmanager
-def _opened(file: Path | str | bytes) -> Iterator[BinaryIO]:
+def _opened(file: Path | str | bytes, read_at_once: int = READ_AT_ONCE) -> Iterator[BinaryIO]:
     """Open a regular file, or content that is already in memory, as a binary stream.
 
     Links are followed, because many data sets consist of them. Opening a FIFO does not block.
@@ -364,7 +425,7 @@ def _opened(file: Path | str | bytes) -> Iterator[BinaryIO]:
             raise ValueError("is not a plain file")
         if not status.st_size:
             raise ValueError("is empty")
-        if status.st_size <= READ_AT_ONCE:
+        if status.st_size <= read_at_once:
             yield io.BytesIO(_content(handle, status.st_size))
         else:
             with os.fdopen(handle, "rb", closefd=False) as stream:

@@ -1,5 +1,6 @@
 """Decoding of folders of image files into cached arrays; each file is decoded once."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,12 @@ import numpy as np
 
 from raylt.data.images.cache import Mapped, take
 from raylt.data.images.cache_builder import pack, place_of
-from raylt.data.images.decoding import Fit, Fitted, is_deep
+from raylt.data.images.decoding import Fit, Fitted, full_scale, grouped_by_cause
 from raylt.data.images.image_files import shown_name
 from raylt.errors import DataError, count_of
 
-MAX_LISTED = 20  # number of damaged files that an error names
-FORMAT = 4  # version of the decoding; each version has its own cache
+LOOKED_AT = 200  # number of files whose full scale is read for notices
+FORMAT = 5  # version of the decoding; each version has its own cache
 
 Channels = Literal["auto", 1, 3]
 Bad = Literal["stop", "skip"]
@@ -93,7 +94,13 @@ def decode_all(
         grey=channels is None,
         whole=how.bad == "stop",
     )
-    return usable(path, count, bad, how, lambda row: is_deep(file(row)), lambda row: _name(row, file(row)))
+    scale = functools.cache(lambda row: full_scale(file(row)))
+    x, rows, notes = usable(
+        path, count, bad, how, lambda row: scale(row) is not None, lambda row: _name(row, file(row))
+    )
+    if how.depth is None:
+        notes += _scales_note(rows, scale, lambda row: _name(row, file(row)))
+    return x, rows, notes
 
 
 def _name(row: int, file: str | bytes) -> str:
@@ -115,7 +122,7 @@ def usable(
         count: The number of all images, N.
         bad: The rows that could not be decoded, with the reason.
         how: Settings for decoding.
-        deep: Row -> whether its file has greys of more than 8 bits; called for the first usable row and dark ones.
+        deep: Row -> whether its file has more than 8 bits; called for LOOKED_AT usable rows and dark ones.
         name: Row -> name of the image in a notice.
 
     Raises:
@@ -126,13 +133,13 @@ def usable(
         raise undecodable(bad, path)
     x = Mapped(str(path), rows)
     notes = (f"left out: {_describe(bad, path)}",) if bad else ()
-    if how.depth is None and deep(int(rows[0])):
+    if how.depth is None and any(map(deep, _spread(rows, LOOKED_AT).tolist())):
         notes += _dark_note(x, deep, name)
     return x, rows, notes
 
 
 def undecodable(bad: dict[int, str], path: Path) -> DataError:
-    """Return the error that names the images that cannot be decoded.
+    """Return the error about the images that cannot be decoded.
 
     Args:
         bad: The rows of these images, with the reason.
@@ -146,20 +153,41 @@ def undecodable(bad: dict[int, str], path: Path) -> DataError:
     )
 
 
+def _spread(rows: np.ndarray, most: int) -> np.ndarray:
+    """Return at most `most` evenly spaced rows."""
+    return rows[np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.int64)]
+
+
 def _dark_note(x: Mapped, deep: Callable[[int], bool], name: Callable[[int], str]) -> tuple[str, ...]:
     """Return a notice of images of more than 8 bits that use less than half of their range and would look dark.
 
     At most 2,000 evenly spaced images are read.
     """
-    sample = take(x, np.linspace(0, len(x) - 1, min(len(x), 2000)).astype(np.int64))
+    sample = take(x, _spread(np.arange(len(x)), 2000))
     assert isinstance(sample, Mapped)
     dark = sample.rows[sample.load().max((1, 2, 3)) <= 127]
     names = [name(row) for row in islice(filter(deep, dark.tolist()), 4)]
     if not names:
         return ()
     return (
-        f"images with greys of more than 8 bits use less than half of their full scale ({', '.join(names[:3])}"
-        f"{', ..' * (len(names) > 3)}); set data.depth if their greys have fewer bits than their files",
+        f"images of more than 8 bits use less than half of their full scale ({', '.join(names[:3])}"
+        f"{', ..' * (len(names) > 3)}); if they have fewer bits than their files, set data.depth for greys, and "
+        "convert colours to 8 bits",
+    )
+
+
+def _scales_note(rows: np.ndarray, scale: Callable[[int], float | None], name: Callable[[int], str]) -> tuple[str, ...]:
+    """Return a notice if images of more than 8 bits have different full scales, for LOOKED_AT evenly spaced rows."""
+    examples: dict[float, str] = {}
+    for row in _spread(rows, LOOKED_AT).tolist():
+        if (white := scale(row)) is not None:
+            examples.setdefault(white, name(row))
+    if len(examples) < 2:
+        return ()
+    scales = ", ".join(f"{white:.15g} in {file}" for white, file in sorted(examples.items())[:3])
+    return (
+        f"images of more than 8 bits have different full scales ({scales}{', ..' * (len(examples) > 3)}), so the same "
+        "grey differs between them; data.depth gives greys one scale",
     )
 
 
@@ -174,8 +202,6 @@ def file_stamp(path: str | Path) -> tuple[int, int]:
 
 def _describe(bad: dict[int, str], path: Path) -> str:
     """Describe the damaged files and their faults in one line."""
-    reasons = [reason for _, reason in sorted(bad.items())]
-    text = f"{count_of(len(reasons), 'image')} cannot be decoded: {'; '.join(reasons[:MAX_LISTED])}"
-    if len(reasons) > MAX_LISTED:
-        text += f"; and {len(reasons) - MAX_LISTED} more, listed in {path.with_name('images.bad.json')}"
-    return text
+    text, all_named = grouped_by_cause(reason for _, reason in sorted(bad.items()))
+    listed = "" if all_named else f"; {path.with_name('images.bad.json')} lists all"
+    return f"{count_of(len(bad), 'image')} cannot be decoded: {text}{listed}"

@@ -1,5 +1,6 @@
 """Data sets as arrays: `Source` is a data set before it is split, `Arrays` is the content of an npz file."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from raylt.data.images.cache import Stored, load, take
 from raylt.data.images.decoding import eight_bits, read_npz
 from raylt.data.sources.checks import SCOPE, Fault, check_clients, check_names, check_parts_fit, checked_labels
-from raylt.errors import DataError
+from raylt.errors import DataError, count_of
 
 KEYS = "x_train", "y_train", "x_test", "y_test", "class_names"
 CLIENTS = "id_train", "id_test", "client_names"
@@ -85,6 +86,7 @@ class Arrays(NamedTuple):
         ids: Recorded id of each training image; None if the source records no ids.
         test_ids: Recorded id of each test image.
         client_names: Names of the different ids, in the sorted order of the ids.
+        notes: Remarks on the data for the user, in whole sentences.
     """
 
     x_train: Stored
@@ -95,6 +97,7 @@ class Arrays(NamedTuple):
     ids: np.ndarray | None = None
     test_ids: np.ndarray | None = None
     client_names: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def read_arrays(path: Path, depth: int | None = None) -> Arrays:
@@ -131,6 +134,7 @@ def read_arrays(path: Path, depth: int | None = None) -> Arrays:
     if client_names is None and ids is not None:
         client_names = _names_of(ids)
         check_names(fault, "id_train", client_names or ())
+    types = {part: entries[f"x_{part}"].dtype.newbyteorder("=") for part in ("train", "test")}
     return Arrays(
         x_train=x["train"],
         y_train=y["train"],
@@ -140,6 +144,7 @@ def read_arrays(path: Path, depth: int | None = None) -> Arrays:
         ids=ids,
         test_ids=test_ids,
         client_names=client_names,
+        notes=() if depth is not None else (*_dark_notes(x, types), *_types_note(types)),
     )
 
 
@@ -162,6 +167,38 @@ def channel_statistics(x: Stored) -> tuple[Channels, Channels]:
         mean.append(float(levels @ share))
         std.append(max(float(np.sqrt((levels - mean[-1]) ** 2 @ share)), 1 / 255))
     return tuple(mean), tuple(std)
+
+
+def _dark_notes(x: Mapping[str, np.ndarray], types: Mapping[str, np.dtype]) -> list[str]:
+    """Return a notice for each part of other types than uint8 with images that use less than half of their range.
+
+    At most 2,000 evenly spaced images are read.
+
+    Args:
+        x: uint8 [N, H, W, channels] by part, after scaling.
+        types: Type of each part before scaling.
+    """
+    notes = []
+    for part, images in x.items():
+        sample = images[np.linspace(0, len(images) - 1, min(len(images), 2000)).astype(np.int64)]
+        dark = int((sample.max((1, 2, 3)) <= 127).sum())
+        if dark and types[part] != np.uint8:
+            notes.append(
+                f"{dark} of {count_of(len(sample), 'image')} of x_{part} use less than half of the full scale of "
+                f"{types[part]}; set data.depth if they have fewer bits than their type"
+            )
+    return notes
+
+
+def _types_note(types: Mapping[str, np.dtype]) -> list[str]:
+    """Return a notice if the parts have different full scales."""
+    scales = {np.iinfo(dtype).max if dtype.kind in "iu" else 1 for dtype in types.values()}
+    if len(scales) == 1:
+        return []
+    return [
+        f"x_train is {types['train']} and x_test is {types['test']}, and each has the full scale of its type; "
+        "save both as one type if the same grey means the same in both"
+    ]
 
 
 def _malformed(path: Path, problem: str, array: str) -> DataError:

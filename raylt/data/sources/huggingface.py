@@ -63,7 +63,7 @@ def open_hub(config: DataConfig) -> Source:
         values = (value for part in chosen for value in part[config.client_column])
         client_names, clients = name_codes("data.client_column", name, values)
     labels = CodedLabels(classes, class_names, clients, client_names, len(chosen[0]), len(chosen) > 1)
-    return assemble_coded(name, x, rows, labels, (*_note_on(config, parts, test), *damaged))
+    return assemble_coded(name, x, rows, labels, (*_notes_on(config, parts, test), *damaged))
 
 
 def _test_part(config: DataConfig, parts: dict[str, Any], label: str) -> str | None:
@@ -73,7 +73,7 @@ def _test_part(config: DataConfig, parts: dict[str, Any], label: str) -> str | N
         if named not in parts or named == "train":
             raise ConfigError(
                 f"data.test_part: {config.source} has no part of test images with this name ({named}). Use one of "
-                f"{', '.join(part for part in parts if part != 'train')}.",
+                f"{', '.join(part for part in parts if part != 'train') or 'none'}.",
                 code="config.unknown-name",
                 key="data.test_part",
                 value=named,
@@ -90,12 +90,20 @@ def _is_labelled(part: Any, label: str) -> bool:
     return label in part.features and any(value not in (None, -1) for value in part[label])
 
 
-def _note_on(config: DataConfig, parts: dict[str, Any], test: str | None) -> tuple[str, ...]:
-    """Return a notice if raylt, not the user, chose the test set and the chosen part is not named `test`."""
-    if config.test_part is not None or test in (None, "test"):
-        return ()
-    why = "whose part test has no labels" if "test" in parts else "which has no part test"
-    return (f"the test set is the part {test} of {config.source}, {why}",)
+def _notes_on(config: DataConfig, parts: dict[str, Any], test: str | None) -> tuple[str, ...]:
+    """Return a notice on parts that are not read, and on a test set that raylt, not the user, chose by another name."""
+    notes = []
+    if config.test_part is None and test not in (None, "test"):
+        why = "whose part test has no labels" if "test" in parts else "which has no part test"
+        notes.append(f"the test set is the part {test} of {config.source}, {why}")
+    read = [part for part in ("train", test) if part is not None]
+    if unread := [part for part in parts if part not in read]:
+        names = ", ".join(unread[:5]) + ", .." * (len(unread) > 5)
+        notes.append(
+            f"{config.source}: only {' and '.join(read)} {'are' if test else 'is'} read, not {names}; data.test_part "
+            "names another part of test images"
+        )
+    return tuple(notes)
 
 
 def class_codes(labels: Iterable[Any], names: list[str] | None, source: str) -> tuple[list[str], np.ndarray]:

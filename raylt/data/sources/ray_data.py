@@ -23,7 +23,7 @@ import numpy as np
 
 from raylt.config import DataConfig
 from raylt.data.images.cache_builder import BAD, COLOUR, GREY, bad_rows, place_of
-from raylt.data.images.decoding import Undecodable, eight_bits, fitted_image, is_deep, read_npz
+from raylt.data.images.decoding import Undecodable, eight_bits, fitted_image, full_scale, read_npz
 from raylt.data.images.image_files import SUFFIXES, Listing, shown_name
 from raylt.data.images.image_trees import FORMAT, How, usable
 from raylt.data.sources.arrays import Source
@@ -477,7 +477,7 @@ class DecodeBatch:
                 causes[position] = error.cause
         deep = np.zeros(count, bool)
         content = _content(values[0])
-        deep[0] = content is not None and self.how.depth is None and is_deep(content)
+        deep[0] = content is not None and self.how.depth is None and full_scale(content) is not None
         out = {"pixels": pixels, "state": states, "cause": causes, "deep": deep}
         file = self.columns.file
         out["file"] = np.full(count, "", dtype=object) if file is None else batch[file]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raylt.data.images.decoding import Fit, Undecodable, fitted_image, flat_image
+from raylt.data.images.decoding import Fit, Undecodable, fitted_image, flat_image, grouped_by_cause
 from raylt.disk import as_path, exists, is_folder
 from raylt.errors import ConfigError, DataError, count_of
 from raylt.runs.export import artefact, graph_formats
@@ -69,7 +69,7 @@ def load_images(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, de
         depth: `data.depth` of the run.
 
     Raises:
-        DataError: Files cannot be decoded. The message names all of them.
+        DataError: Files cannot be decoded. The message names up to 3 files for each cause.
     """
     images, faults = try_images(files, shape, fit, depth)
     if faults:
@@ -95,8 +95,8 @@ def try_images(
 
 
 def describe_faults(faults: Sequence[str]) -> str:
-    """Return one message about all images that cannot be decoded."""
-    return f"{count_of(len(faults), 'image')} cannot be decoded: {'; '.join(faults)}. Replace or remove them."
+    """Return one message about the images that cannot be decoded, which are grouped by the cause."""
+    return f"{count_of(len(faults), 'image')} cannot be decoded: {grouped_by_cause(faults)[0]}. Replace or remove them."
 
 
 def load_image(file: Path | bytes, shape: tuple[int, int, int], fit: Fit, depth: int | None) -> np.ndarray:

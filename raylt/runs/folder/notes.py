@@ -1,4 +1,4 @@
-"""notes.log: problems of a run and their remedies, one on each line.
+"""notes.log: remarks on a run's images, its problems and their remedies, one on each line.
 
 If an error ended the run's last process, the file ends with a line that names the error.
 """

@@ -10,7 +10,7 @@
     confusions/      confusion counts of each evaluation, see raylt/core/evaluation/counts.py
     events.*         TensorBoard
     provenance.jsonl versions and machine, one line for each start, see provenance.py
-    notes.log        problems and their remedies, if there were any, see notes.py
+    notes.log        remarks on the images, problems and their remedies, if there were any, see notes.py
     summary.json     written when the run is done, with model.safetensors; see summary.py
 
 To commit a step, the checkpoint is first moved to its final name, then the line is appended. If a run is killed in
@@ -139,6 +139,12 @@ class Journal:
     def note(self, text: str) -> None:
         """Add a line about a problem and its remedy to the run's notes."""
         self._open.append(NOTES, text + "\n")
+
+    def note_images(self, notes: Sequence[str]) -> None:
+        """Begin the run's notes with remarks on its images, unless an earlier process has written notes."""
+        if not self._open.has(NOTES):
+            for note in notes:
+                self.note(note)
 
     def note_failure(self, error: Exception) -> None:
         """Add the error that ended the run to its notes."""

@@ -12,7 +12,7 @@ from refusals import refused
 
 from raylt.data.images import cache_builder, decoding
 from raylt.data.images.cache import Mapped, load, take
-from raylt.data.images.decoding import fitted_image
+from raylt.data.images.decoding import fitted_image, grouped_by_cause
 from raylt.data.images.image_trees import How, decode_tree
 from raylt.errors import DataError, DiskFull, RayltError
 
@@ -101,13 +101,23 @@ def test_broken_images_are_all_named_and_leave_no_cache(tree, tmp_path):
     assert len(decode("it", tree, FILES, 8, tmp_path / "cache")) == 6
 
 
-def test_of_very_many_broken_images_the_first_are_named_and_all_are_listed(tree, tmp_path):
+def test_of_very_many_broken_images_the_first_are_named_for_each_cause_and_all_are_listed(tree, tmp_path):
     files = [f"no{i:02}.png" for i in range(30)]
-    with refused("data.undecodable", DataError, count=30) as caught:
-        decode("it", tree, [*FILES, *files], 8, tmp_path / "cache")
-    assert re.search(r"no19\.png \(No such file or directory\); and 10 more, listed in", str(caught.value))
+    (tree / "a (1).png").write_bytes(b"")
+    with refused("data.undecodable", DataError, count=31) as caught:
+        decode("it", tree, [*FILES, "a (1).png", *files], 8, tmp_path / "cache")
     (listed,) = (tmp_path / "cache").rglob("images.bad.json")
-    assert sorted(map(int, json.loads(listed.read_text()))) == list(range(6, 36))
+    message = str(caught.value).replace(f"{tree}/", "")
+    absent = "no00.png, no01.png, no02.png and 27 more (No such file or directory)"
+    assert message.startswith(f"31 images cannot be decoded: {absent}; a (1).png (is empty); {listed} lists all. ")
+    assert sorted(map(int, json.loads(listed.read_text()))) == list(range(6, 37))
+
+
+def test_brackets_in_names_and_causes_do_not_divide_images_of_one_cause():
+    text, all_named = grouped_by_cause([f"a ({i}).png (cut off (3 bytes missing))" for i in range(5)] + ["odd"])
+    assert text == "a (0).png, a (1).png, a (2).png and 2 more (cut off (3 bytes missing)); odd"
+    assert not all_named
+    assert grouped_by_cause(f"{i} (cause {i})" for i in range(22))[0].endswith("; and 2 for other causes")
 
 
 def test_broken_images_can_be_left_out(tree, tmp_path):

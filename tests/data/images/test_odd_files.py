@@ -243,10 +243,11 @@ def test_one_bright_pixel_leaves_the_others_as_they_are(tmp_path, kind, depth):
     assert len({*shown}) == 1
 
 
-def test_a_pgm_is_scaled_by_the_largest_value_of_its_header(tmp_path):
-    (tmp_path / "it.pgm").write_bytes(b"P5 8 8 4095\n" + np.full(64, 2048, ">u2").tobytes())
-    for depth in (None, 12, 16):
-        assert fitted_image(tmp_path / "it.pgm", 8, None, depth=depth)[0, 0, 0] == 128
+@pytest.mark.parametrize(("depth", "grey"), [(None, 128), (12, 128), (16, 8)])
+def test_a_pgm_is_scaled_by_the_largest_value_of_its_header_or_by_the_depth(tmp_path, depth, grey):
+    binary = b"P5 8 8 4095\n" + np.full(64, 2048, ">u2").tobytes()
+    for content in (binary, b"P2 8 8 4095\n" + b"2048 " * 64):
+        assert fitted_image(content, 8, None, depth=depth)[0, 0, 0] == grey
 
 
 @pytest.mark.parametrize(
@@ -267,20 +268,44 @@ def test_greys_beyond_the_scale_are_refused_by_name(tmp_path, pixels, depth, why
     assert why in str(caught.value)
 
 
-def test_a_notice_names_the_dark_images_of_more_than_8_bits(tmp_path):
+@pytest.mark.parametrize("eight", ["bright/0.png", "dark/7.png"])
+def test_a_notice_names_the_dark_images_of_more_than_8_bits(tmp_path, eight):
     """One scanner of 12 bits among others of 16 is dark, although other images are bright."""
     for number in range(12):
         file = tmp_path / "it" / ("bright", "dark")[number % 2] / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((8, 8), 4095 if number in (3, 5) else 60_000 + number, np.uint16)).save(file)
-    Image.fromarray(np.full((8, 8), 30, np.uint8)).save(tmp_path / "it" / "dark" / "7.png")  # 8 bits
+    Image.fromarray(np.full((8, 8), 30, np.uint8)).save(tmp_path / "it" / eight)  # 8 bits
     source = DataConfig(source=f"folder:{tmp_path / 'it'}", root=str(tmp_path / "root"), size=8)
     (note,) = open_source(source).notes
     dark = [str(tmp_path / "it" / "dark" / f"{number}.png") for number in (3, 5)]
-    assert note.startswith(
-        f"images with greys of more than 8 bits use less than half of their full scale ({', '.join(dark)}); set"
-    )
+    assert note.startswith(f"images of more than 8 bits use less than half of their full scale ({', '.join(dark)}); ")
     assert not open_source(source.model_copy(update={"depth": 16})).notes
+
+
+def test_a_notice_names_the_full_scales_of_a_folder_if_they_differ(tmp_path):
+    light = np.full((8, 8), 60_000, np.uint16)
+    contents = {"a.png": light, "b.tif": light.astype(np.float32) / 65535, "c.png": light // 257}
+    (tmp_path / "it" / "x").mkdir(parents=True)
+    for name, pixels in contents.items():
+        Image.fromarray(pixels if name != "c.png" else pixels.astype(np.uint8)).save(tmp_path / "it" / "x" / name)
+    for name, maximum in (("d.pgm", 4095), ("e.pgm", 65535)):
+        head = f"P5 8 8 {maximum}\n".encode()
+        (tmp_path / "it" / "x" / name).write_bytes(head + np.full(64, maximum - 5, ">u2").tobytes())
+    source = DataConfig(source=f"folder:{tmp_path / 'it'}", root=str(tmp_path / "root"), size=8)
+    (note,) = open_source(source).notes
+    where = f"{tmp_path / 'it' / 'x'}/"
+    scales = f"1 in {where}b.tif, 4095 in {where}d.pgm, 65535 in {where}a.png"
+    assert note.startswith(f"images of more than 8 bits have different full scales ({scales}), ")
+
+
+def test_dark_colours_of_16_bits_get_the_notice_too(tmp_path):
+    (tmp_path / "it" / "x").mkdir(parents=True)
+    for number in range(4):
+        head = b"P6 8 8 65535\n"
+        (tmp_path / "it" / "x" / f"{number}.ppm").write_bytes(head + np.full(192, 3000 + number, ">u2").tobytes())
+    (note,) = open_source(DataConfig(source=f"folder:{tmp_path / 'it'}", root=str(tmp_path / "root"), size=8)).notes
+    assert "0.ppm" in note
 
 
 @pytest.mark.parametrize(("colour", "values"), [(2, 3), (4, 2), (6, 4)])

@@ -11,7 +11,7 @@ from refusals import refused
 
 from raylt.config import DataConfig
 from raylt.data.images.cache import load
-from raylt.data.sources.huggingface import class_codes, name_codes
+from raylt.data.sources.huggingface import _notes_on, class_codes, name_codes
 from raylt.data.sources.sources import open_source
 from raylt.data.task import build_task
 from raylt.errors import ConfigError, DataError
@@ -109,6 +109,19 @@ def test_a_part_without_labels_gives_way_to_validation(saved):
     source = open_source(config(folder.parent / "three"))
     assert source.y_test.tolist() == [0, 1, 2, 0]
     assert "validation" in source.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "test", "note"),
+    [
+        ("train test", "test", None),
+        ("train eval probe", None, "hf:x@1: only train is read, not eval, probe; data.test_part names"),
+        ("train test validation", "test", "hf:x@1: only train and test are read, not validation; data.test_part names"),
+    ],
+)
+def test_parts_that_are_not_read_are_named(parts, test, note):
+    notes = _notes_on(DataConfig(source="hf:x@1"), dict.fromkeys(parts.split()), test)
+    assert [text.startswith(note or "") for text in notes] == [True] * (note is not None)
 
 
 def test_a_part_that_is_not_there_is_named(saved):

@@ -257,6 +257,18 @@ def test_an_npz_of_deeper_images_is_scaled_by_its_type_or_by_the_depth(open_npz,
     assert source.x_train[..., 0].tolist() == ARRAYS["x_train"].tolist()
 
 
+def test_an_npz_of_deeper_images_gets_a_notice_of_dark_images_and_of_different_types(open_npz):
+    light = np.full((3, 4, 6), 60_000, np.uint16)
+    dark = np.concatenate([light, np.full((2, 4, 6), 4095, np.uint16)])
+    (note,) = open_npz(x_train=dark, x_test=light[:2]).notes
+    assert note.startswith("2 of 5 images of x_train use less than half of the full scale of uint16; set data.depth")
+    assert not open_npz(16, x_train=dark, x_test=light[:2]).notes
+    assert not open_npz(x_train=dark[[0, 1, 2, 0, 1]].astype(">u2"), x_test=light[:2]).notes
+    assert not open_npz().notes
+    (note,) = open_npz(x_train=dark[[0, 1, 2, 0, 1]]).notes
+    assert note.startswith("x_train is uint16 and x_test is uint8, ")
+
+
 def test_an_npz_of_wide_integers_without_a_depth_is_refused(open_npz):
     with refused("data.malformed", DataError, array="x_train") as caught:
         open_npz(x_train=ARRAYS["x_train"].astype(np.int64))
