@@ -55,10 +55,12 @@ class ClientHost:
         device: Device that runs the clients' calls.
         room: Maximum size in bytes of all samples on the device. Beyond it, the host drops the samples of the least
             recently called client, and that client's next call must supply them again.
-        on_problem: Called with one line of text about a problem from which the host recovers; by default a warning.
+        on_problem: Called with one line of text, once for each text, about a problem from which the host recovers; by
+            default a warning.
         any_processor: Whether to use stacks even on processors where the bits of one client depend on the others.
 
     Attributes:
+        on_problem: See above.
         why_alone: The reason why no clients train in stacks, as a text; None if small clients do.
     """
 
@@ -77,7 +79,8 @@ class ClientHost:
         self.device = device
         self.model = setup.new_model(spec).to(device)
         self.clients: dict[int, Client] = {}
-        self._on_problem = on_problem
+        self.on_problem = on_problem
+        self._problems: set[str] = set()
         self._samples_room = room
         self._samples_bytes = 0
         self._initial = tree.snapshot(private_entries(setup.method, self.model))
@@ -122,15 +125,22 @@ class ClientHost:
                 outcomes |= self._run_stack(fn, message, round, stack)
             except (Exception, SystemExit) as error:
                 # report it: if each client succeeds alone, no other message would show that stacking failed
-                self._on_problem(f"a stack of clients failed, and each trains alone: {one_line(error)}")
+                self._report(f"a stack of clients failed, and each trains alone: {one_line(error)}")
         return outcomes
+
+    def _report(self, problem: str) -> None:
+        if problem not in self._problems:
+            self._problems.add(problem)
+            self.on_problem(problem)
 
     def run(
         self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None, private: Tree | None
     ) -> ReplyAndState:
         """Run a client function once for one client.
 
-        If the device is full, the host drops the data of the other clients and runs the function again.
+        A small client's training runs in a stack of its own, so that its bits do not depend on its companions, and
+        without a stack if that fails. If the device is full, the host drops the data of the other clients and runs the
+        function again.
 
         Args:
             fn: The client function.
@@ -148,7 +158,13 @@ class ClientHost:
         """
         call = ClientCall(id, shard, private)
         if self._is_stacked(fn, call):
-            return self._run_stack(fn, message, round, [call])[id]
+            try:
+                return self._run_stack(fn, message, round, [call])[id]
+            except RayltError:
+                raise
+            except Exception as error:  # of the client, which its call below raises again, or of the stack
+                if is_full(error):
+                    raise
         try:
             return self._run(fn, message, round, id, shard, private)
         except Exception as error:

@@ -35,6 +35,7 @@ class LocalFleet(Fleet):
         pickle_modules_by_name()
         self._shards = task.shards
         self._host = host
+        host.on_problem = self.note
 
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
         name = function_name(fn)

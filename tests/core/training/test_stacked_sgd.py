@@ -458,10 +458,17 @@ def test_a_stack_that_fails_is_noticed_even_if_its_clients_have_no_error():
         assert host.run_stacks(host.setup.method.train, message, 1, calls) == {}
 
 
-def test_an_objective_that_was_wrongly_declared_is_an_error_and_no_wrong_number(tmp_path):
-    with refused("reply.too-few", TooFewReplies) as caught:
-        round_of(tmp_path, TwiceApplied())
-    assert "a stackable objective applies the model to its batch alone" in str(caught.value)
+def test_clients_of_an_objective_that_suits_no_stack_train_alone_and_a_note_says_so_once(tmp_path):
+    _, alone = round_of(tmp_path / "alone", TwiceApplied(), stacked="off")
+    with pytest.warns(RuntimeWarning, match="each trains alone: RuntimeError: a stackable objective") as caught:
+        fleet, stacked = round_of(tmp_path / "stacked", TwiceApplied())
+    assert len(caught) == 1
+    fleet.on_note = pytest.fail
+    message = {"model": tree.snapshot(TwiceApplied().shared(fleet._host.model))}
+    fleet.ask(TwiceApplied().train, fleet.ids, message, model=each, loss=each)
+    assert {*stacked} == {*fleet.ids}
+    pairs = [zip(stacked[id].values(), alone[id].values(), strict=True) for id in fleet.ids]
+    assert all(torch.equal(one, other) for pair in pairs for one, other in pair)
 
 
 # whole runs
