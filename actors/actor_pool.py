@@ -1,5 +1,6 @@
 """The pool of client actors, each in a slot, and the replacement of lost actors."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.capacity import Placement, nodes_of, reserve, room
 from actors.client import DeviceFull
+from actors.cluster import reaper
 from raylt.errors import ConfigError, RayltError, count_of
 
 CLUSTER_CHECK_S = 2.0  # Interval at which waiting code checks whether the cluster has become smaller.
@@ -272,8 +274,10 @@ def _without_traceback(error: Any) -> Any:
 
 def _not_started(slot: ActorSlot, error: Exception) -> RayltError:
     last_line = str(error).strip().splitlines()[-1].strip()
+    folder = os.environ.get(reaper.MARK)
+    logs = "Ray's logs" if folder is None else f"{folder}/ray/session_latest/logs"
     return RayltError(
-        f"{slot.name}: the client actor died while it started ({last_line}). Look for the cause in Ray's logs.",
+        f"{slot.name}: the client actor died while it started ({last_line}). Look for the cause in {logs}.",
         code="client.not-started",
         name=slot.name,
         cause=last_line,

@@ -19,7 +19,7 @@ from typing import Any
 
 from actors.cluster import reaper
 from actors.cluster.access import Joined, cluster_to_join, entry
-from raylt.errors import ConfigError, spoken
+from raylt.errors import ConfigError, RayltError, spoken
 from raylt.own_code.top_level_names import check_session, worker_environment
 from raylt.signals import starting_ray
 
@@ -231,8 +231,8 @@ def _fits(base: str) -> bool:
 def _folder() -> Iterator[Path]:
     """Create a private session folder, and start a process that cleans up if this process is killed.
 
-    Ray gives all users access to its folder, so that folder lies inside the private one. If the block raises an error
-    other than `ConfigError`, the folder with Ray's logs is kept.
+    Ray gives all users access to its folder, so that folder lies inside the private one. The folder is removed at the
+    end, except after an error that refers to Ray's logs in it.
     """
     base = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix="raylt-", dir=base if _fits(base) else "/tmp"))
@@ -247,8 +247,8 @@ def _folder() -> Iterator[Path]:
     keep = False
     try:
         yield folder
-    except Exception as error:
-        keep = not isinstance(error, ConfigError)
+    except RayltError as error:
+        keep = error.code == "client.not-started"
         raise
     finally:
         if not keep:

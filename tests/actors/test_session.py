@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import ray
 
 from actors.cluster import session
+from raylt.errors import RayltError
 
 LONG = "scratch_of_the_cluster/" + "x" * 40 + "/slurm_jobdir/job_1355700/tmp.t0016"
 SCRIPT = """
@@ -40,6 +42,26 @@ services.start_ray_process = refuse
 def test_rays_processes_get_a_temporary_folder_that_they_can_use(monkeypatch, base, own):
     monkeypatch.setattr(session.tempfile, "gettempdir", lambda: base)
     assert session._temporary(Path("/tmp/raylt-1")) == ({"TMPDIR": "/tmp/raylt-1"} if own else {})
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (None, False),
+        (KeyboardInterrupt(), False),
+        (OSError("full"), False),
+        (RayltError("diverged", code="training.diverged"), False),
+        (RayltError("see Ray's logs", code="client.not-started"), True),
+    ],
+)
+def test_the_session_folder_stays_only_for_an_error_that_refers_to_its_logs(monkeypatch, tmp_path, error, kept):
+    monkeypatch.setattr(session.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(session, "_fits", lambda base: True)
+    with suppress(KeyboardInterrupt, OSError, RayltError), session._folder() as folder:
+        assert folder.parent == tmp_path
+        if error is not None:
+            raise error
+    assert folder.exists() == kept
 
 
 def started(tmp_path, before="", **variables):
