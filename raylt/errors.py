@@ -617,6 +617,17 @@ def shorten(text: str, length: int = 80, mark: str = "...") -> str:
     return text if len(text) <= length else text[: length - len(mark)] + mark
 
 
+def as_cause(error: Exception, length: int = 200) -> str:
+    """Return an error in one line of at most `length` characters without a full stop, for another error's brackets.
+
+    Of raylt's own errors, and of texts that are too long, only the first sentence is kept; the others are remedies.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, RayltError) or len(text) > length:
+        text = text.partition(". ")[0]
+    return shorten(text.rstrip("."), length)
+
+
 def type_name(value: object) -> str:
     """Return the class of a value as `a list` or `an int`, without calling any of the value's methods."""
     name = "".join(letter for letter in type(value).__name__[:60] if letter.isprintable())

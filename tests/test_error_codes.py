@@ -5,8 +5,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from raylt import errors
-from raylt.errors import CODES, RayltError
+from raylt.errors import CODES, DataError, RayltError, as_cause
 
 ROOT = Path(__file__).parents[1]
 # the constructors of these classes set the code
@@ -59,3 +61,17 @@ def test_the_table_is_sorted_and_its_sentences_are_short():
         assert re.fullmatch(r"[a-z]+\.[a-z-]+", code), code
         assert sentence.endswith("."), code
         assert len(sentence.split()) <= 25, code
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("no file.\nGive one."), "no file. Give one"),
+        (DataError("f: no such file. Check the path.", code="data.not-found"), "f: no such file"),
+        (OSError("offline. " + "Connect again. " * 20), "offline"),
+        (RuntimeError("x" * 300), "x" * 197 + "..."),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_a_cause_has_no_remedy_of_its_own_and_does_not_end_in_a_sentence(error, cause):
+    assert as_cause(error) == cause

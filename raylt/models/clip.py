@@ -28,7 +28,7 @@ from raylt import store
 from raylt.data.samples import Samples
 from raylt.data.task import Task
 from raylt.disk import file_errors
-from raylt.errors import ConfigError, RayltError
+from raylt.errors import ConfigError, RayltError, as_cause
 from raylt.models.clip_checks import (
     check_features,
     check_finite_weights,
@@ -39,7 +39,7 @@ from raylt.models.clip_checks import (
     checked_description,
 )
 from raylt.models.pretrained import hub_errors_only
-from raylt.models.teacher import FeatureFile, Teacher, TrainedPart, Wording, describe, message_of, teacher_error
+from raylt.models.teacher import FeatureFile, Teacher, TrainedPart, Wording, describe, teacher_error
 from raylt.seeds import seeded
 from raylt.store import Folder
 from raylt.typed_json import closed
@@ -152,7 +152,7 @@ class OpenClip(Teacher):
             raise
         except Exception as error:  # towers, tokenizers and the hub of Hugging Face raise many types
             raise self._error(
-                f"the text tower cannot read the class names ({message_of(error)})",
+                f"the text tower cannot read the class names ({as_cause(error)})",
                 "Use another model.",
                 code="model.teacher-mismatch",
             ) from None
@@ -196,7 +196,7 @@ class OpenClip(Teacher):
                 return checked_description(store.read(self._folder / "open_clip_config.json", store.MIB))
             except (ValueError, RayltError) as error:
                 raise self._error(
-                    f"open_clip_config.json cannot be used: {message_of(error)}",
+                    f"open_clip_config.json cannot be used: {as_cause(error)}",
                     "Give a folder with open_clip_config.json and weights, as open_clip saves them.",
                     code="model.teacher-unavailable",
                 ) from None
@@ -285,7 +285,7 @@ class OpenClip(Teacher):
             raise
         except Exception as error:  # torch and open_clip raise many types for a damaged or wrong file
             raise self._error(
-                f"{file} does not hold its weights ({message_of(error)})",
+                f"{file} does not hold its weights ({as_cause(error)})",
                 "Fetch them again.",
                 code="model.teacher-mismatch",
             ) from None
@@ -327,7 +327,7 @@ class OpenClip(Teacher):
                 weights = f"{files[0]} of {hub}" if hub else os.path.basename(source["url"])
                 cache = constants.HF_HUB_CACHE if hub else "~/.cache/clip"
                 raise self._error(
-                    f"the weights, {weights}, are not in {cache} and cannot be fetched ({message_of(error)})",
+                    f"the weights, {weights}, are not in {cache} and cannot be fetched ({as_cause(error)})",
                     f"Put them there, or give the file as {self._with_file}.",
                     code="model.teacher-unavailable",
                 ) from None
@@ -370,7 +370,7 @@ def new_tower(description: TowerDescription) -> nn.Module:
     try:
         return CLIP(description["dim"], vision, text, quick_gelu=description["quick_gelu"]).visual
     except Exception as error:  # open_clip raises many types for a wrong description
-        raise ValueError(message_of(error)) from None
+        raise ValueError(as_cause(error)) from None
 
 
 class _Tower(NamedTuple):

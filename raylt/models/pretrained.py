@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raylt import store
 from raylt.disk import exists
-from raylt.errors import ConfigError, RayltError
+from raylt.errors import ConfigError, RayltError, as_cause
 
 
 def fetch(weights: Any) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def _reason(error: Exception) -> str:
     if named := re.search(r"Unsupported global: GLOBAL (\S+)", text):
         return f"it holds {named[1]}, and only tensors are loaded"
     if isinstance(error, RayltError | ValueError | OSError | RuntimeError | SafetensorError):
-        return text[:200].rstrip(".")
+        return as_cause(error)
     return "neither torch.save nor safetensors wrote it"
 
 
@@ -183,8 +183,7 @@ def _check_entries(expected: dict[str, Tensor], given: dict[str, Any], weights: 
 def mismatch(weights: str, model: str, error: Exception) -> ConfigError:
     """Return the error for a state dict that belongs to another model."""
     return ConfigError(
-        f"weights: {weights} is not a state dict of {model} ({' '.join(str(error).split())[:200]}). "
-        f"Give a state dict of {model}.",
+        f"weights: {weights} is not a state dict of {model} ({as_cause(error)}). Give a state dict of {model}.",
         code="model.weights-mismatch",
         key="weights",
         value=weights,

@@ -16,7 +16,7 @@ from raylt.data.images.decoding import ArrayHeaders, read_npz
 from raylt.data.samples import Samples
 from raylt.data.splits.split import hash_labels
 from raylt.data.task import Task
-from raylt.errors import ConfigError, DataError, on_one_line, shorten
+from raylt.errors import ConfigError, DataError, as_cause, on_one_line
 
 Wording = Literal["phrase", "label"]
 TrainedPart = Literal["projection", "encoder"]  # the last linear layer of an image tower, or the whole tower
@@ -190,7 +190,7 @@ class FeatureFile(Teacher):
             missing = error.code == "data.not-found"
             raise teacher_error(
                 self.name,
-                f"the file cannot be read ({'no such file' if missing else message_of(error)})",
+                f"the file cannot be read ({'no such file' if missing else as_cause(error)})",
                 "Give an npz file with image, y, text and class_names, and with text_label for method.wording=label.",
                 code="model.teacher-unavailable" if missing else "model.teacher-mismatch",
             ) from None
@@ -239,11 +239,6 @@ def describe(names: Sequence[str], wording: Wording, setting: str = "method.teac
         names = [IMAGENET_CLASSNAMES[rank[name]] for name in names]
     labels = [name.replace("_", " ") for name in names]
     return [f"a photo of a {label}" for label in labels] if wording == "phrase" else labels
-
-
-def message_of(error: Exception) -> str:
-    """Return an exception's message as one line of at most 200 characters."""
-    return shorten(" ".join(str(error).split()) or type(error).__name__, 200)
 
 
 def teacher_error(name: str, problem: str, remedy: str, *, code: str, setting: str = "method.teacher") -> ConfigError:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylt.config.yaml_text import parse
-from raylt.errors import ConfigError, did_you_mean
+from raylt.errors import ConfigError, as_cause, did_you_mean
 from raylt.models import pretrained
 from raylt.models.split import SplitModel
 from raylt.recordability import recordable
@@ -375,6 +375,5 @@ def _names(layers: str | Sequence[str] | None) -> list[str]:
 
 
 def _shortened(error: Exception) -> str:
-    """Return an error in one line without a full stop. The text of a KeyError is only the key."""
-    text = " ".join(str(error).split())[:200].rstrip(".")
-    return f"{type(error).__name__} {text}" if isinstance(error, KeyError) else text
+    """Return an error as a cause. The text of a KeyError is only the key."""
+    return f"{type(error).__name__} {as_cause(error)}" if isinstance(error, KeyError) else as_cause(error)

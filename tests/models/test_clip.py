@@ -232,6 +232,7 @@ def test_what_does_not_exist_is_named(tiny_task, name, code, word):
     with refused(code, ConfigError, value=name) as caught:
         open_teacher(name).check(tiny_task, {"phrase"})
     assert word in str(caught.value)
+    assert "permissions" not in str(caught.value)  # the remedy of the file that could not be read
 
 
 @pytest.mark.parametrize("damage", [b"\x93NUMPY\x01\x00\x04\x00{(((", b"", b"\x93NUMPY\x09\x00"])
