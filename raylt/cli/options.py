@@ -96,7 +96,9 @@ Address = Annotated[
 ClientOption = Annotated[
     str | None, typer.Option(metavar="NAME | ID", help="Client, if each client has its own model.")
 ]
-TrackOption = Annotated[list[str] | None, typer.Option("--track", help="Also log to mlflow or wandb.")]
+TrackOption = Annotated[
+    list[str] | None, typer.Option("--track", help="Also log to mlflow or wandb. TensorBoard needs no option.")
+]
 FormatOption = Annotated[Format, typer.Option("--format", help="Format of the result.")]
 
 
