@@ -361,11 +361,8 @@ def _coding(image: Any) -> tuple[str, str, int]:
     if not image.tile:
         return "", "", 0
     codec = image.tile[0].codec_name
-    arguments: Any = image.tile[0].args
-    if not arguments or not isinstance(arguments, tuple):
-        arguments = (arguments,)
-    maximum = arguments[1] if codec in PPM_CODECS and len(arguments) > 1 else 0
-    return codec, str(arguments[0]), maximum
+    raw_mode, *others = [*image.tile[0].args] if isinstance(image.tile[0].args, tuple) else [image.tile[0].args]
+    return codec, str(raw_mode), others[0] if codec in PPM_CODECS and others else 0
 
 
 @contextmanager
