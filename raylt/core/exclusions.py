@@ -6,7 +6,7 @@ evaluate the same rows, so a conflict is found before a run is set up.
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raylt.config import Config, PrivacyConfig
@@ -436,7 +436,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "privacy.epsilon",
         lambda run: run.config.privacy.epsilon is None and run.config.privacy.clip != DEFAULTS.clip,
         "without a budget nothing is clipped and there is no noise",
-        "Set privacy.epsilon",
+        "Leave privacy.clip out, or set privacy.epsilon",
     ),
     Exclusion(
         "privacy.noise_multiplier",
@@ -446,7 +446,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             and run.config.privacy.noise_multiplier != DEFAULTS.noise_multiplier
         ),
         "without a budget there is no noise",
-        "Set privacy.update_epsilon",
+        "Leave privacy.noise_multiplier out, or set privacy.update_epsilon",
     ),
     Exclusion(
         "privacy.update_clip",
@@ -455,7 +455,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             run.config.privacy.update_epsilon is None and run.config.privacy.update_clip != DEFAULTS.update_clip
         ),
         "without a budget nothing is clipped and there is no noise",
-        "Set privacy.update_epsilon",
+        "Leave privacy.update_clip out, or set privacy.update_epsilon",
     ),
     Exclusion(
         "privacy.delta",
@@ -532,6 +532,17 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "Raise privacy.noise_multiplier, or lower federation.rounds",
     ),
 )
+
+
+def allows_robust_rule(run: PlannedRun) -> bool:
+    """Return whether a run without `federation.robust` could set it."""
+    federation = run.config.federation
+    if federation.robust is not None:
+        return False
+    robust = run.config.model_copy(update={"federation": federation.model_copy(update={"robust": "median"})})
+    changed = replace(run, config=robust)
+    rows = (row for row in EXCLUSIONS if "federation.robust" in (row.setting, row.excludes))
+    return not any(row.applies(changed) for row in rows)
 
 
 def check_exclusions(run: PlannedRun) -> None:

@@ -22,7 +22,7 @@ from raylt.core.evaluation import counts
 from raylt.core.evaluation.counts import Matrices
 from raylt.core.evaluation.evaluator import Evaluator
 from raylt.core.fleet.fleet import Fleet, check_finite
-from raylt.core.fleet.quorum import MAY_DIVERGE
+from raylt.core.fleet.quorum import MAY_DIVERGE, ROBUST_REMEDY
 from raylt.core.protection.protection import check_delta
 from raylt.core.report import CHECKPOINT, EVALUATION, JUDGED, RoundReport
 from raylt.core.round_stats import RoundStats, Timings, Traffic
@@ -58,6 +58,7 @@ class Experiment:
         self.folder = folder
         model = setup.new_model(task.spec)
         setup.check(task.spec, model)
+        fleet.quorum.robust_remedy = ROBUST_REMEDY if setup.allows_robust_rule(task.spec, model) else ""
         check_delta(setup.config, list(fleet.sizes.values()))
         model = model.to(device)
         auxiliary = None if task.auxiliary is None else Samples(task.auxiliary, task.spec, device)
@@ -143,8 +144,8 @@ class Experiment:
         return Diverged(
             f"local.lr: training diverged ({rate:g}). The mean loss of round {self._step - 1} was {self._loss:.3g}; "
             f"guessing has a loss of {guessing:.2g}. In round {self._step}, {details['usable']} of {details['asked']} "
-            f"clients replied usably. First: {error.__cause__}. Lower local.lr, or weights and rates of the method; "
-            "if one of the clients may be hostile, set federation.robust.",
+            f"clients replied usably. First: {error.__cause__}. Lower local.lr, or weights and rates of the "
+            f"method.{self.fleet.quorum.robust_remedy}",
             **{name: detail for name, detail in details.items() if name != "round"},
             code="training.diverged",
             key="local.lr",

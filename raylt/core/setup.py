@@ -6,7 +6,7 @@ import torch
 
 from raylt.config import Config
 from raylt.core.device import one_thread
-from raylt.core.exclusions import PlannedRun, check_exclusions
+from raylt.core.exclusions import PlannedRun, allows_robust_rule, check_exclusions
 from raylt.core.method import Method
 from raylt.core.training.schedules import Schedule
 from raylt.data.samples import Augmentation
@@ -87,7 +87,14 @@ class Setup:
         Raises:
             ConfigError: Method, model, data and settings do not fit together.
         """
-        check_exclusions(PlannedRun(self.config, self.method, spec, model, self.augment))
+        check_exclusions(self._planned(spec, model))
+
+    def allows_robust_rule(self, spec: TaskSpec, model: SplitModel) -> bool:
+        """Return whether `federation.robust` is not set and could be, for the arguments of `check`."""
+        return allows_robust_rule(self._planned(spec, model))
+
+    def _planned(self, spec: TaskSpec, model: SplitModel) -> PlannedRun:
+        return PlannedRun(self.config, self.method, spec, model, self.augment)
 
 
 def check_model(method: Method, function: str, model: object, example: str) -> SplitModel:

@@ -59,9 +59,10 @@ class RatioLoss(Method):
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         if task.auxiliary is None:
+            hides_clients = config.privacy.update_epsilon is not None  # which forbids labelled images at the server
+            remedy = "Choose another method" if hides_clients else "Set data.auxiliary=63, as in the authors' code"
             raise ConfigError(
-                "data.auxiliary: method = ratioloss needs labelled images at the server (0). "
-                "Set data.auxiliary=63, as in the authors' code.",
+                f"data.auxiliary: method = ratioloss needs labelled images at the server (0). {remedy}.",
                 code="config.conflict",
                 key="data.auxiliary",
                 value=0,

@@ -10,6 +10,7 @@ from tiny import configure, make_experiment
 
 from raylt.core.exclusions import EXCLUSIONS
 from raylt.core.method import Method
+from raylt.errors import TooFewReplies
 from raylt.methods import METHODS
 
 BUDGET = {"update_epsilon": 1000.0, "noise_multiplier": 2.0}
@@ -105,6 +106,25 @@ PAIRS = [
 def test_a_pair_is_refused_before_anything_starts(tiny_task, tmp_path, setting, excludes, settings, method):
     with refused("config.conflict", key=setting, excludes=excludes):
         make_experiment(configure(**settings), tiny_task, tmp_path, method)
+
+
+@pytest.mark.parametrize(
+    ("settings", "method", "allowed"),
+    [
+        ({}, None, True),
+        ({"federation": {"robust": "median"}}, None, False),
+        ({"federation": {"secure": True}}, None, False),
+        ({"privacy": BUDGET, "federation": EVERYBODY}, None, False),
+        ({}, SeesEach(), False),
+    ],
+)
+def test_a_divergence_names_the_robust_rule_only_where_the_run_may_set_it(
+    tiny_task, tmp_path, settings, method, allowed
+):
+    experiment = make_experiment(configure(local={"lr": 1e6}, **settings), tiny_task, tmp_path, method)
+    with pytest.raises(TooFewReplies) as caught:
+        [experiment.step() for _ in range(2)]
+    assert ("federation.robust" in str(caught.value)) == allowed
 
 
 def test_every_row_names_its_setting_and_a_remedy_in_short_sentences():

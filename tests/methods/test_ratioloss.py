@@ -139,6 +139,10 @@ def test_it_is_refused_without_images_at_the_server_before_anything_starts(tiny_
     config = load(None, ["method=ratioloss", "federation.rounds=2", "local.epochs=1", "data.clients=3"])
     with refused("config.conflict", ConfigError, key="data.auxiliary", value=0):
         raylt.run(config, out=tmp_path, name="none", fleet="local", quiet=True)
+    hidden = config.model_copy(update={"privacy": config.privacy.model_copy(update={"update_epsilon": 1e3})})
+    with refused("config.conflict", ConfigError, key="data.auxiliary", value=0) as caught:
+        raylt.run(hidden, participation=1.0, out=tmp_path, name="none", fleet="local", quiet=True)
+    assert "Set data.auxiliary" not in str(caught.value)
     config = load(
         None, ["method=ratioloss", "federation.rounds=2", "local.epochs=1", "data.clients=3", "data.auxiliary=5"]
     )

@@ -64,6 +64,7 @@ class Fleet(ABC):
         on_items: Called with the progress inside items of `map`; None without an observer.
         on_note: Called with each note; None for a RuntimeWarning.
         changed: Clients whose private state changed since the last checkpoint.
+        quorum: The check that enough clients of each call sent a valid reply.
     """
 
     def __init__(self, config: Config, task: Task):
@@ -84,7 +85,7 @@ class Fleet(ABC):
         self.on_note: Callable[[str], object] | None = None
         self._noted_failures: set[tuple[str, str]] = set()  # functions and causes of this round's failures
         self.protection = Protection(config, self.all_sizes)
-        self._quorum = Quorum()
+        self.quorum = Quorum()
         self._private: dict[int, Any] = {}  # handles of the clients' private states, from which an actor is rebuilt
 
     @property
@@ -153,7 +154,7 @@ class Fleet(ABC):
         usual, faults = vote.winner()
         errors += [self._reject(id, name, fault) for id, fault in faults.items()]
         valid = 0 if usual is None else len(usual.weights)
-        self._quorum.check(self.config, Call(self.round, name, cohort, message), valid, errors)
+        self.quorum.check(self.config, Call(self.round, name, cohort, message), valid, errors)
         assert usual is not None
         self._check_total_weight(name, usual, parts)
         self._commit({id: privates[id] for id in usual.weights}, cohort)

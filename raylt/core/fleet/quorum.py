@@ -15,6 +15,7 @@ from raylt.tree import Tree
 
 # if most clients report one of these codes, training has diverged
 DIVERGED = frozenset({"reply.not-finite", "reply.out-of-range", "reply.overflow", "model.not-finite"})
+ROBUST_REMEDY = " If one of the clients may be hostile, set federation.robust."
 # oversized features or updates can also indicate divergence
 MAY_DIVERGE = DIVERGED | {"reply.wrong-sums", "reply.outlier"}
 
@@ -29,9 +30,14 @@ class Call(NamedTuple):
 
 
 class Quorum:
-    """The check that at least `federation.quorum` of the clients of each call sent a valid reply."""
+    """The check that at least `federation.quorum` of the clients of each call sent a valid reply.
+
+    Attributes:
+        robust_remedy: The sentence ROBUST_REMEDY if the run allows to set `federation.robust`, otherwise empty.
+    """
 
     def __init__(self) -> None:
+        self.robust_remedy = ""
         self._diverging = -2, -2  # first and last of the latest rounds in a row with such errors
 
     def check(self, config: Config, call: Call, usable: int, errors: Sequence[ClientError]) -> None:
@@ -58,9 +64,7 @@ class Quorum:
         first = errors[0]
         remedy = ""
         if first.code in MAY_DIVERGE:
-            remedy = f" If training diverged, lower local.lr ({config.local.lr:g})."
-            if config.federation.robust is None:
-                remedy += " If one of the clients may be hostile, set federation.robust."
+            remedy = f" If training diverged, lower local.lr ({config.local.lr:g}).{self.robust_remedy}"
         raise TooFewReplies(
             f"round {call.round}, {call.function}: {usable} of {asked} clients replied usably, federation.quorum = "
             f"{quorum:g} needs {needed}. The first failure: {str(first).rstrip('.')}.{remedy}",
@@ -86,7 +90,7 @@ class Quorum:
             f"local.lr: training diverged in round {began} ({rate:g}). In round {call.round}, {call.function}, "
             f"{len(diverged)} of {len(call.cohort)} clients sent values that are infinite, not numbers or too large. "
             f"First: {diverged[0]}. The largest value that they received is {before:.3g}. Lower local.lr, or weights "
-            "and rates of the method; if one of the clients may be hostile, set federation.robust.",
+            f"and rates of the method.{self.robust_remedy}",
             code="training.diverged",
             key="local.lr",
             value=rate,
