@@ -16,7 +16,7 @@ from raylt.core.report import FRESH
 from raylt.data.augment import moves_pixels, needs_grey_or_colour
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, count_of
 from raylt.models.image_text import PREFIX, open_tower
 from raylt.models.split import SplitModel
 from raylt.models.trainable import trains_on_features, whole_model
@@ -526,7 +526,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             run.config.privacy.update_epsilon is not None and run.spent_epsilon > run.config.privacy.update_epsilon
         ),
         lambda run: (
-            f"{run.config.federation.rounds} rounds spend {run.spent_epsilon:.3g} with federation.sampling = "
+            f"{count_of(run.config.federation.rounds, 'round')} would spend {run.spent_epsilon:.3g} with "
+            "federation.sampling = "
             f"{run.config.federation.sampling}"
         ),
         "Raise privacy.noise_multiplier, or lower federation.rounds",

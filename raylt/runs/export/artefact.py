@@ -83,6 +83,24 @@ class ClientEntry(TypedDict):
 
 
 @closed
+class Guarantee(TypedDict):
+    """The differential privacy of the uploads behind a model, as in the run's summary, and the length `clip`.
+
+    `clip` is the run's `privacy.clip` or `privacy.update_clip`. `sigma` is the standard deviation of the noise for
+    sensitivity 1.
+    """
+
+    epsilon: Number
+    delta: Number
+    sigma: Number
+    clip: Number
+    unit: Text
+    covers: Text
+    against: Text
+    not_covered: Text
+
+
+@closed
 class ModelDescription(TypedDict):
     """The description of the models in an exported file.
 
@@ -92,8 +110,9 @@ class ModelDescription(TypedDict):
     global model. `tests` contains the numbers of test images behind the figures, and is missing if the run had not
     ended. `tower` describes the image tower of an image-text model, so that the model can be built without the files
     that `model` names. `stage` says after which round the models were saved, and is missing if they are the run's last.
-    `sha256` is the hash of the entries and of all other fields. In a .pt2 or .onnx file, which has
-    a hash over all its bytes, it covers only the other fields. It is missing in files of early versions.
+    `privacy` is missing if no upload had noise. `sha256` is the hash of the entries and of all other fields. In a .pt2
+    or .onnx file, which has a hash over all its bytes, it covers only the other fields. It is missing in files of early
+    versions.
     """
 
     format: int
@@ -115,6 +134,7 @@ class ModelDescription(TypedDict):
     tests: NotRequired[JudgedImages | None]
     tower: NotRequired[TowerDescription | None]
     stage: NotRequired[Text]
+    privacy: NotRequired[Guarantee]
     sha256: NotRequired[Sha256]
 
 

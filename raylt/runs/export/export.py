@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from raylt import store
+from raylt.config import Config
 from raylt.data.task import JudgedImages
 from raylt.disk import as_path, check_name, check_target
 from raylt.errors import ConfigError, spoken
@@ -17,6 +18,7 @@ from raylt.runs.export.artefact import (
     FORMAT,
     ClientEntry,
     DistinctEntries,
+    Guarantee,
     Input,
     ModelDescription,
     choose_client,
@@ -266,7 +268,24 @@ def _describe(
     stage = _stage(run, reports)
     if stage is not None:
         description["stage"] = stage
+    guarantee = _guarantee(config, reports)
+    if guarantee is not None:
+        description["privacy"] = guarantee
     return description
+
+
+def _guarantee(config: Config, reports: list[dict[str, Any]]) -> Guarantee | None:
+    """Return the guarantee for all uploads up to the model's step, or None if no upload had noise.
+
+    Args:
+        config: Configuration of the run.
+        reports: The reports up to the step.
+    """
+    statements = [report["figures"]["privacy"] for report in reports if "privacy" in report["figures"]]
+    if not statements:
+        return None
+    privacy = config.privacy
+    return Guarantee(**statements[-1], clip=privacy.clip if privacy.update_epsilon is None else privacy.update_clip)
 
 
 def _reports(run: Run) -> list[dict[str, Any]]:

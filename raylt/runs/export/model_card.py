@@ -4,6 +4,7 @@ import re
 import shlex
 
 from raylt.data.task import JudgedImages
+from raylt.errors import count_of
 from raylt.formatting import percent, with_images
 from raylt.metrics import LOCAL
 from raylt.runs.export.artefact import ModelDescription
@@ -16,6 +17,7 @@ FIGURES = {
     "clients_local": "mean over clients, their own test images",
     "clients_owned": "mean over clients, classes that they own",
     "clients_matched": "mean over clients, own class mix",
+    "clients_long_tailed": "mean over clients, class mix of all clients together",
     "clients_global": "mean over clients, all classes",
     "clients_miou": "mean IoU over clients, classes that they own",
 }
@@ -36,6 +38,7 @@ def model_card(description: ModelDescription, file: str) -> str:
         ["## Classes", "", _names(description["class_names"]), ""],
         _figures(description),
         _clients(description),
+        _privacy(description),
         _origin(description),
     ]
     return "\n".join(line for section in sections for line in section) + "\n"
@@ -48,7 +51,7 @@ def _title(description: ModelDescription, file: str) -> list[str]:
         f"# {_cell(file)}",
         "",
         f"The {target}, one of {len(description['class_names'])}. Network {_code(description['model'])}, trained "
-        f"with {_code(description['method']['name'])} in {description['rounds']} rounds on "
+        f"with {_code(description['method']['name'])} in {count_of(description['rounds'], 'round')} on "
         f"{_code(description['source'])} by raylt.",
         "",
         *stage,
@@ -126,6 +129,24 @@ def _clients(description: ModelDescription) -> list[str]:
     if len(clients) > MAX_NAMES:
         lines += ["", f"and {len(clients) - MAX_NAMES} more"]  # the empty line ends the table
     return [*lines, ""]
+
+
+def _privacy(description: ModelDescription) -> list[str]:
+    guarantee = description.get("privacy")
+    if guarantee is None:
+        return []
+    return [
+        "## Privacy",
+        "",
+        "| differential privacy | |",
+        "|---|---|",
+        f"| epsilon, delta | {guarantee['epsilon']:g}, {guarantee['delta']:g} for {_cell(guarantee['unit'])} |",
+        f"| against | {_cell(guarantee['against'])} |",
+        f"| noise | standard deviation {guarantee['sigma']:g} for sensitivity 1, lengths up to {guarantee['clip']:g} |",
+        f"| covered | {_cell(guarantee['covers'])} |",
+        f"| not covered | {_cell(guarantee['not_covered'])} |",
+        "",
+    ]
 
 
 def _origin(description: ModelDescription) -> list[str]:

@@ -455,9 +455,9 @@ def _budget(config: dict[str, Any]) -> str:
     local = config["local"]
     amount = f"{local['epochs']} epochs" if local["steps"] is None else f"{local['steps']} steps"
     patience = federation.get("patience")
-    early = "" if patience is None else f", patience of {patience} rounds"
+    early = "" if patience is None else f", patience of {count_of(patience, 'round')}"
     return (
-        f"{federation['rounds']} rounds{early}, {federation['participation']:g} of the clients, {amount} "
+        f"{count_of(federation['rounds'], 'round')}{early}, {federation['participation']:g} of the clients, {amount} "
         f"in batches of {local['batch']}"
     )
 

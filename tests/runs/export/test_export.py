@@ -28,7 +28,7 @@ from raylt.runs.export import artefact, graph_formats, trained_model
 from raylt.runs.export.evaluate import Evaluation
 from raylt.runs.export.export import card_of, unfinished
 from raylt.runs.export.load import load_image, load_images
-from raylt.runs.export.model_card import model_card
+from raylt.runs.export.model_card import FIGURES, model_card
 from raylt.runs.verify import verify
 
 CASES = [(name, "classification") for name in METHODS] + [(name, "segmentation") for name in ("fedavg", "mupfl")]
@@ -248,6 +248,38 @@ def test_a_model_card_has_fifty_clients_and_what_their_figures_are_based_on(pers
     assert "\n\nand 1 more\n" in card
     assert "more than 9 training samples (many), 3 to 9 (medium) and fewer than 3 (few)" in card
     assert "Network ``` a``b ```, trained" in card
+
+
+def test_a_model_card_explains_each_figure_over_clients():
+    assert {f"clients_{kind}" for kind in (*metrics.KINDS, metrics.LOCAL)} <= FIGURES.keys()
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "clip", "covers"),
+    [
+        ("fedncm", ("privacy.epsilon=100", "privacy.clip=3"), 3.0, "classes"),
+        ("fedavg", ("privacy.update_epsilon=1000", "privacy.update_clip=2.5", "federation.participation=1"), 2.5, "1 "),
+    ],
+)
+def test_a_file_and_its_card_have_the_guarantee_of_the_noise_and_what_it_does_not_cover(
+    folder, method, settings, clip, covers
+):
+    run = make_tiny_run(folder, method, *settings, "federation.rounds=1", name=f"noise-{method}")
+    file = raylt.export(run)
+    guarantee = artefact.read(file).description["privacy"]
+    assert guarantee == {**run.summary["privacy"], "clip": clip}
+    card = card_of(file).read_text()
+    assert f"| epsilon, delta | {guarantee['epsilon']:g}, 1e-05 for one " in card
+    assert f", lengths up to {clip:g} |" in card
+    assert f"| not covered | {guarantee['not_covered'][:15]}" in card
+    assert covers in guarantee["covers"]
+    assert "in 1 round on " in card
+
+
+def test_a_card_without_noise_has_no_guarantee(plain):
+    file = raylt.export(plain)
+    assert "privacy" not in artefact.read(file).description
+    assert "## Privacy" not in card_of(file).read_text()
 
 
 def test_the_shares_of_a_label_map_are_those_of_its_pixels():
