@@ -13,6 +13,7 @@ from raylt.core.experiment import Experiment
 from raylt.core.fleet.reductions import total
 from raylt.core.method import Method
 from raylt.core.protection.sample_dp import Noise
+from raylt.core.protection.survivors import fewest_survivors
 from raylt.data.images.cache import take
 from raylt.data.samples import Samples
 from raylt.data.sources.sources import open_source
@@ -126,7 +127,7 @@ def encode_images(experiment: Experiment, shard: Shard, client: int) -> Images:
 
 
 def private_images(experiment: Experiment) -> Images:
-    """Return the images of all clients, which an attacker tries to reconstruct.
+    """Return the images of all clients that trained, which an attacker tries to reconstruct.
 
     Raises:
         ConfigError: Clients have running statistics of their own, so the server does not have their encoders; or they
@@ -149,7 +150,9 @@ def private_images(experiment: Experiment) -> Images:
             key="trainable",
             value=trainable,
         )
-    parts = [encode_images(experiment, shard, k) for k, shard in enumerate(experiment.task.shards) if len(shard)]
+    task = experiment.task
+    trained = [k for k, shard in enumerate(task.shards) if len(shard) and k not in task.new_clients]
+    parts = [encode_images(experiment, task.shards[k], k) for k in trained]
     return Images(*(torch.cat([getattr(part, name) for part in parts]) for name in ("x", "y", "z", "client")))
 
 
@@ -193,11 +196,12 @@ def sends_unit_means(config: Config) -> bool:
 def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tuple[int, Tree]]:
     """Yield the class sums of features that each client uploads, with the configured privacy noise.
 
-    A secure sum over all clients counts as the upload of client -1.
+    A secure sum over all clients counts as the upload of client -1. It has the noise of each client's share, which is
+    more than the full noise because no client was lost.
 
     Args:
         config: Configuration of the attacked run.
-        images: The images of all clients.
+        images: The images of all clients that trained.
         classes: Number of classes.
 
     Yields:
@@ -210,12 +214,13 @@ def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tupl
     template = {"n": 1, "z": torch.zeros(images.z.shape[1], dtype=torch.float64)}
     part = total.within(dict.fromkeys(range(classes), template)).bounded(lengths)
     noise = Noise.of({"classes": part}, config)
+    variance = len(clients) / fewest_survivors(len(clients)) if config.federation.secure else 1.0
     for client in [-1] if config.federation.secure else clients:
         own = images if client == -1 else images.at(images.client == client)
         sums = _sums_of_unit_means(own) if sends_unit_means(config) else class_sums(own.z, own.y)
         reply = Reply(1.0, {"classes": {c: {"n": s["n"], "z": s["z"]} for c, s in sums.items()}})
         if noise is not None:
-            reply = noise.added(replace(reply), {"classes": part}, 1.0)
+            reply = noise.added(replace(reply), {"classes": part}, variance)
         yield client, reply.tree["classes"]
 
 

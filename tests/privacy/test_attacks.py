@@ -33,6 +33,7 @@ from raylt.privacy.attacker_view import (
     encode_images,
     not_attacked,
     outside_images,
+    private_images,
     uploaded_gradients,
     uploaded_sums,
     uploads_of,
@@ -293,6 +294,25 @@ def test_counts_of_a_secure_sum_or_under_noise_tell_less(ended):
     assert list(secure) == [-1]
     assert len(noisy[0]) == 10  # includes classes that the client does not hold
     assert all(noisy[0][c]["n"] != n for c, n in counts.items())
+
+
+def test_the_noise_of_a_secure_sum_is_that_of_all_shares_together(ended, monkeypatch):
+    monkeypatch.setattr("secrets.randbits", lambda bits: 7)
+    images = encode_images(ended.experiment(), ended.task.shards[0], 0)
+    images = replace(images, client=torch.arange(len(images)) % 6)  # of six clients four must survive
+    sums = [
+        dict(uploaded_sums(load(None, ["method=fedncm", *more]), part, 10))
+        for part in (images, replace(images, client=torch.zeros_like(images.client)))
+        for more in (["federation.secure=true"], ["federation.secure=true", "privacy.epsilon=1"], ["privacy.epsilon=1"])
+    ]
+    noise = [sums[i][client][3]["z"] - sums[0][-1][3]["z"] for i, client in ((1, -1), (5, 0))]
+    torch.testing.assert_close(noise[0], 1.5**0.5 * noise[1])
+
+
+def test_clients_that_join_later_send_nothing_to_attack(tmp_path):
+    run = make_run(tmp_path, "run", "method=fedncm", "data.new_clients=1")
+    late = run.task.new_clients
+    assert set(private_images(run.experiment(clients=False)).client.tolist()) == {0, 1, 2} - set(late)
 
 
 def test_holders_of_the_rarest_third_are_guessed_from_numbers_of_samples():
