@@ -138,6 +138,7 @@ class BPFed(Method):
     # stage 1 (3.2.1, Algorithm 1)
 
     def join(self, client: Client, message: Message) -> Reply:
+        """Draw the private classifier V_k^0; a client that is lost in this call trains from the common classifier."""
         if self.initial == "own":
             _linear(client.model).reset_parameters()  # V_k^0; the call is seeded by the client
         return client.reply()

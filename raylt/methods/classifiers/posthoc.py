@@ -27,7 +27,7 @@ from raylt.ops.moments import NEVER
 class PostHoc(AfterTraining):
     """FedAvg, then predictions by argmax f_y(x) - tau log pi_y with the logits f and the class priors pi.
 
-    tau = 0 is FedAvg.
+    tau = 0 is FedAvg, except that a class without samples at any client is never predicted [2].
     """
 
     name: ClassVar[str] = "posthoc"
