@@ -1,4 +1,4 @@
-"""A trial of a user's own model before a run starts: one training step and one prediction."""
+"""A trial of a model of the user's own code before a run starts: one training step and one prediction."""
 
 from itertools import chain
 
@@ -11,41 +11,42 @@ from raylt.models.split import SplitModel
 IMAGES = 2  # BatchNorm needs two values per channel in training mode
 
 
-def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None:
+def try_model(name: str, model: SplitModel, shape: tuple[int, int, int], setting: str = "model") -> None:
     """Raise ConfigError if a model cannot be trained, exchanged or saved.
 
     The trial changes the model's gradients and running statistics.
 
     Args:
-        name: Name of the model, for messages.
+        name: Name of the model, or of the method that built it, for messages.
         model: The model.
         shape: Height, width and channels of an image.
+        setting: Key of the setting that names it.
 
     Raises:
         ConfigError: A weight is not float32, an entry is not a tensor, entries share memory, a pass fails, or features
             or logits have another shape than the model declares.
     """
-    _check_types(name, model)
-    _check_memory(name, model)
+    _check_types(setting, name, model)
+    _check_memory(setting, name, model)
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(IMAGES, shape[2], *shape[:2], generator=generator).to(memory_format=torch.channels_last)
     try:
         features = model.train().encoder(x)
-        _check_features(name, model, features)
+        _check_features(setting, name, model, features)
         logits = model(x)
-        _check_logits(name, model, logits, x)
+        _check_logits(setting, name, model, logits, x)
         logits.sum().backward()
         with torch.no_grad():
-            _check_logits(name, model, model.eval()(x), x)
+            _check_logits(setting, name, model, model.eval()(x), x)
     except ConfigError:
         raise
     except Exception as error:  # from the user's code
         height, width, channels = shape
         raise ConfigError(
-            f"model: {name} cannot be trained on {IMAGES} images [{IMAGES}, {channels}, {height}, {width}] "
+            f"{setting}: {name} cannot be trained on {IMAGES} images [{IMAGES}, {channels}, {height}, {width}] "
             f"({user_fault(error)}). Correct its layers.",
             code="model.failed",
-            key="model",
+            key=setting,
             value=name,
         ) from error
 
@@ -64,14 +65,14 @@ def materialise(model: SplitModel, shape: tuple[int, int, int]) -> None:
     model.train(training)
 
 
-def _check_types(name: str, model: SplitModel) -> None:
+def _check_types(setting: str, name: str, model: SplitModel) -> None:
     for entry, value in model.named_parameters():
         if value.dtype != torch.float32:
             raise ConfigError(
-                f"model: {entry} of {name} is {_shown(value.dtype)}, and weights are exchanged and summed as float32. "
-                "Leave the model in float32; local.precision=bfloat16 computes in bfloat16.",
+                f"{setting}: {entry} of {name} is {_shown(value.dtype)}, and weights are exchanged and summed as "
+                "float32. Leave the model in float32; local.precision=bfloat16 computes in bfloat16.",
                 code="model.wrong-dtype",
-                key="model",
+                key=setting,
                 value=name,
                 entry=entry,
                 dtype=_shown(value.dtype),
@@ -79,17 +80,17 @@ def _check_types(name: str, model: SplitModel) -> None:
     for entry, value in model.state_dict().items():
         if not isinstance(value, Tensor):  # from get_extra_state
             raise ConfigError(
-                f"model: {entry} of {name} is {type_name(value)}, and raylt exchanges and saves tensors. Register a "
-                "buffer, or leave get_extra_state out.",
+                f"{setting}: {entry} of {name} is {type_name(value)}, and raylt exchanges and saves tensors. Register "
+                "a buffer, or leave get_extra_state out.",
                 code="model.wrong-dtype",
-                key="model",
+                key=setting,
                 value=name,
                 entry=entry,
                 dtype=type(value).__name__,
             )
 
 
-def _check_memory(name: str, model: SplitModel) -> None:
+def _check_memory(setting: str, name: str, model: SplitModel) -> None:
     """Raise an error if parameters or buffers of a model share memory, since each is sent and saved separately."""
     owners: dict[int, str] = {}
     for entry, value in model.state_dict().items():
@@ -99,46 +100,45 @@ def _check_memory(name: str, model: SplitModel) -> None:
             continue
         problem = f"{other} and {entry} of {name} share" if other != entry else f"elements of {entry} of {name} share"
         raise ConfigError(
-            f"model: {problem} memory, and raylt exchanges and saves each entry separately. Give each layer its own "
-            "weight, or call one layer twice.",
+            f"{setting}: {problem} memory, and raylt exchanges and saves each entry separately. Give each layer its "
+            "own weight, or call one layer twice.",
             code="model.shared-memory",
-            key="model",
+            key=setting,
             value=name,
             entries=[other, entry],
         )
 
 
-def _check_features(name: str, model: SplitModel, features: object) -> None:
+def _check_features(setting: str, name: str, model: SplitModel, features: object) -> None:
     maps = model.problem == "segmentation"
     expected = f"[{IMAGES}, {model.dim}{', h, w' if maps else ''}]"
     fits = isinstance(features, Tensor) and features.shape[:2] == (IMAGES, model.dim)
     if not fits or len(features.shape) != (4 if maps else 2):  # pyright: ignore[reportAttributeAccessIssue]
-        raise _wrong_output(
-            name, "encoder", features, expected, "Give SplitModel(encoder, dim, classes) the dim that the encoder has"
-        )
+        remedy = "Give SplitModel(encoder, dim, classes) the dim that the encoder has"
+        raise _wrong_output(setting, name, "encoder", features, expected, remedy)
 
 
-def _check_logits(name: str, model: SplitModel, logits: object, x: Tensor) -> None:
+def _check_logits(setting: str, name: str, model: SplitModel, logits: object, x: Tensor) -> None:
     expected = [IMAGES, model.classes, *(x.shape[2:] if model.problem == "segmentation" else ())]
     if not isinstance(logits, Tensor) or list(logits.shape) != expected:
-        raise _wrong_output(name, "classifier", logits, str(expected), "Return one logit for each class")
+        raise _wrong_output(setting, name, "classifier", logits, str(expected), "Return one logit for each class")
     if not logits.isfinite().all():
         raise ConfigError(
-            f"model: {name} returns logits that are not finite for pixels in [0, 1). Correct its layers or its initial "
-            "weights.",
+            f"{setting}: {name} returns logits that are not finite for pixels in [0, 1). Correct its layers or its "
+            "initial weights.",
             code="model.wrong-output",
-            key="model",
+            key=setting,
             value=name,
             part="classifier",
         )
 
 
-def _wrong_output(name: str, part: str, output: object, expected: str, remedy: str) -> ConfigError:
+def _wrong_output(setting: str, name: str, part: str, output: object, expected: str, remedy: str) -> ConfigError:
     shown = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
     return ConfigError(
-        f"model: the {part} of {name} returns {shown} for {IMAGES} images, expected {expected}. {remedy}.",
+        f"{setting}: the {part} of {name} returns {shown} for {IMAGES} images, expected {expected}. {remedy}.",
         code="model.wrong-output",
-        key="model",
+        key=setting,
         value=name,
         part=part,
         shape=shown,

@@ -142,7 +142,7 @@ def lacks_files(error: RayltError) -> bool:
 def check_setup(setup: Setup, spec: TaskSpec) -> SplitModel:
     """Raise an error for conflicting settings or own functions that do not work, before anything starts.
 
-    The user's own model, schedule and augmentation are tried.
+    The user's own model, schedule and augmentation are tried, and the model that the user's own method builds.
 
     Returns:
         The untrained model.
@@ -162,11 +162,13 @@ def check_setup(setup: Setup, spec: TaskSpec) -> SplitModel:
             try_augmentation(setup.augment, spec.shape, spec.classes, spec.kind == "segmentation")
     name = config.model
     trained: StateDict = {}
-    if is_plugin("model", name):
-        with seeded(setup.config.seed, "trial of the model"):
+    with seeded(setup.config.seed, "trial of the model"):
+        if is_plugin("model", name):
             tried = setup.model(spec.classes, spec.shape)
             try_model(name, tried, spec.shape)
             trained = tried.state_dict()
+        if is_plugin("method", setup.method.name) and type(setup.method).build is not Method.build:
+            try_model(setup.method.name, setup.new_model(spec), spec.shape, "method")
     check_exchange(config, model, shared_entries(setup.method, model), trained)
     return model
 

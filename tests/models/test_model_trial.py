@@ -1,5 +1,7 @@
 """Trial runs of a user's own model before a run."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from refusals import refused
@@ -8,6 +10,7 @@ from torch import nn
 import raylt
 from raylt.errors import ConfigError
 from raylt.models import MODELS, build, try_model
+from raylt.models.split import with_encoder
 from raylt.runs.start import configure, plan_run
 
 SHAPE, CLASSES, DIM = (8, 8, 3), 10, 16
@@ -27,11 +30,11 @@ class TwoOutputs(nn.Module):
 
 
 class Tied(nn.Module):
-    def __init__(self):
+    def __init__(self, pixels=PIXELS, dim=DIM):
         super().__init__()
-        self.inward = nn.Linear(PIXELS, DIM)
-        self.first = nn.Linear(DIM, DIM)
-        self.second = nn.Linear(DIM, DIM)
+        self.inward = nn.Linear(pixels, dim)
+        self.first = nn.Linear(dim, dim)
+        self.second = nn.Linear(dim, dim)
         self.second.weight = self.first.weight
 
     def forward(self, x):
@@ -155,6 +158,27 @@ def test_a_run_is_refused_before_its_folder_is_made(no_guests, tmp_path):
 
     with refused("model.wrong-output", ConfigError, value="narrow", shape=[2, 20]):
         raylt.run("fedavg", model=narrow, rounds=1, clients=3, out=tmp_path, fleet="local", quiet=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("base", "code"),
+    [
+        (lambda base: with_encoder(base, nn.Sequential(base.encoder, Tied(base.dim, base.dim))), "model.shared-memory"),
+        (lambda base: with_encoder(base, nn.Sequential(base.encoder, nn.Linear(base.dim, 3))), "model.wrong-output"),
+    ],
+    ids=["tied", "narrow"],
+)
+def test_a_method_s_own_model_is_tried_before_the_folder_is_made(no_guests, tmp_path, base, code):
+    class Building(raylt.Method):
+        name: ClassVar[str] = "building"
+        paper: ClassVar[str] = "for tests"
+
+        def build(self, spec, model):
+            return base(model)
+
+    with refused(code, ConfigError, key="method", value="building"):
+        raylt.run(Building(), rounds=1, clients=3, out=tmp_path, fleet="local", quiet=True)
     assert list(tmp_path.iterdir()) == []
 
 
