@@ -69,7 +69,7 @@ class RayFleet(Fleet):
         self._task = task
         self._test = test
         self._placement = placement
-        self._folder = folder
+        self.run_folder = folder
         self._several_nodes = len(nodes_of(ray.nodes())) > 1
         self._longest: dict[str, float] = {}  # longest call of each client function, in seconds
         self._noted = set[str]()  # lines that `note_once` has added
@@ -107,8 +107,8 @@ class RayFleet(Fleet):
 
     def note(self, text: str) -> None:
         """Add a line to the notes of the run, which the driver shows."""
-        if self._folder is not None:
-            with Folder.open(self._folder) as folder:
+        if self.run_folder is not None:
+            with Folder.open(self.run_folder) as folder:
                 folder.append(NOTES, text + "\n")
 
     def note_once(self, text: str) -> None:
@@ -128,9 +128,9 @@ class RayFleet(Fleet):
 
     def _stacks_of(self, slot: ActorSlot) -> str:
         """Return a clause that names the file with an actor's stack traces, or the reason why there is none."""
-        if self._folder is None:
+        if self.run_folder is None:
             return "without a run folder it writes no stack traces"
-        file = self._folder / STACKS / _stacks_file(slot.current)
+        file = self.run_folder / STACKS / _stacks_file(slot.current)
         end = time.monotonic() + STACKS_TIMEOUT_S
         while not (file.is_file() and file.stat().st_size):
             if time.monotonic() >= end:
@@ -164,14 +164,14 @@ class RayFleet(Fleet):
         job = ServerItems(self.slots, fn, items, self.config.federation.retries)
         dispatcher = Dispatcher(self.slots, job, self.note)
         while not dispatcher.over:
-            steps = {} if self._folder is None else read_items(self._folder, job.under_way)
+            steps = {} if self.run_folder is None else read_items(self.run_folder, job.under_way)
             if steps:
                 self.show_steps(fn, len(job.results), len(items), steps)
             else:
                 self.show_items(fn, len(job.results), len(items))
             dispatcher.advance(PROGRESS_S)
-        if self._folder is not None:
-            remove_items(self._folder, range(len(items)))
+        if self.run_folder is not None:
+            remove_items(self.run_folder, range(len(items)))
         if job.error is not None:
             raise job.error
         return [job.results[item] for item in range(len(items))]
@@ -197,7 +197,7 @@ class RayFleet(Fleet):
 
     def _start(self, slot: ActorSlot, name: str, strategy: Any) -> Any:
         """Start the actor of a slot."""
-        stacks = None if self._folder is None else self._folder / STACKS / _stacks_file(name)
+        stacks = None if self.run_folder is None else self.run_folder / STACKS / _stacks_file(name)
         options = ClientActor.options(
             name=name, num_cpus=self._placement.cpus, num_gpus=self._placement.gpus, scheduling_strategy=strategy
         )

@@ -251,6 +251,7 @@ def _in_this_process(
     of_clients = forked_fleet if fleet == "processes" else LocalFleet
     with one_thread():
         experiment = open_in_process(setup, task, journal.folder, saved, of_clients)
+        experiment.fleet.run_folder = journal.folder
         experiment.fleet.on_note = note
         experiment.fleet.on_progress = callback.on_progress
         experiment.fleet.on_items = callback.on_items

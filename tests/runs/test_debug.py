@@ -3,6 +3,7 @@
 import pytest
 import torch
 from refusals import refused
+from small_runs import make_run
 from tiny import Recorder, configure, make_experiment
 
 from raylt import Run
@@ -11,6 +12,7 @@ from raylt.errors import CheckpointError, ConfigError
 from raylt.methods.fedprox import FedProx
 from raylt.runs.debug import _describe, replay
 from raylt.runs.folder import provenance
+from raylt.runs.folder.notes import NOTES
 from raylt.runs.folder.writer import Journal
 
 
@@ -83,6 +85,25 @@ def test_what_it_raises_is_raised_here(recorded, monkeypatch):
     monkeypatch.setattr("raylt.methods.fedprox.FedProx.objective", fail)
     with pytest.raises(ZeroDivisionError):
         replay(recorded[0], 3, 0, None)
+
+
+@pytest.mark.parametrize(("first", "every", "round"), [(1, 1, 1), (2, 1, 2), (2, 2, 3)])
+def test_a_run_notes_once_the_command_that_repeats_a_failed_call(tmp_path, monkeypatch, first, every, round):
+    objective = FedProx.objective
+
+    def fail(self, client, message):
+        if client.round >= first and client.id < 2:
+            raise ZeroDivisionError
+        return objective(self, client, message)
+
+    monkeypatch.setattr(FedProx, "objective", fail)
+    settings = "federation.rounds=4", "federation.quorum=0.3", f"output.checkpoint_every={every}", "output.keep=9"
+    run = make_run(tmp_path, "a run", "method=fedprox", *settings)
+    (line,) = [line for line in (run.folder / NOTES).read_text().splitlines() if "raylt debug" in line]
+    command = f"raylt debug '{run.folder}' --round {round} --client 0 --function train repeats"
+    assert line.startswith(command)
+    with pytest.raises(ZeroDivisionError):
+        replay(run, round, 0, "train")
 
 
 def test_a_leaf_of_a_reply_is_described_by_its_type_and_range():

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from raylt.core.fleet.wire import Fault, Unusable
 from raylt.core.protection.protection import Protection
 from raylt.core.round_stats import ProgressHook, RoundStats, StageProgress, Traffic
 from raylt.data.task import Task
-from raylt.errors import ClientError, ConfigError, Overflow, RayltError, TooFewReplies, shorten, type_name
+from raylt.errors import ClientError, ConfigError, Overflow, RayltError, TooFewReplies, quoted, shorten, type_name
 from raylt.tree import Tree
 
 ItemFunction = Callable[[Tree], Tree]
@@ -65,6 +66,7 @@ class Fleet(ABC):
         on_note: Called with each note; None for a RuntimeWarning.
         changed: Clients whose private state changed since the last checkpoint.
         quorum: The check that enough clients of each call sent a valid reply.
+        run_folder: The run folder, with which `raylt debug` can repeat calls; None without one.
     """
 
     def __init__(self, config: Config, task: Task):
@@ -83,6 +85,8 @@ class Fleet(ABC):
         self._arrived = -1  # answers to the call under way, as the observer knows it
         self.on_items: ItemsHook | None = None
         self.on_note: Callable[[str], object] | None = None
+        self.run_folder: Path | None = None
+        self._repeat_noted = False
         self._noted_failures: set[tuple[str, str]] = set()  # functions and causes of this round's failures
         self.protection = Protection(config, self.all_sizes)
         self.quorum = Quorum()
@@ -417,10 +421,25 @@ class Fleet(ABC):
         if error.code not in ("client.lost", "client.late") and failure not in self._noted_failures:
             self._noted_failures.add(failure)
             self.note(str(error))
+            self._note_repeat(error)
+
+    def _note_repeat(self, error: ClientError) -> None:
+        """Note, once in a run, the command that repeats a failed call, if the round starts from a checkpoint."""
+        before = max(0, error.round - 1)
+        if self.run_folder is None or self._repeat_noted or before % self.config.output.checkpoint_every:
+            return
+        self._repeat_noted = True
+        while_kept = f", as long as the checkpoint after round {before} is kept" if before else ""
+        self.note(
+            f"raylt debug {quoted(self.run_folder)} --round {error.round} --client {error.client} --function "
+            f"{error.function} repeats the call of client {error.client}{while_kept}"
+        )
 
     def _reject(self, id: int, name: str, fault: Fault) -> ClientError:
         self.round_stats.rejected[id] = fault.text
-        return ClientError(id, self.round, name, f"reply rejected: {fault}", code=fault.code, value=fault.value)
+        error = ClientError(id, self.round, name, f"reply rejected: {fault}", code=fault.code, value=fault.value)
+        self._note_repeat(error)
+        return error
 
     def _commit(self, privates: dict[int, Any], cohort: Cohort) -> None:
         """Store the new private states of the clients whose replies are used."""
