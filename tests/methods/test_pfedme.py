@@ -54,17 +54,18 @@ def test_two_rounds_equal_naive_code(tiny_task, tmp_path, beta):
             assert not naive.differences(dict(states[id]["state"]["personal"]), theta, 1e-4), id
 
 
-def test_one_step_by_hand(tiny_task, tmp_path):
+@pytest.mark.parametrize(("lam", "eta"), [(2.0, 0.25), (0.5, 0.8)])
+def test_one_step_by_hand(tiny_task, tmp_path, lam, eta):
     """Client 2 has one batch an epoch: theta = w - lr g, then w moves by the share eta lambda towards theta."""
     local = {"epochs": 1, "momentum": 0.0, "lr": 0.1}
-    method = PFedMe(steps=1, lam=2.0, eta=0.25)
+    method = PFedMe(steps=1, lam=lam, eta=eta)
     experiment = start(tiny_task, tmp_path, method, local=local)
     received = {name: p.detach().clone() for name, p in experiment.server.model.named_parameters()}
     client = open_client(tiny_task, method, 2, experiment.config)
     reply = method.train(client, method.message(experiment.server))
     for name, w in received.items():
         theta = client.state["personal"][name]
-        assert torch.allclose(reply.tree["model"][name], w - 0.5 * (w - theta), atol=1e-6), name
+        assert torch.allclose(reply.tree["model"][name], w - lam * eta * (w - theta), atol=1e-6), name
     assert any((client.state["personal"][name] - w).abs().max() > 1e-3 for name, w in received.items())
 
 

@@ -39,6 +39,13 @@ def test_the_last_evaluations_and_those_with_a_checkpoint_stay(tmp_path, monkeyp
     assert steps(tmp_path) == [2, 4, 6, 8]
 
 
+def test_a_run_folder_has_the_counts_of_a_hundred_evaluations(tmp_path):
+    for step in range(1, 103):
+        counts.write(tmp_path, step, ONE)
+    counts.prune(tmp_path, 102, [])
+    assert steps(tmp_path) == list(range(3, 103))
+
+
 def test_a_run_drops_its_oldest_counts_and_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(counts, "KEPT", 3)
     settings = ["federation.rounds=7", "local.steps=1", "data.clients=3", "data.imbalance=100"]

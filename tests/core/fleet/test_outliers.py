@@ -11,7 +11,7 @@ from raylt.core.client import Reply
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.reductions import each, mean, total
 from raylt.core.fleet.robust import outliers
-from raylt.core.fleet.robust.outliers import CLOSE, FACTOR, SHORT, SHORT_SUM, LengthBound, length
+from raylt.core.fleet.robust.outliers import CLOSE, FACTOR, SHORT, SHORT_SUM, LengthBound, exceeds, length
 from raylt.core.fleet.schema import Schema
 from raylt.methods import METHODS
 from raylt.tree import without_values
@@ -83,6 +83,12 @@ def test_the_bound_is_a_multiple_of_what_was_sent_and_never_short(factor, reject
     summed = schema.restricted_to(IDS[:4]).sum_block(IDS[:4], list(replies.values()))
     assert isinstance(summed[2], Reply) == rejected
     assert sum(isinstance(reply, Reply) for reply in summed) == rejected
+
+
+@pytest.mark.parametrize(("own", "waits"), [(999.0, False), (1001.0, True)])
+def test_a_reply_up_to_the_length_1000_is_never_compared(own, waits):
+    bounds = {"model": LengthBound(sent=1.0, per_sample=False)}
+    assert exceeds({"model": own}, bounds) == waits
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,35 @@ def test_forks_that_cannot_compute_gradients_are_refused(tiny_task, tmp_path, mo
         make_experiment(configure(), tiny_task, tmp_path, fleet=ProcessFleet)
 
 
+class IdleWorkers:
+    """Stands for one forked worker that passes the probe and answers no other task."""
+
+    def __init__(self, work, number):
+        self.tasks = []
+
+    def __len__(self):
+        return 1
+
+    def run(self, call, tasks, until=None):
+        self.tasks = list(tasks)
+        yield from [(task, None) for task in tasks if call == b""]
+
+    def close(self):
+        pass
+
+
+def test_with_a_deadline_a_task_is_one_client(tiny_task, tmp_path, monkeypatch):
+    monkeypatch.setattr(process_fleet, "ForkedWorkers", IdleWorkers)
+    monkeypatch.setattr(process_fleet, "TASKS_PER_PROCESS", 1)
+    config = configure(federation={"deadline_s": 60})
+    experiment = make_experiment(config, tiny_task, tmp_path, fleet=ProcessFleet)
+    fleet = experiment.fleet
+    assert fleet._task_size(experiment.method.train, len(fleet.ids)) > 1
+    late = list(fleet._in_order(experiment.method.train, b"call", fleet.ids))
+    assert [len(task.clients) for task in fleet._workers.tasks] == [1] * len(fleet.ids)
+    assert {answer.error.code for answer in late} == {"client.late"}
+
+
 def work(shared, task):
     if task == "leave":
         os._exit(3)
