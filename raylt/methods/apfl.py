@@ -83,7 +83,7 @@ class APFL(Method):
         if "own" not in client.state:
             return client.model
         own = copy.deepcopy(client.model)
-        load_entries(own, client.state["own"])
+        load_entries(own, client.state["own"])  # with its own BatchNorm statistics [4]
         load_entries(own, mixed(own, client.model, self.share(client)))
         return own
 

@@ -87,7 +87,7 @@ class BalanceFL(Method):
 
         def loss(batch: Batch) -> Tensor:
             z = model.encoder(batch.x)  # [B, d]
-            logits = model.classifier(z)
+            logits = model.classifier(z)  # [6]
             distilled = torch.zeros((), device=client.device)
             perturbed = model.classifier(augment(z, batch.y)) if self.fa else logits
             own = F.cross_entropy(perturbed.masked_fill(excluded, -torch.inf), batch.y)

@@ -50,6 +50,7 @@ class Ditto(Method):
         sgd(client, objective)  # v_k [3]
         self.keep(client)
         client.receive(trained)  # local running statistics are w_k's
+        # the server weights w_k by samples [4]
         return client.reply(model={name: trained[name] for name in self.shared(client.model)}, loss=loss)
 
     def settle(self, client: Client, message: Message) -> None:

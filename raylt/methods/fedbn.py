@@ -25,7 +25,7 @@ from raylt.models.split import SplitModel, StateDict, running_statistics
 
 
 class FedBN(Method):
-    """FedAvg of all model entries except the entries of BatchNorm layers."""
+    """FedAvg of all model entries except the entries of BatchNorm layers [1]."""
 
     name: ClassVar[str] = "fedbn"
     paper: ClassVar[str] = "Li et al., ICLR 2021"

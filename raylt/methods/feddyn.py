@@ -63,7 +63,7 @@ class FedDyn(Method):
         return Terms(client, terms)
 
     def train(self, client: Client, message: Message) -> Reply:
-        reply = super().train(client, message)
+        reply = super().train(client, message)  # [4]
         before, _ = trained_and_rest(client.model, message["model"])
         after, _ = trained_and_rest(client.model, reply.tree["model"])
         client.state["updates"] = tree.add(own_updates(client, before), tree.sub(after, before))  # d_k

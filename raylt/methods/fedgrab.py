@@ -59,7 +59,7 @@ class FedGraB(Method):
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])
         balancer = Balancer(client, self, message.get("shut"))
-        loss = sgd(client, balancer)
+        loss = sgd(client, balancer)  # trains the classifier as well [6]
         client.state["balancer"] = balancer.state  # [3]
         return client.reply(model=self.shared(client.model), loss=loss)
 
@@ -139,7 +139,7 @@ class Balancer:
     def control(self) -> Tensor:
         """Advance the PID controllers by one step towards a gradient difference of 0; return their outputs [C].
 
-        The output of a shut controller is 0 [4].
+        The output of a shut controller is 0 [4], and other outputs have no bounds [5].
         """
         m, s = self._method, self.state
         error, last, before_last = -s["difference"], s["last"], s["before_last"]

@@ -82,6 +82,7 @@ class FEDIC(Method):
         server.step(average.mean())
         assert server.auxiliary is not None, "`prepare` rejects a server without images"
         with server.timings.time("distillation"):
+            # the same images serve both terms [1]
             labels_loss, distilled = self.distil(server, server.auxiliary, [models[id] for id in sorted(models)])
         server.log(loss=got["loss"], labels_loss=labels_loss, distillation=distilled)
 

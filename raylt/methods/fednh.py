@@ -62,7 +62,7 @@ class FedNH(Method):
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])
-        parts = train_model(self, client, message)
+        parts = train_model(self, client, message)  # [5]
         z, y = features(client)
         means = weighted_class_means(F.normalize(z, dim=1), y, unit=True)  # [2]
         return client.reply(model=without_prototypes(self.shared(client.model)), classes=means, **parts)

@@ -29,7 +29,7 @@ class FedAdam(Method):
     tau: float = hp(1e-3, LogUniform(1e-5, 0.1), "adaptivity, line 12; 1e-3 in the paper's main results", gt=0)
 
     def server_optimiser(self) -> ServerAdam:
-        return ServerAdam(self.server_lr, self.beta1, self.beta2, self.tau)
+        return ServerAdam(self.server_lr, self.beta1, self.beta2, self.tau)  # [1] [2]
 
 
 class FedYogi(FedAdam):

@@ -68,4 +68,4 @@ class FedRep(Method):
         objective, model = self.objective(client, message), client.model
         sgd(client, objective, model.classifier.parameters(), self.head_epochs)  # lines 7 to 9 [1]
         loss = sgd(client, objective, model.encoder.parameters())  # lines 10 to 12 [1] [2]
-        return client.reply(model=self.shared(model), loss=loss)
+        return client.reply(model=self.shared(model), loss=loss)  # [3]

@@ -6,6 +6,8 @@ Checked against the authors' repository, lxcnju/FedRepo at 18eeb6d. Departures:
 [2] Owned classes keep their logits, as in the text. The code scales a class by alpha + (1 - alpha) n_c / max n, and
     applies this again to its own result at each step, so that all scales soon are 1 (`algorithms/fedrs.py`; an older
     file, `fedrs.py`, keeps the scales).
+[3] Gradients are not clipped, and a client takes the steps of its epochs. The code clips gradients to a norm that is an
+    option of its runs, and takes at least five steps.
 `missing=mask` leaves the missing classes out of the softmax. This equals FedLC with tau = 0, the mask without a margin.
 alpha = 1 with `missing=scale` is FedAvg.
 """
@@ -36,6 +38,7 @@ class FedRS(Method):
     )
 
     def objective(self, client: Client, message: Message) -> Objective:
+        """Return the cross-entropy of the restricted logits [3]."""
         owned = client.counts > 0
         return lambda batch: F.cross_entropy(self.restricted(client.model(batch.x), owned), batch.y)
 

@@ -44,10 +44,11 @@ class PFedMe(Method):
     beta: float = hp(1.0, Uniform(0.5, 2.0), "step size of the server towards the mean of w_i", gt=0)
 
     def train(self, client: Client, message: Message) -> Reply:
+        """Compute theta_i and w_i of a client that was sampled [3]."""
         client.receive(message["model"])
         model = client.model.train()
         local, lr = client.config.local, learning_rate(client)
-        theta = [p for p in model.parameters() if p.requires_grad]
+        theta = [p for p in model.parameters() if p.requires_grad]  # [2]
         w = [p.detach().clone() for p in theta]
         total = torch.zeros((), device=client.device)  # read only once, because reading synchronises with the GPU
         seen = 0
@@ -56,7 +57,7 @@ class PFedMe(Method):
             loss = torch.zeros((), device=client.device)
             for _ in range(self.steps):
                 with autocast(client):
-                    loss = client.cross_entropy(model(batch.x), batch.y)
+                    loss = client.cross_entropy(model(batch.x), batch.y)  # [4]
                     value = loss + self.lam / 2 * squared_distance(theta, w)
                 optimiser.step(value)
             with torch.no_grad():

@@ -47,7 +47,7 @@ class PromptFL(Method):
 
     def build(self, spec: TaskSpec, base: SplitModel) -> SplitModel:
         assert base.prompts is not None, "Setup rejects models without a text tower"
-        prompts = base.prompts(spec.class_names, self.length)
+        prompts = base.prompts(spec.class_names, self.length)  # [1] [3]
         assert isinstance(prompts, Prompts)
         base.classifier = PromptClassifier(prompts, self.first_context(prompts.words, spec.classes))
         return base

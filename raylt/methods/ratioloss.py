@@ -38,7 +38,7 @@ RATIO_ALONE = 10.0  # Ratio of a class whose weights no other class pulls; from 
 
 
 class RatioLoss(Method):
-    """FedAvg with a class-weighted cross-entropy."""
+    """FedAvg with a class-weighted cross-entropy, without the monitor of a round's composition [5]."""
 
     name: ClassVar[str] = "ratioloss"
     paper: ClassVar[str] = "Wang et al., AAAI 2021"
@@ -99,7 +99,7 @@ class RatioLoss(Method):
     def weights(self, server: Server) -> Tensor:
         """Return the class weights of the loss for this round, float32 [C]; ones in the first round [3]."""
         model = server.model.eval()
-        auxiliary = server.auxiliary
+        auxiliary = server.auxiliary  # [1]
         if auxiliary is None or server.round <= 1:
             return torch.ones(model.classes)
         batches = list(auxiliary.in_order(server.config.evaluation.batch))

@@ -25,7 +25,7 @@ from raylt.tree import Tree
 
 
 class CCVR(Calibrated):
-    """FedAvg, then calibration of the classifier on features drawn from a Gaussian per class."""
+    """FedAvg, then calibration of the classifier on features drawn from a Gaussian per class [3]."""
 
     name: ClassVar[str] = "ccvr"
     paper: ClassVar[str] = "Luo et al., NeurIPS 2021"

@@ -43,4 +43,4 @@ class Oracle(Calibrated):
         of_class = {"n": 1, "z": torch.empty(self.virtual, server.model.dim, device="meta")}
         like = dict.fromkeys(range(server.model.classes), of_class)
         replies = self.gather(server, fleet, classes=each.within(like).counting("n").up_to(LONGEST_FEATURE))["classes"]
-        return bootstrap_of_clients(list(replies.values()), generator)
+        return bootstrap_of_clients(list(replies.values()), generator)  # [2]
