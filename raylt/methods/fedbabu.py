@@ -16,25 +16,22 @@ from torch import Tensor
 from raylt import tree
 from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
-from raylt.core.fleet.fleet import Fleet
-from raylt.core.fleet.reductions import mean
-from raylt.core.method import Method, check_last_rate
-from raylt.core.server import Server
-from raylt.core.training.sgd import sgd, take_statistics
+from raylt.core.fine_tuning import FineTuned
+from raylt.core.method import check_last_rate
+from raylt.core.training.sgd import sgd
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task
 from raylt.hyper import Choice, hp
-from raylt.models.split import SplitModel, StateDict, with_entries
+from raylt.models.split import SplitModel, StateDict
 
 
-class FedBABU(Method):
+class FedBABU(FineTuned):
     """FedAvg of the encoder alone, then fine-tuning of a personal model at each client after the last round."""
 
     name: ClassVar[str] = "fedbabu"
     paper: ClassVar[str] = "Oh et al., ICLR 2022"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2106.06042"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
-    personal: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("tune_epochs", "tune")}
 
     tune_epochs: int = hp(5, Choice(0, 1, 5, 10), "epochs of fine-tuning at the end (5 as in FedNH's code)", ge=0)
@@ -61,10 +58,6 @@ class FedBABU(Method):
         loss = sgd(client, self.objective(client, message), client.model.encoder.parameters())
         return client.reply(model=self.shared(client.model), loss=loss)
 
-    def finish(self, server: Server, fleet: Fleet) -> None:
-        got = fleet.ask(self.personalise, fleet.everyone, self.message(server), loss=mean.like(0.0))
-        server.log(tuning_loss=got["loss"])
-
     def personalise(self, client: Client, message: Message) -> Reply:
         """Fine-tune the global model and keep the result as the client's personal model [2]."""
         client.receive(message["model"])
@@ -78,13 +71,3 @@ class FedBABU(Method):
         """Return the parameters of a model that fine-tuning updates."""
         parts = {"all": model, "encoder": model.encoder, "classifier": model.classifier}
         return parts[self.tune].parameters()
-
-    def settle(self, client: Client, message: Message) -> None:
-        client.receive(message["model"])
-        if self.finishes:
-            self.personalise(client, message)
-        else:
-            take_statistics(client)
-
-    def client_model(self, client: Client) -> SplitModel:
-        return with_entries(client.model, client.state.get("tuned", {}))

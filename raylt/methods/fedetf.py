@@ -25,27 +25,24 @@ from torch.nn import functional as F
 from raylt import tree
 from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
-from raylt.core.fleet.fleet import Fleet
-from raylt.core.fleet.reductions import mean
-from raylt.core.method import Method, check_last_rate
-from raylt.core.server import Server
+from raylt.core.fine_tuning import FineTuned
+from raylt.core.method import check_last_rate
 from raylt.core.training.optimisers import SGD
-from raylt.core.training.sgd import Objective, autocast, sgd, take_statistics
+from raylt.core.training.sgd import Objective, autocast, sgd
 from raylt.data.task import Task, TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.models.split import SplitModel, StateDict, with_encoder, with_entries
+from raylt.models.split import SplitModel, StateDict, with_encoder
 from raylt.ops.etf import simplex_etf
 
 FRAME = "classifier.weight"
 
 
-class FedETF(Method):
+class FedETF(FineTuned):
     """FedAvg with balanced softmax under a fixed classifier frame, then a fine-tuned personal frame for each client."""
 
     name: ClassVar[str] = "fedetf"
     paper: ClassVar[str] = "Li et al., ICCV 2023"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2303.10058"
-    personal: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("turns", "turn_epochs", "frame_lr", "projection_lr")}
 
     gamma: float = hp(1.0, Uniform(0.0, 2.0), "strength of the balanced loss, Eq. 6; 0: cross-entropy", ge=0, le=10)
@@ -92,10 +89,6 @@ class FedETF(Method):
     def finishes(self) -> bool:
         return self.turns > 0
 
-    def finish(self, server: Server, fleet: Fleet) -> None:
-        got = fleet.ask(self.personalise, fleet.everyone, self.message(server), loss=mean.like(0.0))
-        server.log(tuning_loss=got["loss"])
-
     def personalise(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])
         model = client.model
@@ -118,16 +111,6 @@ class FedETF(Method):
         client.state["tuned"] = tree.snapshot(model.state_dict())
         client.receive({FRAME: fixed})
         return client.reply(loss=loss)
-
-    def settle(self, client: Client, message: Message) -> None:
-        client.receive(message["model"])
-        if self.finishes:
-            self.personalise(client, message)
-        else:
-            take_statistics(client)
-
-    def client_model(self, client: Client) -> SplitModel:
-        return with_entries(client.model, client.state.get("tuned", {}))
 
 
 def tune(
