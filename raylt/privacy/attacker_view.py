@@ -1,7 +1,7 @@
 """An attacker's view of a finished run: the uploads that it sees, and the private images that it tries to obtain."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -220,7 +220,7 @@ def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tupl
         sums = _sums_of_unit_means(own) if sends_unit_means(config) else class_sums(own.z, own.y)
         reply = Reply(1.0, {"classes": {c: {"n": s["n"], "z": s["z"]} for c, s in sums.items()}})
         if noise is not None:
-            reply = noise.added(replace(reply), {"classes": part}, variance)
+            reply = noise.add_to(reply, {"classes": part}, variance)
         yield client, reply.tree["classes"]
 
 

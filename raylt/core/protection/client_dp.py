@@ -89,7 +89,7 @@ class ClientNoise:
         assert clients is not None, "the configuration of a run has the number of clients"
         return self.config.federation.participation * (clients - self.config.data.new_clients)
 
-    def clipped(self, reply: Reply) -> Reply:
+    def clip(self, reply: Reply) -> Reply:
         """Return a reply with its update clipped to the norm S = `privacy.update_clip`, weight 1 and loss 0."""
         model = reply.tree[RELEASED]
         changes = {
@@ -105,7 +105,7 @@ class ClientNoise:
         }
         return Reply(1.0, {name: cut if name == RELEASED else 0.0 for name in reply.tree})
 
-    def noised(self, got: Replies) -> Replies:
+    def add_to(self, got: Replies) -> Replies:
         """Add the clients' noisy mean update to the model that was sent.
 
         The sum of the updates is divided by q K, then noise is added.
@@ -164,12 +164,12 @@ class ClientDP(Aggregator):
 
     def accept(self, id: int, reply: Reply | SummedReply) -> None:
         assert isinstance(reply, Reply)
-        self._inner.accept(id, self._noise.clipped(reply))
+        self._inner.accept(id, self._noise.clip(reply))
 
     def result(self) -> Replies:
         replies = self._inner.result()
         self.troubles = self._inner.troubles
-        return self._noise.noised(replies)
+        return self._noise.add_to(replies)
 
     def empty(self) -> "ClientDP":
         return ClientDP(self._inner.empty(), self._noise)

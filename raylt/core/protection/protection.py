@@ -98,9 +98,9 @@ class Protection:
             return self._without_noise(parts, cohort, weights, secure)
         self._spend(round, noise)
         share = 1 / fewest_survivors(len(cohort)) if secure else 1.0
-        released = noise.released(parts)
+        noisy_parts = noise.noisy_parts(parts)
         # robust rules compare means, which noisy counts do not give
-        inner = self._without_noise(released, cohort, weights, True) if secure else Plain(released, cohort)
+        inner = self._without_noise(noisy_parts, cohort, weights, True) if secure else Plain(noisy_parts, cohort)
         return SampleDP(inner, noise, parts, share, statement(self._config, noise))
 
     @contextmanager

@@ -67,7 +67,7 @@ class Noise:
                 deviations[name] = scale * lengths
         return cls(deviations, sigma)
 
-    def added(self, reply: Reply, parts: Mapping[str, Reduction], share: float) -> Reply:
+    def add_to(self, reply: Reply, parts: Mapping[str, Reduction], share: float) -> Reply:
         """Return a reply with noise in every possible entry of its parts, even in entries that the client left out.
 
         Args:
@@ -78,10 +78,10 @@ class Noise:
         rng = np.random.default_rng(secrets.randbits(256))
         noised = dict(reply.tree)
         for name, deviations in self.deviations.items():
-            noised[name] = _noised(reply.tree[name], parts[name].template, deviations, math.sqrt(share), rng)
+            noised[name] = _with_noise(reply.tree[name], parts[name].template, deviations, math.sqrt(share), rng)
         return replace(reply, tree=noised)
 
-    def released(self, parts: Mapping[str, Reduction]) -> dict[str, Reduction]:
+    def noisy_parts(self, parts: Mapping[str, Reduction]) -> dict[str, Reduction]:
         """Return the reductions for parts with noise added, in which every entry is present and counts are floats."""
         return {
             name: part
@@ -90,7 +90,7 @@ class Noise:
             for name, part in parts.items()
         }
 
-    def mended(self, name: str, value: Any, parts: Mapping[str, Reduction]) -> Any:
+    def correct(self, name: str, value: Any, parts: Mapping[str, Reduction]) -> Any:
         """Correct a noisy sum to a value that samples can have, with the function `mend` of the sum's reduction.
 
         This is post-processing, which spends no budget.
@@ -122,7 +122,7 @@ class SampleDP(Aggregator):
 
     def accept(self, id: int, reply: Reply | SummedReply) -> None:
         assert isinstance(reply, Reply)
-        noised = self._noise.added(reply, self._parts, self._share)
+        noised = self._noise.add_to(reply, self._parts, self._share)
         # the reply without noise has been counted, and its size shows which classes the client has
         self.overhead.up += tree.nbytes(noised.tree) - tree.nbytes(reply.tree)
         self._inner.accept(id, noised)
@@ -130,7 +130,7 @@ class SampleDP(Aggregator):
     def result(self) -> Replies:
         noisy = self._inner.result()
         self.troubles = self._inner.troubles
-        mended = {name: self._noise.mended(name, value, self._parts) for name, value in noisy.items()}
+        mended = {name: self._noise.correct(name, value, self._parts) for name, value in noisy.items()}
         return Replies(mended, noisy.weights)
 
     def empty(self) -> "SampleDP":
@@ -138,7 +138,7 @@ class SampleDP(Aggregator):
         return SampleDP(self._inner.empty(), self._noise, self._parts, self._share, self.statement)
 
 
-def _noised(
+def _with_noise(
     value: Any, template: Any, deviations: Mapping[str, float] | float, root: float, rng: np.random.Generator
 ) -> Any:
     if isinstance(template, dict):
@@ -148,7 +148,7 @@ def _noised(
             deviation = deviations
             if isinstance(deviations, Mapping) and not isinstance(inner, dict):
                 deviation = deviations[key]
-            noised[key] = _noised(present.get(key), inner, deviation, root, rng)
+            noised[key] = _with_noise(present.get(key), inner, deviation, root, rng)
         return noised
     assert not isinstance(deviations, Mapping)
     if not isinstance(template, Tensor):

@@ -180,7 +180,7 @@ def test_counted_bytes_do_not_show_which_classes_a_client_has(tiny_task, tmp_pat
 def test_numbers_get_their_part_of_a_share_of_the_noise_also_where_a_client_has_none():
     parts = {"n": total.within(dict.fromkeys(range(4000), 0)).bounded(1.0)}
     noise = Noise.of(parts, configure(privacy=BUDGET, method={"name": "fedncm"}))
-    drawn = noise.added(Reply(1.0, {"n": {}}), parts, 1 / 4).tree["n"]
+    drawn = noise.add_to(Reply(1.0, {"n": {}}), parts, 1 / 4).tree["n"]
     assert np.std(list(drawn.values())) == pytest.approx(noise.deviations["n"] / 2, rel=0.06)
 
 
