@@ -312,7 +312,7 @@ def count_of(number: float, unit: str) -> str:
 def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:
     """Return `Did you mean X? ` with the choice most similar to a mistyped word, or "" if none is similar.
 
-    The comparison ignores case.
+    The comparison ignores case. Numbers are similar to nothing, since they are not mistyped names.
 
     Args:
         word: The mistyped word.
@@ -320,7 +320,8 @@ def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:
         prefix: Text before the choice, such as the section of a setting.
     """
     written = {choice.casefold(): choice for choice in choices}
-    nearest = difflib.get_close_matches(word.casefold(), written, 1)
+    alike = 0.5 if len(word) <= 2 else 0.6  # one wrong letter of two is half of the word
+    nearest = [] if word.isdecimal() else difflib.get_close_matches(word.casefold(), written, 1, alike)
     return f"Did you mean {prefix}{written[nearest[0]]}? " if nearest else ""
 
 
@@ -632,6 +633,12 @@ def type_name(value: object) -> str:
     """Return the class of a value as `a list` or `an int`, without calling any of the value's methods."""
     name = "".join(letter for letter in type(value).__name__[:60] if letter.isprintable())
     return "None" if value is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def without_remedy(error: BaseException) -> str:
+    """Return the message of an error without its last sentence, for an error that has another remedy."""
+    problem, _, _ = str(error).rpartition(". ")
+    return problem if problem and isinstance(error, RayltError) else str(error).rstrip(".")
 
 
 def describe_error(error: BaseException) -> str:

@@ -107,8 +107,7 @@ def load_plugin(file: Path) -> list[Plugin]:
     brought = [plugin for key, plugin in _plugins.items() if key not in before or plugin.value.__module__ == name]
     if not brought:
         raise ConfigError(
-            f"--plugin: registers nothing ({file}). Define a subclass of raylt.Method with a `name`, or call "
-            "raylt.register.",
+            f"{file}: registers nothing. Define a subclass of raylt.Method with a `name`, or call raylt.register.",
             code="plugin.no-method",
             path=str(file),
         )

@@ -25,6 +25,10 @@ STUDY = {"name": "names", "cells": {"digits": {"data.source": "digits"}}, "arms"
         ("Wein", ["GRAZ", "WIEN"], "Did you mean WIEN? "),
         ("Paris", ["Graz", "Wien"], ""),
         ("Paris", [], ""),
+        ("rl", ["lr", "epochs"], "Did you mean lr? "),
+        ("lt", ["lr", "epochs"], "Did you mean lr? "),
+        ("xy", ["lr", "epochs"], ""),
+        ("99", ["9", "98", "client_99"], ""),
     ],
 )
 def test_the_most_similar_name_is_meant_in_either_case(word, choices, answer):

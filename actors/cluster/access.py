@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raylt.errors import ConfigError, spoken
+from raylt.errors import ConfigError, quoted, spoken
 
 TIMEOUT_S = 10.0
 MAX_TOKEN_BYTES = 4096
@@ -43,7 +43,7 @@ class Joined:
     def source(self) -> str:
         """Return the cluster's address with the option or variable that names it, for the start of error messages."""
         if self.asked_by == "--address":
-            return f"{spoken('--address', 'address')} {self.address}"
+            return f"{spoken('--address', 'address')} {quoted(self.address)}"
         return f"{self.asked_by}, address {self.address}"
 
 

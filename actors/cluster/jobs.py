@@ -20,7 +20,7 @@ from typing import Any
 
 from actors.cluster.access import token_file
 from actors.cluster.session import environment
-from raylt.errors import ConfigError, RayltError, one_line
+from raylt.errors import ConfigError, RayltError, one_line, quoted
 
 TIMEOUT_S = 10
 EXCLUDED = (".git", ".venv", "__pycache__", "/runs", "/data", "/docs/_build", "*.pyc")  # Not uploaded.
@@ -197,7 +197,7 @@ def _asks_for_token(address: str) -> bool:
     """Return whether a dashboard requires a token. The check itself needs no token."""
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
-            f"--address {address}: is not the address of a dashboard. Give one as http://HOST:8265.",
+            f"--address {quoted(address)}: is not the address of a dashboard. Give one as http://HOST:8265.",
             code="cluster.bad-address",
             address=address,
         )

@@ -142,7 +142,9 @@ def _usage(error: Any, message: str) -> str:
             limits = mistake.get("ctx", {})
             bounds = [f"Give a number {sign} {limits[name]:g}." for name, sign in SIGNS.items() if name in limits]
             option = error.param.get_error_hint().strip("'")
-            return f"{option}: {reason_of(mistake)} ({mistake['input']}). {(bounds or [remedy])[0]}"
+            value = mistake["input"]
+            reason = "is not a number" if str(value).casefold() == "nan" else reason_of(mistake)
+            return f"{option}: {reason} ({value}). {(bounds or [remedy])[0]}"
     reason = " ".join(message.replace("Value error, ", "").split())
     return f"{reason}{'' if reason.endswith(('.', '?')) else '.'} {remedy}"
 

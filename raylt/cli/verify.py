@@ -75,7 +75,7 @@ def _kind(path: Path) -> str:
     """Return the kind of a folder: "run", "search", "study" or "record".
 
     Raises:
-        CheckpointError: The path does not exist.
+        CheckpointError: The path does not exist, or is neither a folder nor a record.
     """
     if not exists(path):
         raise CheckpointError(
@@ -85,6 +85,12 @@ def _kind(path: Path) -> str:
         )
     if path.suffix == ".json" and not is_folder(path):
         return "record"
+    if not is_folder(path):
+        raise CheckpointError(
+            f"{path}: is not a folder, and not a record. Give a folder that raylt created, or a record (.json).",
+            code="file.malformed",
+            path=str(path),
+        )
     if is_file(path / "study.yaml"):
         return "study"
     if is_one_of_ray(path):

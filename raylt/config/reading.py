@@ -256,6 +256,8 @@ def _refusal(kind: type[BaseModel], mistake: Any, prefix: str) -> ConfigError:
     """Convert a mistake that pydantic found to a ConfigError: key, what is wrong, value, what to do."""
     key, model, field = _place(kind, mistake["loc"])
     key = prefix + key
+    if mistake["type"] == "missing" and isinstance(mistake["loc"][-1], int):  # an item of a list
+        mistake = mistake | {"type": "too_short"}
     code = next((code for start, (code, _) in MISTAKES.items() if mistake["type"].startswith(start)), "")
     code = code or "config.wrong-type"
     if kind is Config and mistake["type"] == "missing" and mistake["loc"] == ("method",):
@@ -339,7 +341,7 @@ def _place(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[str, t
 def _unknown_key(key: str, prefix: str, model: type[BaseModel]) -> str:
     """Return the message for an unknown key, with the most similar key and all keys of the section."""
     if not model.model_fields:
-        return f"{key}: unknown setting, because {prefix.rstrip('.') or 'the section'} has none. Leave it out."
+        return f"{key}: unknown setting, because {getattr(model, 'name', model.__name__)} has no fields. Leave it out."
     return f"{key}: unknown setting. {_hint(key, prefix, model)}Give one of: {', '.join(model.model_fields)}."
 
 

@@ -118,8 +118,8 @@ def read_file(path: Path) -> Any:
         return parse(content.decode())
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error.strerror or error}). Give a YAML file that exists.",
-            code="file.not-found",
+            f"{path}: cannot be read ({error.strerror}). Give a YAML file that can be read.",
+            code="file.not-found" if isinstance(error, FileNotFoundError) else "file.unreadable",
             path=str(path),
         ) from None
     except ValueError as error:  # including UnicodeDecodeError
@@ -133,10 +133,18 @@ def _content(path: Path) -> bytes:
     with open(handle, "rb") as stream:
         kind = os.fstat(handle)
         if not stat.S_ISREG(kind.st_mode):
-            raise OSError(0, "not a plain file")
+            raise ConfigError(
+                f"{path}: is not a plain file ({stat.filemode(kind.st_mode)}). Give a YAML file.",
+                code="file.not-plain",
+                path=str(path),
+            )
         content = stream.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
-        raise OSError(0, f"longer than {MAX_FILE_BYTES // 2**20} MiB")
+        raise ConfigError(
+            f"{path}: is too large (more than {MAX_FILE_BYTES // 2**20} MiB). Give a YAML file of settings.",
+            code="file.too-large",
+            path=str(path),
+        )
     return content
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from raylt import store
 from raylt.disk import is_file
-from raylt.errors import CheckpointError, ConfigError, user_fault
+from raylt.errors import CheckpointError, ConfigError, user_fault, without_remedy
 from raylt.own_code.module_sources import OWN_PACKAGES, PLUGIN, Source, SourceLoader, imported_names
 
 MAX_BYTES = 16 * store.MIB
@@ -41,7 +41,7 @@ def run_plugin(file: Path) -> ModuleType:
         if isinstance(error, ConfigError | KeyboardInterrupt):
             raise
         raise ConfigError(
-            f"--plugin {file}: {user_fault(error)}", code="plugin.failed", path=str(file), cause=user_fault(error)
+            f"{file}: {user_fault(error)}", code="plugin.failed", path=str(file), cause=user_fault(error)
         ) from error
     return module
 
@@ -49,14 +49,14 @@ def run_plugin(file: Path) -> ModuleType:
 def _read(file: Path) -> Source:
     if not is_file(file):
         raise ConfigError(
-            f"--plugin {file}: no such file. Give a Python file that defines a method, or registers a model, a source "
+            f"{file}: no such file. Give a Python file that defines a method, or registers a model, a source "
             "or an augmentation.",
             code="file.not-found",
             path=str(file),
         )
     if file.suffix != ".py":
         raise ConfigError(
-            f"--plugin {file}: is not a Python file. Give a file that ends in .py.",
+            f"{file}: is not a Python file. Give a file that ends in .py.",
             code="plugin.not-python",
             path=str(file),
         )
@@ -66,7 +66,7 @@ def _read(file: Path) -> Source:
         text = importlib.util.decode_source(store.read(file, MAX_BYTES))
     except (CheckpointError, SyntaxError, UnicodeDecodeError, LookupError) as error:
         raise ConfigError(
-            f"--plugin {file}: the file cannot be read ({error}). Give a Python file in UTF-8.",
+            f"{file}: the file cannot be read ({without_remedy(error)}). Give a Python file in UTF-8.",
             code="plugin.unreadable",
             path=str(file),
             cause=str(error),

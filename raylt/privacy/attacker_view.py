@@ -173,7 +173,12 @@ def outside_images(experiment: Experiment, source: str | None, most: int = 5000)
     data = experiment.config.data
     same = {"size": task.shape[0], "channels": task.shape[2]} if task.shape[2] in (1, 3) else {}
     plain = DataConfig(source=source, root=data.root, fit=data.fit, bad=data.bad, depth=data.depth)
-    other = open_source(plain.model_copy(update=same))
+    try:
+        other = open_source(plain.model_copy(update=same))
+    except ConfigError as error:
+        raise ConfigError(
+            str(error).replace("data.source:", "--outside:", 1), code=error.code, **error.details | {"key": "--outside"}
+        ) from None
     if other.kind != "classification" or tuple(other.x_train.shape[1:]) != tuple(task.shape):
         raise ConfigError(
             f"--outside: the images of {source} have another shape than the run's ({list(other.x_train.shape[1:])}, "

@@ -1,7 +1,7 @@
 """`raylt debug`: repeat one client's call of a run in this process, where debuggers and `print` work."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Unusable
 from raylt.data.task import Task
-from raylt.errors import CheckpointError, ClientError, ConfigError
+from raylt.errors import CheckpointError, ClientError, ConfigError, did_you_mean
 from raylt.runs.export.artefact import choose_client
 from raylt.runs.export.trained_model import names_of
 from raylt.runs.folder import provenance
@@ -65,8 +65,10 @@ def replay(
     asked_id = choose_client(client, names, str(run.folder)) if isinstance(client, str) else client
     saved = _checkpoint_before(run, round)
 
+    called: list[str] = []
+
     def fleet(config: Config, task: Task, host: ClientHost) -> ReplayFleet:
-        return ReplayFleet(config, task, host, round, asked_id, function)
+        return ReplayFleet(config, task, host, round, asked_id, function, called)
 
     setup = run.setup if device is None else with_device(run.setup, device)
     with one_thread():  # as in the server, for the same bits
@@ -77,20 +79,31 @@ def replay(
                 experiment.step()
         except ReplayedCall as call:
             return call
-    raise _not_asked(run, round, client, asked_id, function)
+    if function is not None and called:
+        raise _not_called(round, client, function, called)
+    raise _not_asked(run, round, client)
 
 
-def _not_asked(run: Run, round: int, client: int | str, id: int, function: str | None) -> ConfigError:
+def _not_called(round: int, client: int | str, function: str, called: Sequence[str]) -> ConfigError:
+    """Return the error for a function that a client was not called with in a round, with functions that it was."""
+    return ConfigError(
+        f"--function: client {client} was not called with it in round {round} ({function}). "
+        f"{did_you_mean(function, called)}Choose one of {', '.join(dict.fromkeys(called))}.",
+        code="client.not-asked",
+        key="--function",
+        value=function,
+        client=client,
+        round=round,
+    )
+
+
+def _not_asked(run: Run, round: int, client: int | str) -> ConfigError:
     """Return the error for a client that was not called in a round, with clients that were."""
     listed = [report["participants"] for report in run.reports if report["step"] == round]
     asked = [(each, run.task.client_names[each]) for each in listed[0]] if listed else []
-    if function and (not listed or id in listed[0]):
-        remedy = "Choose another function or client"
-    else:
-        remedy = f"Choose one of {names_of(asked)}" if asked else "Choose another round or client"
-    what = f"was not called with {function}" if function else "was not asked"
+    remedy = f"Choose one of {names_of(asked)}" if asked else "Choose another round or client"
     return ConfigError(
-        f"--client: the client {what} in round {round} ({client}). {remedy}.",
+        f"--client: the client was not asked in round {round} ({client}). {remedy}.",
         code="client.not-asked",
         key="--client",
         client=client,
@@ -131,9 +144,19 @@ def _checkpoint_before(run: Run, round: int) -> Checkpoint | None:
 class ReplayFleet(LocalFleet):
     """A fleet that repeats a round up to one client's call, makes the call and raises `ReplayedCall` with the reply."""
 
-    def __init__(self, config: Config, task: Task, host: ClientHost, round: int, client: int, function: str | None):
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        host: ClientHost,
+        round: int,
+        client: int,
+        function: str | None,
+        called: list[str],
+    ):
         super().__init__(config, task, host)
         self._wanted = round, client, function
+        self._called = called  # gets the names of the functions that the round calls the client with
 
     def _answers(
         self,
@@ -146,6 +169,8 @@ class ReplayFleet(LocalFleet):
     ) -> Iterator[Answer]:
         round, client, function = self._wanted
         name = function_name(fn)
+        if self.round == round and client in ids:
+            self._called.append(name)
         if self.round != round or client not in ids or function not in (None, name):
             return super()._answers(fn, ids, message, enough, usable, sums)
         private = next((state for _, state in self.private_states([client])), None) if client in self._private else None

@@ -18,7 +18,7 @@ from raylt.data.splits.check import complete
 from raylt.data.splits.draw import check_judged
 from raylt.data.task import Task, TaskSpec, build_task, outline_of
 from raylt.disk import check_name, folder_path
-from raylt.errors import ConfigError, RayltError, no_exit, own_function
+from raylt.errors import ConfigError, RayltError, no_exit, own_function, spoken
 from raylt.methods import METHODS
 from raylt.models import try_model
 from raylt.models.split import SplitModel, StateDict
@@ -80,7 +80,7 @@ def run(
         RayltError: The run failed. `Run.resume` continues it once the cause is removed.
     """
     if name is not None:
-        check_name(name, "name")
+        check_name(name, spoken("--name", "name"))
     out = folder_path(out, "out")
     callbacks = checked(callbacks)
     setup, task, _ = plan_run(configure(what, overrides, settings))

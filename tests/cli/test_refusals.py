@@ -134,6 +134,31 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     refused(raylt(*arguments), f"[file.unwritable]: {option}: ", "cannot be written (")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        (["check", "absent.py"], "[file.not-found]: absent.py: "),
+        (["ls", "FILE"], "[file.not-found]: FILE: is not a folder. "),
+        (["verify", "FILE"], "[file.malformed]: FILE: is not a folder, "),
+        (["attack", "RUN", "--outside", "nothing"], "[config.unknown-name]: --outside: "),
+        (["ls", "--address="], "[cluster.bad-address]: --address '': "),
+        (["plan", "method=fedavg", "--address="], "[cluster.bad-address]: --address '': "),
+        (["compare", "RUN", "--level", "nan"], "[command.usage]: --level: is not a number (nan). "),
+        (["run", "method=fedavg", "--name="], "[config.out-of-range]: --name: "),
+        (["data", "--clear-cache="], "[data.unknown-cache]: --clear-cache: "),
+    ],
+)
+def test_a_refusal_names_the_option_or_the_file_of_its_command(
+    raylt, finished, tmp_path, monkeypatch, arguments, start
+):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "notes.txt"
+    file.touch()
+    places = {"FILE": str(file), "RUN": str(finished[0])}
+    ended = raylt(*(places.get(word, word) for word in arguments))
+    refused(ended, start.replace("FILE", str(file)))
+
+
 @pytest.mark.slow
 def test_address_where_no_cluster_answers_is_refused(tmp_path):
     done = subprocess.run(

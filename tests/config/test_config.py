@@ -382,9 +382,14 @@ def test_a_text_that_looks_like_something_else_survives_being_written(file, valu
 def test_pipe_device_folder_and_long_file_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "long.yaml").write_text("#" * (2**20 + 1))
-    for path in (tmp_path / "pipe.yaml", tmp_path / "long.yaml", tmp_path, Path("/dev/zero")):
+    for path, code in (
+        (tmp_path / "pipe.yaml", "file.not-plain"),
+        (tmp_path / "long.yaml", "file.too-large"),
+        (tmp_path, "file.unreadable"),
+        (Path("/dev/zero"), "file.not-plain"),
+    ):
         error = refusal(path=path)
-        assert (error.code, error.details["path"]) == ("file.not-found", str(path))
+        assert (error.code, error.details["path"]) == (code, str(path))
 
 
 @pytest.mark.parametrize(
@@ -439,6 +444,17 @@ def test_missing_file_is_named(tmp_path):
     path = tmp_path / "absent.yaml"
     error = refusal(path=path)
     assert (error.code, error.details["path"]) == ("file.not-found", str(path))
+
+
+def test_a_list_with_too_few_values_is_shown():
+    assert facts(refusal("data.groups=[20]")) == ("config.wrong-type", "data.groups", "[20]")
+    assert "[20]" in str(refusal("data.groups=[20]"))
+
+
+def test_a_method_without_fields_is_named():
+    error = refusal("method=fedavg", "method.mu=1")
+    assert (error.code, error.details["key"]) == ("config.unknown-key", "method.mu")
+    assert "fedavg" in str(error)
 
 
 @pytest.mark.parametrize("override", ["rounds", "other.yaml", "=3", "", "--fleet"])

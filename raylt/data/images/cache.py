@@ -155,7 +155,7 @@ def clear(root: Path, name: str) -> list[Cache]:
     parent = root.expanduser() / "cache"
     if not chosen and name != "all":
         raise ConfigError(
-            f"{name}: no cache in {parent} has this name. List the caches with raylt data --cache.",
+            f"--clear-cache: no cache in {parent} has this name ({name!r}). List the caches with raylt data --cache.",
             code="data.unknown-cache",
             name=name,
             path=str(parent),

@@ -35,7 +35,7 @@ from raylt.core.report import RoundReport, best_validated
 from raylt.data.splits.split import Split
 from raylt.data.task import TaskOutline
 from raylt.disk import make
-from raylt.errors import CheckpointError, FolderHeld, RayltError, resume_call, spoken
+from raylt.errors import CheckpointError, FolderHeld, RayltError, resume_call
 from raylt.runs.callbacks.prediction_grid import Picture
 from raylt.runs.callbacks.tensorboard import Board
 from raylt.runs.folder import identity, metrics_log, provenance, summary
@@ -299,7 +299,7 @@ def _make_folder(folder: Path) -> None:
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: the folder cannot be created ({error.strerror}). Give another {spoken('--out', 'out')}.",
+            f"{folder}: the folder cannot be created ({error.strerror}). Make it in a folder that can be written to.",
             code="file.unwritable",
             path=str(folder),
         ) from None

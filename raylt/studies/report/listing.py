@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from raylt.config.yaml_text import read_file
-from raylt.disk import is_folder, named
+from raylt.disk import exists, is_folder, named
 from raylt.errors import CheckpointError, ConfigError
 from raylt.store import Folder
 from raylt.studies.cells import cells_by_label, folder_of
@@ -83,7 +83,8 @@ def listing(folder: Path) -> list[ListedRun]:
     """
     if not is_folder(folder):
         raise ConfigError(
-            f"{folder}: no such folder. Give a folder that contains run folders.",
+            f"{folder}: {'is not a folder' if exists(folder) else 'no such folder'}. Give a folder that contains run "
+            "folders.",
             code="file.not-found",
             path=str(folder),
         )

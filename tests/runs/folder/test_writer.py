@@ -15,7 +15,7 @@ from raylt.config import Config, load
 from raylt.core.checkpoint import checkpoint
 from raylt.core.report import RoundReport
 from raylt.data.splits.split import Split
-from raylt.errors import CheckpointError, DiskFull, FolderHeld
+from raylt.errors import CheckpointError, DiskFull, FolderHeld, at_the_shell
 from raylt.runs.folder import provenance
 from raylt.runs.folder.notes import NOTES, SERVER_DIED
 from raylt.runs.folder.writer import Journal
@@ -108,8 +108,9 @@ def test_create_refuses_a_folder_that_exists_and_says_how_to_continue_it(tmp_pat
 
 def test_create_refuses_a_place_where_no_folder_can_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with refused("file.unwritable", CheckpointError, path=str(tmp_path / "file" / "run")):
+    with refused("file.unwritable", CheckpointError, path=str(tmp_path / "file" / "run")) as caught, at_the_shell():
         Journal.create(tmp_path / "file" / "run", CONFIG, SPLIT, DATA)
+    assert "--out" not in str(caught.value)  # which raylt resume does not have
 
 
 def test_a_folder_whose_creation_fails_is_removed(tmp_path, monkeypatch):
