@@ -239,6 +239,50 @@ def test_errors_name_a_setting_and_end_with_a_full_stop():
     ] == []
 
 
+def messages_around_another(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the lines and texts of errors that put a caught error of raylt, with its remedy, before another remedy."""
+    for handler in ast.walk(tree):
+        if isinstance(handler, ast.ExceptHandler) and handler.name and handler.type:
+            kinds = {getattr(kind, "id", "") for kind in ast.walk(handler.type)}
+            for text in ast.walk(handler) if kinds & OWN_ERRORS else ():
+                if isinstance(text, ast.JoinedStr) and _ends_otherwise(text, handler.name):
+                    yield text.lineno, ast.unparse(text)
+
+
+def _ends_otherwise(text: ast.JoinedStr, name: str) -> bool:
+    """Return whether a sentence follows the caught error in a text."""
+    whole = [
+        isinstance(part, ast.FormattedValue) and bool(re.match(rf"({name}$|str\({name}\))", ast.unparse(part.value)))
+        for part in text.values
+    ]
+    after = text.values[whole.index(True) + 1 :] if True in whole else []
+    return any(isinstance(part, ast.Constant) and re.search(r"\. [A-Z]", str(part.value)) for part in after)
+
+
+def test_errors_have_one_remedy():
+    allowed = {"raylt/data/images/cache_builder.py"}  # both remedies are needed
+    assert [
+        f"{file}:{line} {text}"
+        for file, tree in sources().items()
+        for line, text in messages_around_another(tree)
+        if file not in allowed
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("caught", "value", "seen"),
+    [
+        ("CheckpointError", "error", True),
+        ("CheckpointError", "str(error)", True),
+        ("CheckpointError", "without_remedy(error)", False),
+        ("OSError", "error", False),
+    ],
+)
+def test_two_remedies_in_one_error_are_seen(caught, value, seen):
+    source = f"try: ...\nexcept {caught} as error:\n    raise DataError(f'x: unreadable ({{{value}}}). Give another.')"
+    assert bool(list(messages_around_another(ast.parse(source)))) == seen
+
+
 @pytest.mark.parametrize(
     "texts",
     [docstrings, helps, messages, pages, pytest.param(prose_of_tests, marks=pytest.mark.slow)],

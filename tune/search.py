@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 from raylt.config import Config
 from raylt.disk import check_name, continuable, exists
-from raylt.errors import CheckpointError, RayltError, count_of, describe_error, quoted, spoken
+from raylt.errors import CheckpointError, RayltError, count_of, describe_error, quoted, spoken, without_remedy
 from raylt.registry import Plugin, plugins
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import observer
@@ -408,7 +408,7 @@ def _make(folder: Path) -> Folder:
         return folder_for(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{str(error).rstrip('.')}. Give another {spoken('--out', 'out')}.", code=error.code, **error.details
+            f"{without_remedy(error)}. Give another {spoken('--out', 'out')}.", code=error.code, **error.details
         ) from None
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from raylt.cli.options import Format, FormatOption, Settings, divide, err, out, print_json
 from raylt.config import load_data
 from raylt.disk import check_target
-from raylt.errors import CheckpointError, ConfigError, count_of
+from raylt.errors import CheckpointError, ConfigError, count_of, without_remedy
 from raylt.formatting import percent
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def data(
             task.split.save(export)
         except CheckpointError as error:
             raise ConfigError(
-                f"--export: {str(error).rstrip('.')}. Give a file that can be written.",
+                f"--export: {without_remedy(error)}. Give a file that can be written.",
                 code="file.unwritable",
                 key="--export",
                 path=str(export),

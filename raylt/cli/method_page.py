@@ -20,7 +20,7 @@ from raylt import store
 from raylt.contract.costs import ROUNDS, measure, relative_cost
 from raylt.core.checkpoint.branch_points import stage_of
 from raylt.core.method import Method
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ConfigError, without_remedy
 from raylt.formatting import size
 from raylt.hyper import range_of
 from raylt.models import SplitModel, build_model
@@ -241,7 +241,7 @@ def write(page: Path, listing: Mapping[str, MethodEntry]) -> None:
         store.write(page, markdown(listing))
     except CheckpointError as error:
         raise ConfigError(
-            f"--page: {str(error).rstrip('.')}. Give a file that can be written.",
+            f"--page: {without_remedy(error)}. Give a file that can be written.",
             code="file.unwritable",
             path=str(page),
         ) from None

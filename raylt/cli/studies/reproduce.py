@@ -21,7 +21,7 @@ from raylt.cli.studies.study import (
     show_plan,
 )
 from raylt.disk import check_target, is_file
-from raylt.errors import CheckpointError, ConfigError, count_of, quoted
+from raylt.errors import CheckpointError, ConfigError, count_of, quoted, without_remedy
 
 if TYPE_CHECKING:
     from raylt.studies.definition import Definition
@@ -161,7 +161,7 @@ def verdicts(
             store.write(page, markdown_page(judged))
         except CheckpointError as error:
             raise ConfigError(
-                f"--page: {str(error).rstrip('.')}. Give a file that can be written.",
+                f"--page: {without_remedy(error)}. Give a file that can be written.",
                 code="file.unwritable",
                 path=str(page),
             ) from None

@@ -34,7 +34,7 @@ from typing_extensions import TypedDict
 
 from raylt import tree
 from raylt.disk import sync
-from raylt.errors import CheckpointError, spoken
+from raylt.errors import CheckpointError, spoken, without_remedy
 from raylt.store import WRITING, Folder, folder_for
 from raylt.tree import Tree
 from raylt.typed_json import as_json, closed, hash_json
@@ -209,7 +209,7 @@ def at(parent: Path, step: int) -> Checkpoint:
         with Folder.open(parent.parent) as above, above.inner(parent.name) as folder:
             return _open(folder, path.name)
     except _DAMAGE as error:
-        cause = " ".join(str(error).removeprefix(f"{path}/").split())
+        cause = " ".join(without_remedy(error).removeprefix(f"{path}/").split())
         raise CheckpointError(cause, code="checkpoint.damaged", path=str(path), step=step) from None
 
 

@@ -20,7 +20,7 @@ from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.data.images.decoding import read_npz
 from raylt.data.samples import IGNORED, Batch, Samples
 from raylt.data.task import Shard, TaskSpec
-from raylt.errors import CheckpointError, ConfigError, DataError, type_name
+from raylt.errors import CheckpointError, ConfigError, DataError, type_name, without_remedy
 from raylt.machine import total_memory
 from raylt.metrics import confusion
 from raylt.models.split import SplitModel, with_encoder
@@ -370,7 +370,7 @@ def read(folder: Path, step: int, sha256: str) -> Matrices:
         )
     except (CheckpointError, DataError, TypeError, ValueError, RuntimeError, IndexError) as error:
         raise CheckpointError(
-            f"{path}: the file cannot be read ({error}). Put the original back.",
+            f"{path}: the file cannot be read ({without_remedy(error)}). Put the original back.",
             code="file.unreadable",
             path=str(path),
         ) from None

@@ -22,7 +22,7 @@ from raylt.data.sources.huggingface import open_hub
 from raylt.data.sources.own import checked_source
 from raylt.data.sources.ray_data import open_ray
 from raylt.data.sources.scenes import camvid, cityscapes, shapes
-from raylt.errors import CheckpointError, ConfigError, DataError, did_you_mean, own_function, spoken
+from raylt.errors import CheckpointError, ConfigError, DataError, did_you_mean, own_function, spoken, without_remedy
 from raylt.seeds import seed_for
 
 __all__ = ["NAMES", "SOURCES", "ProblemKind", "Source", "channel_statistics", "group_thresholds", "open_source"]
@@ -292,7 +292,7 @@ def _read_list(path: Path) -> tuple[list[str], np.ndarray]:
         lines = store.read(path, MAX_LIST_BYTES).decode().splitlines()
     except (CheckpointError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path.absolute()}: the list cannot be read ({error}). Put the published list there.",
+            f"{path.absolute()}: the list cannot be read ({without_remedy(error)}). Put the published list there.",
             code="data.not-found",
             path=str(path),
         ) from None

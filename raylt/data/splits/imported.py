@@ -29,7 +29,7 @@ from raylt.data.images.cache import load
 from raylt.data.sources.arrays import Source
 from raylt.data.splits.draw import test_part
 from raylt.data.splits.split import LIMIT, IndexLists, Split, hash_labels
-from raylt.errors import CheckpointError, ConfigError, DataError, shorten
+from raylt.errors import CheckpointError, ConfigError, DataError, shorten, without_remedy
 from raylt.typed_json import DoubledKey, unique_keys
 
 FORMS = (
@@ -66,7 +66,7 @@ def open_split(path: Path, source: Source, config: DataConfig) -> Split:
         content = store.read(path, LIMIT)
     except CheckpointError as error:
         raise DataError(
-            f"{path}: the split cannot be read ({error}). Give a file that exists.",
+            f"{path}: the split cannot be read ({without_remedy(error)}). Give a file that exists.",
             code="data.not-found",
             path=str(path),
         ) from None

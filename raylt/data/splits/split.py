@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from raylt import store
 from raylt.data.images.cache import Stored, load, take
-from raylt.errors import CheckpointError, DataError
+from raylt.errors import CheckpointError, DataError, without_remedy
 from raylt.typed_json import as_json, closed, hash_json
 
 LIMIT = 2**30  # size limit of a split.json in bytes, enough for a hundred million samples
@@ -132,7 +132,7 @@ class Split:
             return cls.from_json(store.read(path, LIMIT))
         except CheckpointError as error:
             raise DataError(
-                f"{path}: the split cannot be read ({error}). Give a split.json that exists.",
+                f"{path}: the split cannot be read ({without_remedy(error)}). Give a split.json that exists.",
                 code="data.not-found",
                 path=str(path),
             ) from None

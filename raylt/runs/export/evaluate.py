@@ -17,7 +17,7 @@ from raylt.runs.export.trained_model import TrainedModel
 
 Model = TrainedModel | GraphModel
 CHUNK_SIZE = 256  # number of images to decode and evaluate together
-LAYOUTS = "Use <class>/<image> or <client>/<class>/<image>, in the folder itself or in test/"
+LAYOUTS = "Use <class>/<image> or <client>/<class>/<image>, in the folder itself or in test/."
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from raylt.config import Config, load
 from raylt.data.splits.split import LIMIT as SPLIT
 from raylt.data.splits.split import Split
 from raylt.disk import is_folder
-from raylt.errors import CheckpointError, DataError, quoted, spoken
+from raylt.errors import CheckpointError, DataError, quoted, spoken, without_remedy
 from raylt.runs.folder import notes, provenance, summary
 from raylt.runs.folder.identity import (
     Identity,
@@ -234,7 +234,8 @@ class Files:
             saved = checkpoint.at(self.path / "checkpoints", step)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{self.path}: the checkpoint after round {step} is damaged ({error}). Give another round.",
+                f"{self.path}: the checkpoint after round {step} is damaged ({without_remedy(error)}). Give another "
+                "round.",
                 code="checkpoint.damaged",
                 path=str(self.path),
                 step=step,

@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from raylt import store
-from raylt.errors import CheckpointError, ConfigError, count_of, spoken
+from raylt.errors import CheckpointError, ConfigError, count_of, spoken, without_remedy
 from raylt.formatting import in_percent
 from raylt.methods import METHODS
 from raylt.metrics import GROUPS
@@ -75,7 +75,7 @@ def write_report(study: Study, path: Path, mix_versions: bool = False) -> Path:
         store.write(path, text)
     except CheckpointError as error:
         raise ConfigError(
-            f"{str(error).rstrip('.')}. Give a file that can be written{spoken(' with --to', '')}.",
+            f"{without_remedy(error)}. Give a file that can be written{spoken(' with --to', '')}.",
             code="file.unwritable",
             path=str(path),
         ) from None
