@@ -40,8 +40,12 @@ def plan(
     claim()
     from actors.cluster.access import cluster_to_join
     from actors.launch import plan_placement
+    from raylt.config.idle import idle_settings
+    from raylt.runs.runner import notices
 
     previewed = _check_as_run_does(config)
+    for notice in notices(*previewed) if previewed is not None else idle_settings(config):
+        err.print(notice, markup=False, soft_wrap=True)
     placement = plan_placement(config, address, nodes)
     if previewed is not None:
         on_this_machine = nodes is None and cluster_to_join(address) is None

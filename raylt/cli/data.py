@@ -43,6 +43,7 @@ def data(
     if cache or clear_cache is not None:
         _show_caches(Path(config.root), clear_cache, format)
         return
+    from raylt.config.idle import idle_data_settings
     from raylt.data.heterogeneity import heterogeneity
     from raylt.data.sources.sources import check_size
     from raylt.data.task import build_task
@@ -50,6 +51,8 @@ def data(
     check_size(config)
     if export is not None:
         check_target(export, "--export")
+    for notice in idle_data_settings(config):
+        err.print(notice, markup=False, soft_wrap=True)
     task = build_task(config)
     if export is not None:
         try:

@@ -146,7 +146,7 @@ def _take_all_steps(
             raise
 
 
-def _notices(setup: Setup, task: Task, model: SplitModel, saved: Checkpoint | None) -> Iterator[str]:
+def notices(setup: Setup, task: Task, model: SplitModel, saved: Checkpoint | None = None) -> Iterator[str]:
     """Yield what is unusual about a prepared run, and which of its settings have no effect."""
     config = setup.config
     if setup.has_random_frozen_parts and not trains_on_features(config.trainable, task.kind):
@@ -191,7 +191,7 @@ def _take_steps(
     if fleet != "ray":
         check_threads(setup.config)
     setup, task, model = prepare(setup, task, saved, callback.on_message)
-    for notice in _notices(setup, task, model, saved):
+    for notice in notices(setup, task, model, saved):
         callback.on_message(notice)
     if setup.method.finishes:
         with one_thread(), seeded(0):

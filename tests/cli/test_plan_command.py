@@ -39,3 +39,11 @@ def test_a_plan_for_other_machines_does_not_ask_this_processor(reasons):
     elsewhere = reasons(*SETTINGS, "--nodes", "1x8cpu", avx512=False)["stacks"]
     assert elsewhere.endswith("those with at most 128 samples, where processors have AVX-512")
     assert reasons(*SETTINGS, "--nodes", "1x2gpu8cpu")["stacks"] == "no client, because the clients' device is cuda"
+
+
+@pytest.mark.parametrize("command", ["plan", "data"])
+def test_settings_without_effect_are_named_before_a_run(raylt, command):
+    ended = raylt(command, "method=fedavg", "data.partition=iid", "data.alpha=0.1", "data.download=true")
+    assert ended.code == 0
+    assert "data.alpha = 0.1 has no effect, because data.partition = iid does not use it" in ended.err
+    assert "data.download = true has no effect, because data.source = digits does not use it" in ended.err

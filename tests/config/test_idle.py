@@ -40,6 +40,16 @@ from raylt.runs.callbacks.base import Callback
         ({"data": {"source": "own", "image_column": "a", "channels": 1, "depth": 9}}, []),
         ({"local": {"unlabelled": "absent"}}, ["local.unlabelled"]),
         ({"local": {"unlabelled": "absent"}, "data": {"source": "camvid"}}, []),
+        ({"local": {"steps": 3, "epochs": 5}}, ["local.epochs"]),
+        ({"local": {"steps": 3}}, []),
+        ({"local": {"optimiser": "adamw", "momentum": 0.5}}, ["local.momentum"]),
+        ({"federation": {"over_select": 0.5}}, ["federation.over_select"]),
+        ({"federation": {"over_select": 0.5, "participation": 0.5}}, []),
+        ({"data": {"download": True}}, ["data.download"]),
+        ({"data": {"source": "cifar10", "download": True}}, []),
+        ({"resources": {"actors": 2, "clients_per_actor": 3}}, ["resources.clients_per_actor"]),
+        ({"resources": {"clients_per_actor": 3}}, []),
+        ({"resources": {"device": "cpu", "gpus_per_client": 0.5}}, ["resources.gpus_per_client"]),
     ],
 )
 def test_settings_that_nothing_reads_are_named(parts, named):
