@@ -1,6 +1,6 @@
 """The command `raylt attack`."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from raylt.cli.options import Format, FormatOption, RunFolder, out, print_json
 from raylt.disk import check_target
 
-COLUMNS = ("upload", "attack", "n", "SSIM", "PSNR", "MAE", "identified", "control", "average")
+COLUMNS = ("", "upload", "n", "SSIM", "PSNR", "MAE", "identified", "control", "average")
 LIMITS = (
     "A low figure is not a proof: other attacks, or other outside images, may reach more. docs/privacy.md describes "
     "each attack."
@@ -61,10 +61,13 @@ def attack(
         )
         return
     out.print(_table(findings))
+    for number, finding in enumerate(findings):
+        out.print(f"{number} {finding.upload}: {finding.what}", soft_wrap=True)
+    guesses = "right: balanced share of right guesses, 0.50 by chance. " if _guesses(findings) else ""
     out.print(
-        "identified: share of reconstructions closer to their own image than to any other image of their class. "
-        "control: SSIM of a decoder trained on shuffled pairs, or of another update. average: SSIM of the class's mean "
-        f"outside image. {LIMITS}",
+        f"{guesses}identified: share of reconstructions closer to their own image than to any other image of their "
+        "class. control: SSIM of a decoder trained on shuffled pairs, or of another update. average: SSIM of the "
+        f"class's mean outside image. {LIMITS}",
         soft_wrap=True,
     )
     out.print(f"Uploads of {run.method.name} that were not attacked: {', '.join(left)}.", soft_wrap=True)
@@ -73,14 +76,14 @@ def attack(
             out.print(file, soft_wrap=True)
 
 
-def _table(findings: Iterable[Any]) -> Table:
-    """Return a table of the findings, one row per upload and attack."""
-    table = Table(*COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.columns[1].overflow = "fold"
-    for finding in findings:
+def _table(findings: Sequence[Any]) -> Table:
+    """Return a table of the findings, one row per upload and attack, that fits into 80 columns."""
+    guessed = ["right"] if _guesses(findings) else []
+    table = Table(*COLUMNS, *guessed, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for number, finding in enumerate(findings):
         reached = finding.reached
         if reached is None:
-            figures = [f"right: {finding.guessed:.2f} (0.50 by chance)"]
+            figures = [*("-" for _ in COLUMNS[3:]), f"{finding.guessed:.2f}"]
         else:
             figures = [
                 f"{reached.ssim:.2f}",
@@ -89,8 +92,13 @@ def _table(findings: Iterable[Any]) -> Table:
                 "-" if reached.identified is None else f"{reached.identified:.2f}",
                 *(f"{other.ssim:.2f}" for other in (finding.control, finding.average) if other),
             ]
-        table.add_row(finding.upload, finding.what, str(finding.count), *figures)
+        table.add_row(str(number), finding.upload, str(finding.count), *figures)
     return table
+
+
+def _guesses(findings: Sequence[Any]) -> bool:
+    """Return whether an attack guesses something about a client instead of reconstructing images."""
+    return any(finding.reached is None for finding in findings)
 
 
 def _plain(finding: Any, file: str | None) -> dict[str, Any]:

@@ -55,12 +55,22 @@ def methods(
         print_json(listing)
     elif name is not None:
         out.print(one(name, listing[name]))
+        out.print(f"\n{_measured_with(measured, image, classes)}", soft_wrap=True)
     else:
         out.print(table(listing))
+        if measured is not None:
+            out.print(f"\n{_measured_with(measured, image, classes)}", soft_wrap=True)
         out.print(
             "\nraylt methods NAME shows one method with its fields; --model resnet8 measures all methods",
             soft_wrap=True,
         )
+
+
+def _measured_with(model: str | None, image: str, classes: int) -> str:
+    return (
+        f"uploads and passes are measured with {model}, images of {image} and {classes} classes; --model, --image and "
+        "--classes choose others"
+    )
 
 
 def settings(

@@ -1,10 +1,28 @@
 """The command `raylt attack`."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from commands import refused
+from rich.console import Console
+
+from raylt.cli.attack import _table
+from raylt.privacy.reconstruction import AttackFinding, Nearness
+
+
+@pytest.mark.parametrize("guessed", [0.9, None])
+def test_the_table_of_attacks_fits_into_80_columns(guessed):
+    reached = Nearness(ssim=0.98, psnr=29.2, mae=0.026, identified=1.0)
+    findings = [AttackFinding("activations", "activations after a layer", 200, reached, reached, reached)]
+    findings += [AttackFinding("counts", "whether a client holds a class", 200, guessed=guessed)] if guessed else []
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(_table(findings))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 2 + len(findings)
+    assert "…" not in "".join(lines)
+    assert ("right" in lines[0]) == (guessed is not None)
 
 
 @pytest.mark.slow
@@ -13,7 +31,7 @@ def test_an_attack_is_reported_in_figures_and_a_picture(raylt, finished):
     folder, _ = finished
     code, out, err = raylt("attack", folder, "--upload", "features", "--epochs", 1, "--picture", ".")
     assert (code, err) == (0, "")
-    assert "features of single images, by a decoder" in out
+    assert "0 features: features of single images, by a decoder" in out
     assert "A low figure is not a proof" in out
     assert "Uploads of fedprox that were not attacked: update, models of rounds of more than one step" in out
     assert Path("attack_features_0.png").stat().st_size > 1000

@@ -77,6 +77,7 @@ def test_methods_are_listed_with_default_range_and_source(raylt):
 
 
 def test_one_method_is_shown_with_its_fields_what_it_sends_and_what_it_costs(raylt):
+    assert "measured with resnet8, images of 8x8x3 and 10 classes" in raylt("methods", "fedavg").out
     out = raylt("methods", "fedncm").out
     assert "statistics" in out
     assert "Departures" in out
