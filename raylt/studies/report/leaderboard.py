@@ -17,6 +17,7 @@ SECONDS = (
     "median duration of a run's steps, including the server's work and evaluation, as a multiple of the arm fedavg's "
     "with the same seed; multiples between 0.5 and 2 say little if runs shared a machine with other work"
 )
+PERSONAL = "arms whose clients have models of their own: by these models; other arms: by the global model"
 AXIS = "strength: log-odds of being better than an arm of mean strength"
 WIDTH = 570  # of the drawing next to the column of names
 RIGHT = 16  # margin at the right
@@ -122,7 +123,8 @@ def ranking_svg(ranking: Ranking) -> str:
     high = max(1, ceil(max(_ends(arm, float)[1] for arm in ranking.arms)))
     names = 18 + round(LETTER_WIDTH * max(len(_name(arm)) for arm in ranking.arms))
     width = names + WIDTH
-    title = wrap(_title(ranking).replace(" %", "\N{NO-BREAK SPACE}%"), int((width - 16) / LETTER_WIDTH))
+    caption = _title(ranking) + (f"; {PERSONAL}" if ranking.models else "")
+    title = wrap(caption.replace(" %", "\N{NO-BREAK SPACE}%"), int((width - 16) / LETTER_WIDTH))
     top = 18 + LINE * len(title)
     bottom = top + ROW * len(ranking.arms)
     height = bottom + MARGIN + 8
@@ -132,7 +134,7 @@ def ranking_svg(ranking: Ranking) -> str:
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12" role="img"><title>{escape(_title(ranking))}</title>',
+        f'font-size="12" role="img"><title>{escape(caption)}</title>',
         STYLE,
         f'<rect class="page" width="{width}" height="{height}"/>',
         *(f'<text x="8" y="{20 + LINE * number}">{escape(line)}</text>' for number, line in enumerate(title)),

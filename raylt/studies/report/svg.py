@@ -2,8 +2,8 @@
 
 A panel is 320 by 210 units, about the width of a phone, so that its text is legible on a narrow page. Wide pages show
 several panels in a row. Every mark has a tooltip. Colours come from the classes `c0`, `c1`, ... of the page's style
-sheet. Its classes `d1`, `d2`, ... are dashes, which distinguish the lines of the ninth and later arms from those of the
-first eight.
+sheet. Its classes `d1`, `d2`, ... are dashes. Neighbouring arms differ in both, so that their lines can be told apart
+without colours.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ DASHES = 4
 
 
 def looks(arm: int) -> str:
-    """Return the CSS classes of an arm's line: one of eight colours, with new dashes after every eight arms."""
-    dash = arm // COLOURS % DASHES
+    """Return the CSS classes of an arm's line: one of eight colours and one of four dashes, for 32 different lines."""
+    dash = (arm + arm // COLOURS) % DASHES
     return f"c{arm % COLOURS}" + (f" d{dash}" if dash else "")
 
 
@@ -168,7 +168,7 @@ def _curve(curve: Curve, x: Callable[[float], float], y: Callable[[float], float
     for i in thinned(len(curve.rounds), detail.touched):
         values = _range(curve.mean[i], curve.low[i], curve.high[i])
         if i == last and (curve.finish or last == 0):
-            text = f"{curve.name}, at the end: {values}"
+            text = f"{curve.name}, {'after the last phase' if curve.finish else 'after the last round'}: {values}"
             parts.append(_diamond(x(curve.rounds[i]), y(curve.mean[i]), colour, text))
         else:
             text = f"{curve.name}, round {curve.rounds[i]}: {values}"

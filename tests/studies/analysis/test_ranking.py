@@ -18,7 +18,7 @@ from raylt.studies.analysis.ranking import PRIOR, fit, half_widths, rank, with_c
 from raylt.studies.definition import Definition
 from raylt.studies.records.record import RecordState, RunRecord
 from raylt.studies.report.comparison_tables import UNSEALED
-from raylt.studies.report.leaderboard import LETTER_WIDTH, leaderboard_page, ranking_svg, ranking_table
+from raylt.studies.report.leaderboard import LETTER_WIDTH, PERSONAL, leaderboard_page, ranking_svg, ranking_table
 from raylt.studies.study import Study
 
 
@@ -305,6 +305,12 @@ def test_table_page_and_picture_name_every_arm():
     assert "- g, gone-0: failed: why" in page
     assert "![Strengths of the arms with intervals](x.svg)" in page
     assert any("d & e: 1 of 2 runs" in line for lines in ranking_table(ranking).notes.values() for line in lines)
+
+
+def test_the_picture_says_if_some_arms_are_ranked_by_clients_own_models():
+    ranking = rank({"g": RUNS})
+    assert PERSONAL not in ranking_svg(ranking)
+    assert PERSONAL in ranking_svg(replace(ranking, models=["g, of a: clients' own models"])).partition("</title>")[0]
 
 
 def test_equal_arms_without_intervals_can_be_drawn():

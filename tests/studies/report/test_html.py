@@ -179,14 +179,15 @@ def test_axes_have_round_numbers():
     assert svg._even(0.912, 0.934) == [0.915, 0.92, 0.925, 0.93]
 
 
-def test_a_ninth_arm_has_the_first_ones_colour_and_another_dash():
+def test_arms_have_different_colours_and_dashes():
     text = render(study(arms=["fedavg", *(f"arm {n}" for n in range(8))], cells=("IF 10",)))
     assert '<li class="c0">fedavg</li>' in text
     assert '<li class="c0 d1">arm 7</li>' in text
     drawn = re.findall(r'<polyline class="line ([^"]+)"', text)
     assert len(set(drawn)) == 9
     assert all(f".line.d{dash} {{" in text and f".key li.d{dash}::before" in text for dash in range(1, svg.DASHES))
-    assert [svg.looks(place) for place in (7, 16, 31, 32)] == ["c7", "c0 d2", "c7 d3", "c0"]
+    assert [svg.looks(place) for place in (0, 1, 7, 16, 31, 32)] == ["c0", "c1 d1", "c7 d3", "c0 d2", "c7 d2", "c0"]
+    assert len({svg.looks(place) for place in range(32)}) == 32
 
 
 def test_rounds_off_a_record_are_whole_numbers(tmp_path):
@@ -211,8 +212,8 @@ def test_runs_that_were_judged_once_have_no_curves_and_one_beside_others_is_a_di
     whole = study(arms=("fedavg",), cells=("IF 10",), curve=curve(0.1, 0.2, 0.5))
     last = study(arms=("sfd",), cells=("IF 10",), curve=curve(None, None, 0.5))
     both = render(Study(whole.definition, None, whole.records + last.records, whole.holdings))
-    assert "sfd, at the end: 50.0" in both
-    assert "fedavg, at the end" not in both
+    assert "sfd, after the last round: 50.0" in both
+    assert "fedavg, after the last" not in both
 
 
 def test_best_less_last_is_a_column_where_it_is_known():
