@@ -367,6 +367,8 @@ CASES: dict[str, Callable[[], Measured]] = {
     "SCAFFOLD, in steps of FedAvg": scaffold,
     "color_jitter": lambda: augmentation("color_jitter"),
     "rand_augment": lambda: augmentation("rand_augment"),
+    "trivial_augment": lambda: augmentation("trivial_augment"),
+    "auto_augment": lambda: augmentation("auto_augment"),
     "short runs of nine methods": short_runs,
     "demonstration": demonstration,
     "raylt ls": listing,

@@ -2,8 +2,7 @@
 
 Images are [B, H, W, channels] with values 0..255: uint8 in memory, float32 after an augmentation that interpolates.
 Labels [B] do not change. Label maps uint8 [B, H, W] are moved with their images, by nearest neighbour, and are VOID
-outside of the image. Each crop has two functions: one draws the crops, the other applies them. torchvision's policies
-`trivial_augment` and `auto_augment` (transforms.v2) are applied to each image separately.
+outside of the image. Each crop has two functions: one draws the crops, the other applies them.
 
 Departure: CReFF's code makes one decision per batch.
 """
@@ -11,15 +10,14 @@ Departure: CReFF's code makes one decision per batch.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from raylt.data.colour_jitter import color_jitter
+from raylt.data.image_policies import ImagePolicy, auto_augment, rand_augment, trivial_augment
 from raylt.data.label_maps import VOID
-from raylt.data.rand_augment import rand_augment
 from raylt.errors import ConfigError
 from raylt.recordability import is_recordable, recordable
 
@@ -283,36 +281,6 @@ def cutout(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Te
 
 
 @dataclass(frozen=True)
-class EachImage:
-    """Wrapper that applies a torchvision transform to every image of a batch separately, as a data loader does.
-
-    Attributes:
-        make: Returns the transform, a function of an image uint8 [channels, H, W].
-    """
-
-    make: Callable[[], Callable[[Tensor], Tensor]]
-
-    def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Transform each image of a batch.
-
-        Args:
-            x: Images [B, H, W, channels] in 0..255; floats are rounded.
-            y: Labels; returned unchanged.
-            generator: Random generator on the device of `x`; one of its numbers seeds torchvision's own draws.
-
-        Returns:
-            uint8 [B, H, W, channels], and the labels.
-        """
-        transform = self.make()
-        images = x if x.dtype == torch.uint8 else x.round().clamp(0, 255).to(torch.uint8)
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):  # do not change training's own draws
-            torch.manual_seed(seed)
-            transformed = [transform(image) for image in images.permute(0, 3, 1, 2)]
-        return torch.stack(transformed).permute(0, 2, 3, 1).contiguous(), y
-
-
-@dataclass(frozen=True)
 class InTurn:
     """Augmentation that applies several augmentations one after the other."""
 
@@ -415,12 +383,12 @@ def in_turn(steps: Sequence[Augmentation | None]) -> Augmentation | None:
 
 def needs_grey_or_colour(augmentation: Augmentation | None) -> bool:
     """Return whether an augmentation works only on images with one or three channels, as colour operations do."""
-    return any(isinstance(step, EachImage) or step in (color_jitter, rand_augment) for step in _steps_of(augmentation))
+    return any(isinstance(step, ImagePolicy) or step is color_jitter for step in _steps_of(augmentation))
 
 
 def moves_pixels(augmentation: Augmentation | None) -> bool:
     """Return whether an augmentation moves pixels of images without moving the label maps."""
-    return any(isinstance(step, EachImage) or step is rand_augment for step in _steps_of(augmentation))
+    return any(isinstance(step, ImagePolicy) for step in _steps_of(augmentation))
 
 
 def is_own(augmentation: Augmentation | None) -> bool:
@@ -430,23 +398,6 @@ def is_own(augmentation: Augmentation | None) -> bool:
 
 def _steps_of(augmentation: Augmentation | None) -> tuple[Augmentation | None, ...]:
     return augmentation.steps if isinstance(augmentation, InTurn) else (augmentation,)
-
-
-def _trivial_augment() -> Any:
-    from torchvision.transforms import v2  # imported here because it is slow, and few runs need it
-
-    return v2.TrivialAugmentWide()
-
-
-def _auto_augment() -> Any:
-    from torchvision.transforms import v2
-
-    return v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
-
-
-# Mueller and Hutter (ICCV 2021); Cubuk et al. (CVPR 2019), with the policy for CIFAR-10
-trivial_augment = EachImage(_trivial_augment)
-auto_augment = EachImage(_auto_augment)
 
 
 AUGMENTATIONS: dict[str, Augmentation | None] = {

@@ -32,7 +32,8 @@ from raylt.core.server import Server
 from raylt.core.training.features import features
 from raylt.core.training.loss_terms import Terms
 from raylt.core.training.sgd import Objective
-from raylt.data.augment import InTurn, auto_augment, cutout
+from raylt.data.augment import InTurn, cutout
+from raylt.data.image_policies import auto_augment
 from raylt.data.samples import Batch
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.recordability import not_recordable

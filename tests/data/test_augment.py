@@ -263,21 +263,6 @@ def test_torchvisions_transforms_draw_for_each_image_and_disturb_no_other_draw(n
     assert len({image.numpy().tobytes() for image in first}) >= 6  # grey images do not change when colours do
 
 
-@pytest.mark.parametrize(
-    ("name", "transform"),
-    [
-        ("trivial_augment", v2.TrivialAugmentWide()),
-        ("auto_augment", v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)),
-    ],
-)
-def test_a_transform_is_torchvisions_on_single_images(name, transform):
-    x = images(12)
-    found, _ = AUGMENTATIONS[name](x, torch.arange(12), seeded(2))
-    torch.manual_seed(int(torch.randint(2**62, (), generator=seeded(2))))
-    for image, expected in zip(x, found, strict=True):
-        assert torch.equal(transform(image.permute(2, 0, 1)).permute(1, 2, 0), expected)
-
-
 @pytest.mark.parametrize("name", ["color_jitter", "rand_augment", "trivial_augment"])
 def test_pixels_between_two_bytes_count_as_the_nearer_byte(name):
     x = images(6)

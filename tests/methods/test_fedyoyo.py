@@ -8,7 +8,8 @@ from rounds import run
 from tiny import fingerprint, open_client
 from torch.nn import functional as F
 
-from raylt.data.augment import auto_augment, cutout
+from raylt.data.augment import cutout
+from raylt.data.image_policies import auto_augment
 from raylt.methods.fedyoyo import FedYoYo, distillation, effective_samples, smoothed
 
 

@@ -46,7 +46,7 @@ TESTS = {
         "_centres",
         "apply_crops",
     ),
-    "augmentation or not_recordable or (bits and fedyoyo)": ("EachImage", "_sources", "_values"),
+    "augmentation or not_recordable or (bits and fedyoyo)": ("ImagePolicy", "_sources", "_values"),
     "(bits and fedavg) or drawn or view_of_the_classes": ("Samples",),
     f"counted or ({WIDE})": ("Counts", "counts_of", "Evaluator"),
     "work_of_the_server": ("compute",),

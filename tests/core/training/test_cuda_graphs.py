@@ -24,7 +24,8 @@ from raylt.core.training import cuda_graphs
 from raylt.core.training.cuda_graphs import WARM_UP, Repeated, steady
 from raylt.core.training.fit_classifier import fit_classifier
 from raylt.core.training.sgd import sgd
-from raylt.data.augment import InTurn, rand_augment
+from raylt.data.augment import InTurn
+from raylt.data.image_policies import rand_augment
 from raylt.data.samples import Samples
 from raylt.methods import METHODS
 from raylt.methods.bpfed.method import ScaledLinear
