@@ -91,15 +91,21 @@ def test_a_run_on_ray_without_output_ends_with_its_own_exit_code(tmp_path):
     assert (tmp_path / "r" / "summary.json").exists()
 
 
+def reachable():
+    """Undo what this process may have inherited from a background job or from nohup."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def started(folder, *settings):
-    """Start a long run in a process that Ctrl-C reaches, and wait for its first round."""
+    """Start a long run in a process that Ctrl-C and a hang-up reach, and wait for its first round."""
     command = [sys.executable, "-m", "raylt", "run", "method=fedavg", "data.clients=3", *settings]
     process = subprocess.Popen(
         [*command, "federation.rounds=500", "--fleet", "local", "--out", folder, "--name", "r"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=reachable,
     )
     end = time.monotonic() + 60
     while not (folder / "r" / "metrics.jsonl").exists():

@@ -96,10 +96,10 @@ def test_weights_that_cannot_be_used_are_refused(tmp_path, content, code):
         build_model("lraspp", 4, SHAPE, str(tmp_path / "it.pth"))
 
 
-def test_a_folder_of_weights_is_refused_without_the_advice_to_remove_it(tmp_path):
+def test_a_folder_of_weights_is_refused_with_one_remedy(tmp_path):
     with refused("model.weights-mismatch", ConfigError, key="weights", value=str(tmp_path)) as caught:
         build_model("lraspp", 4, SHAPE, str(tmp_path))
-    assert "Give the path of a file" in str(caught.value)
+    assert str(caught.value).endswith("(drwx------)). Give a state dict of torchvision's mobilenet_v3_small.")
     assert "Remove" not in str(caught.value)
 
 
