@@ -94,7 +94,7 @@ def ls(
     address: DashboardAddress = None,
     format: Annotated[Literal["table", "json"], typer.Option(help="Format of the list.")] = "table",
 ) -> None:
-    """List runs and studies with their state, round, accuracy and age, and the number n of finished runs' test images.
+    """List runs, studies and searches: state, round, accuracy, age, and the number n of finished runs' test images.
 
     With --address, list the jobs of a cluster.
     """

@@ -1,6 +1,7 @@
-"""Lists of the runs and studies in a folder, for `raylt ls`."""
+"""Lists of the runs, studies and searches in a folder, for `raylt ls`."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -14,14 +15,16 @@ from typing_extensions import TypedDict
 from raylt.config.yaml_text import read_file
 from raylt.disk import exists, is_folder, named
 from raylt.errors import CheckpointError, ConfigError
+from raylt.runs.folder.reader import is_locked
 from raylt.store import Folder
 from raylt.studies.cells import cells_by_label, folder_of
 from raylt.studies.records.record import RunRecord, age, read_run
 
 STUDY = "study.yaml"
+SEARCH = "search.json"
 RUN_FILES = ("identity.json", "split.json", "metrics.jsonl")  # any of them shows that a config.yaml is of a run
 RECORDED = "recorded.json"
-MAX_FILE_BYTES = 2**30  # maximum size of recorded.json
+MAX_FILE_BYTES = 2**30  # maximum size of recorded.json and search.json
 
 
 class _RecordedRun(TypedDict):
@@ -36,22 +39,29 @@ class _RecordedRuns(TypedDict):
     records: list[_RecordedRun]
 
 
+class _SearchPlan(TypedDict):
+    """The fields that are read from search.json."""
+
+    spaces: dict[str, Any]
+
+
 _RECORDED = TypeAdapter(_RecordedRuns)
+_SEARCH_PLAN = TypeAdapter(_SearchPlan)
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A row of the list: a run, or a study with its number of finished runs.
+    """A row of the list: a run, a study with its number of finished runs, or a search with its number of trials.
 
     Attributes:
         name: Folder, relative to the listed folder.
-        kind: "run" or "study".
-        progress: Committed rounds of all rounds; for a study, finished runs of all runs.
+        kind: "run", "study" or "search".
+        progress: Committed rounds of all rounds; for a study, finished runs of all runs; for a search, trials so far.
         accuracy: Main accuracy of the last evaluated round. For clients' own models it is the accuracy on their own
             test images or class mix.
         age_s: Seconds since a file was written.
-        images: Number of test images behind the accuracy; None for a study, and if the run is not finished or did not
-            record it.
+        images: Number of test images behind the accuracy; None for a study or a search, and if the run is not finished
+            or did not record it.
         figure: Name of the main accuracy: "accuracy", or "local" or "matched" for clients' own models; None without it.
         error: Code of the error that ended a failed run; None if it had no code.
     """
@@ -73,10 +83,10 @@ class ListedRun:
 
 
 def listing(folder: Path) -> list[ListedRun]:
-    """List the runs and studies in a folder, newest first.
+    """List the runs, studies and searches in a folder, newest first.
 
-    The folder of a study lists the study's runs; in other folders, a study is one row with its number of runs. A run's
-    folder lists that run.
+    The folder of a study lists the study's runs, and that of a search its trials; in other folders, a study or a search
+    is one row with the number of its runs. A run's folder lists that run.
 
     Raises:
         ConfigError: The folder does not exist.
@@ -90,15 +100,25 @@ def listing(folder: Path) -> list[ListedRun]:
         )
     if (folder / STUDY).is_file():
         entries = [_run(run, str(run.relative_to(folder))) for run in run_folders(folder)]
+    elif (folder / SEARCH).is_file():
+        entries = [_run(trial, str(trial.relative_to(folder))) for trial in _trials(folder)]
     elif _is_run(folder):
         entries = [_run(folder, named(folder).name)]
     else:
         entries = [
-            _study(path) if (path / STUDY).is_file() else _run(path, path.name)
+            _row(path)
             for path in folder.iterdir()
-            if (path / STUDY).is_file() or (path / "config.yaml").is_file()
+            if any((path / name).is_file() for name in (STUDY, SEARCH, "config.yaml"))
         ]
     return sorted(entries, key=lambda entry: (entry.age_s if entry.age_s is not None else float("inf"), entry.name))
+
+
+def _row(folder: Path) -> ListedRun:
+    if (folder / STUDY).is_file():
+        return _study(folder)
+    if (folder / SEARCH).is_file():
+        return _search(folder)
+    return _run(folder, folder.name)
 
 
 def _is_run(folder: Path) -> bool:
@@ -114,7 +134,7 @@ def run_folders(study: Path) -> list[Path]:
     """
     runs = []
     for path, folders, files in os.walk(study):
-        if "search.json" in files:
+        if SEARCH in files:
             folders.clear()
         elif "config.yaml" in files:
             runs.append(Path(path))
@@ -176,6 +196,22 @@ def _study(folder: Path) -> ListedRun:
     return ListedRun(
         folder.name, "study", ", ".join(methods), state, f"{done}/{total or '?'} runs", None, min(ages, default=None)
     )
+
+
+def _search(folder: Path) -> ListedRun:
+    trials = _trials(folder)
+    count = sum(re.search(r"-split-\d+$", trial.name) is None for trial in trials)  # a trial may run on several splits
+    methods: list[str] = []
+    with suppress(CheckpointError), Folder.open(folder) as opened:
+        methods = sorted(opened.read_json(SEARCH, _SEARCH_PLAN, MAX_FILE_BYTES)["spaces"])
+    state = "running" if is_locked(folder) else "done" if (folder / "seal.json").is_file() else "stopped"
+    ages = [seconds for trial in trials if (seconds := age(trial)) is not None]
+    return ListedRun(folder.name, "search", ", ".join(methods), state, f"{count} trials", None, min(ages, default=None))
+
+
+def _trials(search: Path) -> list[Path]:
+    """Return the run folders of a search's trials."""
+    return [config.parent for config in (search / "trials").glob("*/config.yaml")]
 
 
 def _recorded(study: Path) -> set[Path]:

@@ -181,6 +181,22 @@ def test_listing_has_runs_and_counts_those_of_a_study(tmp_path, run):
     assert [entry.name for entry in listing(tmp_path / "study/fedavg/seed-0")] == ["seed-0"]
 
 
+def test_listing_has_searches_and_their_trials(tmp_path, run):
+    search, trials = tmp_path / "search", ("fedavg-000", "sfd-001", "sfd-001-split-1")
+    for trial in trials:
+        write_run(search / "trials" / trial, PLAN, [0.1, 0.3, 0.2])
+    (search / "search.json").write_text('{"spaces": {"sfd": {}, "fedavg": {}}}')
+    (entry,) = (entry for entry in listing(tmp_path) if entry.name != "run")
+    assert (entry.kind, entry.method, entry.state, entry.progress) == ("search", "fedavg, sfd", "stopped", "2 trials")
+    assert {trial.name for trial in listing(search)} == {f"trials/{name}" for name in trials}
+    (search / "seal.json").write_text("{}")
+    (search / "search.json").write_text("[")
+    assert [(entry.method, entry.state) for entry in listing(tmp_path) if entry.kind == "search"] == [("", "done")]
+    with (search / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert [entry.state for entry in listing(tmp_path) if entry.kind == "search"] == ["running"]
+
+
 def test_a_study_of_somebody_else_is_listed_and_nothing_waits_or_is_followed(tmp_path, run):
     theirs, secret = tmp_path / "theirs", tmp_path / "secret"
     write_run(theirs / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
