@@ -70,6 +70,11 @@ class FleetName(StrEnum):
     processes = "processes"
 
 
+class SearchFleetName(StrEnum):
+    ray = "ray"
+    local = "local"
+
+
 class Format(StrEnum):
     table = "table"
     json = "json"

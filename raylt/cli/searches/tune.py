@@ -10,9 +10,9 @@ import typer
 
 from raylt.cli.options import (
     Address,
-    FleetName,
     Format,
     FormatOption,
+    SearchFleetName,
     Settings,
     TrackOption,
     divide,
@@ -109,8 +109,8 @@ def tune(
     ] = None,
     track: TrackOption = None,
     fleet: Annotated[
-        FleetName, typer.Option(help="Run trials on Ray, or one after another in this process (local).")
-    ] = FleetName.ray,
+        SearchFleetName, typer.Option(help="Run trials on Ray, or one after another in this process (local).")
+    ] = SearchFleetName.ray,
     address: Address = None,
     format: FormatOption = Format.table,
 ) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from raylt.config.yaml_text import read_file
 from raylt.disk import exists, is_folder, named
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ConfigError, count_of
 from raylt.runs.folder.reader import is_locked
 from raylt.store import Folder
 from raylt.studies.cells import cells_by_label, folder_of
@@ -206,7 +206,9 @@ def _search(folder: Path) -> ListedRun:
         methods = sorted(opened.read_json(SEARCH, _SEARCH_PLAN, MAX_FILE_BYTES)["spaces"])
     state = "running" if is_locked(folder) else "done" if (folder / "seal.json").is_file() else "stopped"
     ages = [seconds for trial in trials if (seconds := age(trial)) is not None]
-    return ListedRun(folder.name, "search", ", ".join(methods), state, f"{count} trials", None, min(ages, default=None))
+    return ListedRun(
+        folder.name, "search", ", ".join(methods), state, count_of(count, "trial"), None, min(ages, default=None)
+    )
 
 
 def _trials(search: Path) -> list[Path]:
