@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raylt import errors
-from raylt.errors import CODES, DataError, RayltError, as_cause
+from raylt.errors import CODES, DataError, RayltError, as_cause, without_remedy
 
 ROOT = Path(__file__).parents[1]
 # the constructors of these classes set the code
@@ -75,3 +75,15 @@ def test_the_table_is_sorted_and_its_sentences_are_short():
 )
 def test_a_cause_has_no_remedy_of_its_own_and_does_not_end_in_a_sentence(error, cause):
     assert as_cause(error) == cause
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (DataError("f: no such file. Check the path.", code="data.not-found"), "f: no such file"),
+        (DataError("f: no such file.", code="data.not-found"), "f: no such file"),
+        (ValueError("bad header. Byte 3 is 0."), "bad header. Byte 3 is 0"),
+    ],
+)
+def test_only_raylts_own_errors_end_with_a_remedy_to_leave_out(error, problem):
+    assert without_remedy(error) == problem

@@ -77,12 +77,26 @@ class Ending(Callback):
         raise self.error
 
 
-def test_notices_about_the_images_begin_the_notes_once(tmp_path):
+class EndingAtOnce(Callback):
+    """Ends a run with the first notice after its start, before there is a checkpoint."""
+
+    started = False
+
+    def on_start(self, folder, config, reports):
+        self.started = True
+
+    def on_message(self, text, minor=False):
+        if self.started:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("ending", [Ending(KeyboardInterrupt()), EndingAtOnce()], ids=["a round", "no round"])
+def test_notices_about_the_images_begin_the_notes_once(tmp_path, ending):
     x = np.random.default_rng(0).integers(0, 256, (24, 4, 4, 1), dtype=np.uint8)
     y = np.arange(24) % 2
     np.savez(tmp_path / "it.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4], class_names=np.array(["a", "b"]))
     settings = [f"data.source=npz:{tmp_path / 'it.npz'}", "data.clients=2", "model=small", "federation.rounds=2"]
-    interrupted = {"fleet": "local", "quiet": True, "callbacks": [Ending(KeyboardInterrupt())]}
+    interrupted = {"fleet": "local", "quiet": True, "callbacks": [ending]}
     with pytest.raises(KeyboardInterrupt):
         raylt.run("fedavg", out=tmp_path, name="r", overrides=settings, **interrupted)
     Run.open(tmp_path / "r").resume(fleet="local", quiet=True)

@@ -458,6 +458,16 @@ def test_a_stack_that_fails_is_noticed_even_if_its_clients_have_no_error():
         assert host.run_stacks(host.setup.method.train, message, 1, calls) == {}
 
 
+def test_a_full_device_is_no_reason_to_train_without_a_stack(tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ClientHost, "_run_stack", full)
+    with refused("reply.too-few", TooFewReplies) as caught, pytest.warns(RuntimeWarning, match="out of memory"):
+        round_of(tmp_path, FedAvg())
+    assert "OutOfMemoryError" in str(caught.value)
+
+
 def test_clients_of_an_objective_that_suits_no_stack_train_alone_and_a_note_says_so_once(tmp_path):
     _, alone = round_of(tmp_path / "alone", TwiceApplied(), stacked="off")
     with pytest.warns(RuntimeWarning, match="each trains alone: RuntimeError: a stackable objective") as caught:
