@@ -40,7 +40,7 @@ def test_a_split_is_drawn_from_settings_or_from_a_run(raylt, finished):
     (folder / "data.png").unlink()
     refused(raylt("plot", "data", folder, "seed=3"), "[config.conflict]: seed=3: ")
     refused(raylt("plot", "data", "data.clients=0"), "[config.out-of-range]: data.clients: ")
-    refused(raylt("plot", "data", "absent.yaml"), "absent.yaml", "exists")
+    refused(raylt("plot", "data", "absent.yaml"), "absent.yaml", "No such file")
     refused(raylt("plot", "data", "--picture", "absent/it.png"), "--picture", "absent/it.png", "no such folder")
 
 
