@@ -10,6 +10,7 @@ A `Folder` keeps a handle of a folder open and reaches the folder's files by pla
 Every failure raises one of raylt's errors, with the path.
 """
 
+import errno
 import hashlib
 import os
 import secrets
@@ -392,12 +393,23 @@ def followed(path: Path) -> Path:
     """
     try:
         with file_errors(path):
-            return path.resolve()
-    except (RuntimeError, ValueError) as error:  # a loop of links; a null character
+            target = path.resolve()
+            reason = "is a loop of links" if _is_loop(target) else None
+    except (RuntimeError, ValueError) as error:  # a loop of links before Python 3.13; a null character
         reason = "is a loop of links" if isinstance(error, RuntimeError) else str(error)
+    if reason is not None:
         raise CheckpointError(
             f"{path}: cannot be used ({reason}). Give the path of a file.", code="file.not-plain", path=str(path)
-        ) from None
+        )
+    return target
+
+
+def _is_loop(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def write(path: Path, content: bytes | str) -> None:

@@ -21,8 +21,9 @@ def repeated(training: Stored, tests: Stored) -> np.ndarray:
     """
     rows_of_tests = _row_hashes(tests)
     rows_of_training = _row_hashes(training)
-    candidates = np.flatnonzero(np.isin(rows_of_tests, rows_of_training))
-    similar = np.flatnonzero(np.isin(rows_of_training, rows_of_tests[candidates]))
+    # sorted, because the table of NumPy 2.0 overflows for hashes of 64 bits
+    candidates = np.flatnonzero(np.isin(rows_of_tests, rows_of_training, kind="sort"))
+    similar = np.flatnonzero(np.isin(rows_of_training, rows_of_tests[candidates], kind="sort"))
     whole = set(_hashes(training, similar))
     both = np.zeros(len(tests), dtype=bool)
     both[candidates] = [digest in whole for digest in _hashes(tests, candidates)]
