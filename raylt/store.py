@@ -394,14 +394,14 @@ def followed(path: Path) -> Path:
     try:
         with file_errors(path):
             target = path.resolve()
-            reason = "is a loop of links" if _is_loop(target) else None
-    except (RuntimeError, ValueError) as error:  # a loop of links before Python 3.13; a null character
+            if _is_loop(target):
+                raise RuntimeError
+            return target
+    except (RuntimeError, ValueError) as error:  # a loop, before Python 3.13 also from resolve; a null character
         reason = "is a loop of links" if isinstance(error, RuntimeError) else str(error)
-    if reason is not None:
         raise CheckpointError(
             f"{path}: cannot be used ({reason}). Give the path of a file.", code="file.not-plain", path=str(path)
-        )
-    return target
+        ) from None
 
 
 def _is_loop(path: Path) -> bool:
