@@ -8,7 +8,8 @@ epochs, optimiser and clients a round are the same for all (`peers/workload.py`)
 its own in `peers/.env`, with the same version of torch, and a script of its own, `peers/run_NAME.py`, which says how it
 is set up; every process computes on one thread, every system may use two. They run one after the other, in turns, from
 the command to its end, and are judged by the loss of the model that they end with: who learned less than the others did
-less. The record goes to `speed.json`, its table to docs/speed.md.
+less. The record goes to `speed.json`, its table to docs/speed.md. With `--only`, it keeps the figures that the other
+systems had on the same machine.
 """
 
 import argparse
@@ -86,6 +87,7 @@ SYSTEMS = (
     "raylt-processes-stacked",
     *PACKAGES,
 )
+LEFT_OUT = "left out of this run"
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "2147483648",
@@ -107,9 +109,10 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only writes the table from the record")
     arguments = parser.parse_args()
     if not arguments.table:
-        refused = {name: "left out of this run" for name in SYSTEMS if name not in arguments.only} | MISSING
+        refused = dict.fromkeys((name for name in SYSTEMS if name not in arguments.only), LEFT_OUT) | MISSING
         refused |= {name: why for name in PACKAGES if name not in refused and (why := install(name))}
         record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {"scales": {}, "versions": {}}
+        earlier = record["scales"] if record.get("machine") == machine() else {}
         record |= {"date": date.today().isoformat(), "machine": machine(), "shared": arguments.shared}
         record["versions"] |= {name: versions(name) for name in ["raylt", *PACKAGES] if name not in refused}
         code, systems = commit(), [system for system in arguments.only if system not in refused]
@@ -117,7 +120,7 @@ def main() -> None:
             stacked = stacks(SCALES[name])
             chosen = [system for system in systems if stacked or not system.endswith("-stacked")]
             taken = compare(SCALES[name], chosen, arguments.turns, arguments.limit, refused)
-            record["scales"][name] = {"commit": code} | taken
+            record["scales"][name] = joined(earlier.get(name), {"commit": code} | taken)
             record["left_out"] = [name for name in SCALES if name not in record["scales"]]
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
     write_table()
@@ -194,6 +197,19 @@ def compare(scale: Scale, systems: list[str], turns: int, limit: float, refused:
             if values and system not in failed
         },
     }
+
+
+def joined(earlier: dict | None, taken: dict) -> dict:
+    """Return the record of a scale, with the earlier figures of the systems that were left out of this run."""
+    left_out = [system for system, why in taken["missing"].items() if why == LEFT_OUT]
+    kept = [system for system in left_out if earlier and system in earlier["systems"]]
+    if earlier is None or not kept:
+        return taken
+    missing = {system: why for system, why in taken["missing"].items() if system not in kept}
+    figures = {
+        part: {system: earlier[part][system] for system in kept} | taken[part] for part in ("loss", "turns", "systems")
+    }
+    return taken | figures | {"commit": f"{earlier['commit']}, {taken['commit']}", "missing": missing}
 
 
 def run(system: str, folder: Path, limit: float) -> Measured:

@@ -325,6 +325,23 @@ def test_the_speed_table_runs_each_fleet_by_its_name(system, fleet, stacked, tmp
     assert asked["overrides"]["local.stacked"] == stacked
 
 
+def test_the_speed_table_keeps_the_figures_of_systems_that_were_left_out():
+    speed = load_module("speed")
+
+    def scale(commit, value, systems, missing):
+        figures = dict.fromkeys(systems, value)
+        return {"commit": commit, "loss": figures, "turns": figures, "systems": figures, "missing": missing}
+
+    earlier = scale("aaa", 1, ("bare", "flgo"), {"blazefl": "cannot be installed", "PFLlib": "no package"})
+    missing = {"flgo": speed.LEFT_OUT, "flower": speed.LEFT_OUT, "PFLlib": "no package"}
+    taken = scale("bbb", 2, ("bare", "blazefl"), missing)
+    joined = speed.joined(earlier, taken)
+    assert joined["systems"] == joined["loss"] == joined["turns"] == {"bare": 2, "blazefl": 2, "flgo": 1}
+    assert joined["missing"] == {"flower": speed.LEFT_OUT, "PFLlib": "no package"}
+    assert joined["commit"] == "aaa, bbb"
+    assert speed.joined(None, taken) == taken
+
+
 @pytest.mark.parametrize(("name", "shape"), [("resnet8", (32, 32, 3)), ("cnn", (28, 28, 1))])
 def test_the_networks_of_the_speed_table_are_raylts(name, shape):
     ours, net = MODELS[name](10, shape), getattr(load_module("peers/workload"), name)(shape[2])
