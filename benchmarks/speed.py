@@ -117,9 +117,10 @@ def main() -> None:
         record["versions"] |= {name: versions(name) for name in ["raylt", *PACKAGES] if name not in refused}
         code, systems = commit(), [system for system in arguments.only if system not in refused]
         for name in arguments.scales:
-            stacked = stacks(SCALES[name])
-            chosen = [system for system in systems if stacked or not system.endswith("-stacked")]
-            taken = compare(SCALES[name], chosen, arguments.turns, arguments.limit, refused)
+            alone = {system for system in SYSTEMS if system.endswith("-stacked") and not stacks(SCALES[name])}
+            chosen = [system for system in systems if system not in alone]
+            missing = {system: why for system, why in refused.items() if system not in alone}
+            taken = compare(SCALES[name], chosen, arguments.turns, arguments.limit, missing)
             record["scales"][name] = joined(earlier.get(name), {"commit": code} | taken)
             record["left_out"] = [name for name in SCALES if name not in record["scales"]]
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
