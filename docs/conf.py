@@ -25,6 +25,7 @@ html_theme_options = {"top_of_page_buttons": []}
 html_extra_path = ["grafana.json"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
+smartquotes_action = "qe"  # curly quotes and ellipses, but no dashes, which would change --options
 highlight_language = "none"  # blocks without a language are shell commands and output
 # pages link to files of the repository, which the site does not hold; tests/test_docs.py checks those links
 suppress_warnings = ["myst.xref_missing"]

@@ -77,7 +77,7 @@ def method_part(name: str, measured: str) -> str:
     notes = inspect.cleandoc(sys.modules[method.__module__].__doc__ or "")
     section = measured.partition(f"\n### {name}\n")[2].partition("\n##")[0]
     fields = [
-        f"| `{field}` | {info.default} | {range_of(info)} | {(info.description or '').replace('|', '/')} |"
+        f"| `{field}` | {info.default} | {range_of(info)} | {_escaped(info.description or '').replace('|', '/')} |"
         for field, info in method.model_fields.items()
     ]
     if name in WITHOUT_PAPER:
@@ -204,7 +204,7 @@ def settings_page() -> str:
 
     sections: dict[str, list[str]] = {}
     for key, field in settings():
-        cells = [f"`{key}`", field.description or "", _default(field), allowed(field)]
+        cells = [f"`{key}`", _escaped(field.description or ""), _default(field), _escaped(allowed(field))]
         row = "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
         sections.setdefault(key.rpartition(".")[0] or "run", []).append(row)
     head = f"`raylt settings` prints the same. Each is given as `key=value` or in a YAML file. {UNLISTED}"
@@ -238,8 +238,13 @@ def commands_page() -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text in which `<name>` outside of code is no element of HTML."""
-    return "`".join(re.sub(r"<(?=\w)", "&lt;", part) if i % 2 == 0 else part for i, part in enumerate(text.split("`")))
+    """Return a plain text as Markdown that shows it literally.
+
+    Outside of code `<name>` is no element of HTML and an asterisk no emphasis.
+    """
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"<(?=\w)", "&lt;", part).replace("*", r"\*") for part in parts[::2]]
+    return "`".join(parts)
 
 
 def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:

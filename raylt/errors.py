@@ -304,9 +304,15 @@ def quoted(path: object) -> str:
     return shlex.quote(str(path))
 
 
-def count_of(number: float, unit: str) -> str:
-    """Format a number with its unit, as in `1 CPU`, `0.5 CPUs` or `3 CPUs`."""
-    return f"{number:.15g} {unit}{'' if number == 1 else 's'}"
+def count_of(number: float, unit: str, plural: str | None = None) -> str:
+    """Format a number with its unit, as in `1 CPU`, `0.5 CPUs` or `3 CPUs`.
+
+    Args:
+        number: The number.
+        unit: Singular of the unit.
+        plural: Plural of the unit; by default the singular with an s.
+    """
+    return f"{number:.15g} {unit if number == 1 else plural or unit + 's'}"
 
 
 def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:

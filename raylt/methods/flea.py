@@ -34,6 +34,7 @@ from raylt.core.training.loss_terms import Terms
 from raylt.core.training.sgd import Objective, autocast, take_statistics
 from raylt.data.samples import Batch
 from raylt.data.task import Task
+from raylt.errors import count_of
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.layers import check_cut, halves
 from raylt.models.split import SplitModel
@@ -188,7 +189,7 @@ def shared_fault(n: int, parts: Tree, share: float, classes: int) -> str | None:
     """
     samples = parts["samples"]
     if len(samples) != shared_samples(share, n):
-        return f"has {len(samples)} samples, but the client shares {shared_samples(share, n)}"
+        return f"has {count_of(len(samples), 'sample')}, but the client shares {shared_samples(share, n)}"
     wrong = [sample["y"] for sample in samples.values() if sample["y"] >= classes]
     return f"has the label {wrong[0]} of {classes} classes" if wrong else None
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raylt.errors import count_of
 from raylt.ops.moments import LONGEST_FEATURE, ROUNDING
 from raylt.tree import Tree
 
@@ -53,7 +54,8 @@ def gradients_fault(n: int, parts: Tree, labels: int = 1) -> str | None:
         labels: Maximum number of labels per sample; for label maps, the number of pixels.
     """
     if not 1 <= len(parts["gradients"]) <= n * labels:
-        return f"has {len(parts['gradients'])} classes, and the client has {n} samples"
+        classes = count_of(len(parts["gradients"]), "class", "classes")
+        return f"has {classes}, and the client has {count_of(n, 'sample')}"
     for c, gradient in parts["gradients"].items():
         error = gradient[:, -1].double()  # [C], mean of p - e_c
         others = error.clone()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, count_of
 from raylt.tree import Tree
 
 # Maximum accepted length of a feature. Features of trained networks are shorter, and the square is still precise in
@@ -117,7 +117,7 @@ def sums_fault(
     for c, of_class in parts[part].items():
         count = of_class["n"]
         if not 1 <= count <= n:
-            return f"counts {count} samples of class {c}"
+            return f"counts {count_of(count, 'sample')} of class {c}"
         if not negative and any((of_class[name] < 0).any() for name in ("z", "zz") if name in of_class):
             return f"has negative features in class {c}, and the encoder ends in a ReLU"
         if of_class["z"].double().norm() > count * longest * ROUNDING:
@@ -142,7 +142,7 @@ def scatter_fault(n: int, parts: Tree, classes: int, weight: str, longest: float
     least = n if weight == "n" else n - min(n, classes)
     most = n if weight == "n" else n - 1
     if not least <= parts["n"] <= most:
-        return f"weighs {parts['n']}, and the client has {n} samples"
+        return f"weighs {parts['n']}, and the client has {count_of(n, 'sample')}"
     longest = LONGEST_FEATURE if longest is None else longest
     packed = parts["scatter"].double()
     dim = round(((8 * len(packed) + 1) ** 0.5 - 1) / 2)

@@ -10,6 +10,7 @@ import numpy as np
 
 from raylt.data.heterogeneity import heterogeneity
 from raylt.data.task import Task
+from raylt.errors import count_of
 from raylt.plots.style import COLOURS, INK, new_figure, save_if_asked, style_axes, tick_name
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def draw_data(task: Task, path: Path | str | None = None) -> "Figure":
     _draw_legend(figure, task)
     figures = heterogeneity(task.client_counts)
     figure.suptitle(
-        f"{task.name}: {clients} clients, {int(task.sizes.sum())} images, split {task.split.sha256[:12]}\n"
+        f"{task.name}: {count_of(clients, 'client')}, {count_of(int(task.sizes.sum()), 'image')}, "
+        f"split {task.split.sha256[:12]}\n"
         f"IF {figures.imbalance:.3g}, clients 1 : {figures.sizes:.3g}, {figures.classes:.3g} classes each, "
         f"class mix {figures.distance:.2f} from that of all",
         fontsize=11,
@@ -112,6 +114,7 @@ def _draw_legend(figure: "Figure", task: Task) -> None:
     keys = []
     for group, colour in GROUPS.items():
         if group in task.groups:
-            text = "background" if group == "-" else f"{group}-shot: {task.groups.count(group)} classes"
+            count = count_of(task.groups.count(group), "class", "classes")
+            text = "background" if group == "-" else f"{group}-shot: {count}"
             keys.append(Patch(color=colour, label=text))
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=9)

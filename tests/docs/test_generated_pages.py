@@ -199,6 +199,11 @@ def test_placeholders_of_help_texts_are_no_elements_of_html():
     assert not re.search(r"<\w", re.sub(r"`[^`]*`", "", generate.commands_page()))
 
 
+def test_asterisks_of_help_texts_are_no_emphasis():
+    assert generate._escaped("resources.*, `a * b`, output.*") == r"resources.\*, `a * b`, output.\*"
+    assert not re.search(r"(?<!\\)\*", re.sub(r"`[^`]*`", "", generate.commands_page()))
+
+
 def test_a_single_departure_needs_no_number():
     assert generate.departures("M.\n\nDeparture from the text: the solver\nis SGD.\n\nmu = 0 is FedAvg.") == [
         "- The solver is SGD."
@@ -278,6 +283,7 @@ def test_site_builds_without_warnings_and_fetches_nothing_from_elsewhere(tmp_pat
     assert (site / "_static" / "STIXTwoMath.woff2").is_file()
     styles = [file for file in site.rglob("*.css") if FETCHED_BY_STYLE.search(file.read_text())]
     assert styles == []
+    assert "needs --fleet ray" in pages["generated/cli.html"]  # not an en dash
     for name in OURS:
         assert f'id="{name}"' in pages["generated/methods.html"]
     for page in METHOD_PAGES:

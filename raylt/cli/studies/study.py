@@ -302,7 +302,7 @@ def _searches_text(planned: "Study", searches: Sequence[tuple[str, str]]) -> str
     assert tuning is not None
     names = "; ".join(f"{arm} in {cell}" if cell else arm for cell, arm in searches)
     budget = f"{count_of(tuning.runs, 'run')} of {planned.definition.compared_to}"
-    count = f"{len(searches)} {'search' if len(searches) == 1 else 'searches'}"
+    count = count_of(len(searches), "search", "searches")
     return f"{count} before these runs, each with the budget of {budget}: {names}"
 
 

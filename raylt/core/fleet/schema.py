@@ -15,7 +15,7 @@ from raylt.core.fleet.block_sums import BlockSums, ReplyLayout, SummedReply
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.robust.outliers import LengthBound, exceeds, is_compared, length
 from raylt.core.fleet.wire import Fault, Path, Unusable, dotted, shown
-from raylt.errors import one_line
+from raylt.errors import count_of, one_line
 
 Arrived = Reply | SummedReply | Unusable
 
@@ -231,7 +231,7 @@ class Schema:
                 text = f"{counted} counts {shown(count)} samples, and the client has {labels}"
                 return Fault("reply.wrong-sums", text)
             if part.kind == "total" and count > max(labels, part.largest or 0):
-                text = f"{counted} counts {shown(count)}, and the client has {labels} samples"
+                text = f"{counted} counts {shown(count)}, and the client has {count_of(labels, 'sample')}"
                 return Fault("reply.wrong-sums", text)
         if missing := [label for label in part.counted if label not in sums]:
             return Fault("reply.wrong-sums", f"{name}.{missing[0]}".rstrip(".") + " counts no samples")

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from raylt import store
 from raylt.config import Config, Section, settings
 from raylt.core.method import Method
-from raylt.errors import CheckpointError, ConfigError, RayltError, spoken
+from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, spoken
 from raylt.own_code.child_process import start_python
 from raylt.registry import plugin_files, resolve
 from raylt.runs.callbacks.base import Callback
@@ -308,9 +308,10 @@ def describe(cell: str, arm: str, outcome: Tuned, metric: Metric | None) -> str:
         return f"{name}: nothing to tune"
     values = ", ".join(f"{key} {value}" for key, value in outcome["values"].items())
     unit = UNITS[outcome.get("count", "steps")]
+    spent = f"{outcome['client_steps']:,} of {outcome['budget']:,} {unit}"
     return (
-        f"{name}: {values} ({outcome['trials']} trials, {outcome['client_steps']:,} of {outcome['budget']:,} "
-        f"{unit}, {metric} {100 * outcome['score']:.2f} % on validation samples)"
+        f"{name}: {values} ({count_of(outcome['trials'], 'trial')}, {spent}, "
+        f"{metric} {100 * outcome['score']:.2f} % on validation samples)"
     )
 
 
