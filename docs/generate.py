@@ -11,9 +11,11 @@ import types
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from pydantic import BaseModel
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.typing import stringify_annotation
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUND_COLUMNS = ("arm", "accuracy", "many", "medium", "few", "matched", "worst_decile")  # as wide as a page
@@ -357,6 +359,8 @@ def _directive(name: str, value: Any) -> list[str]:
     """Return the lines of reStructuredText that document one public name."""
     if inspect.ismodule(value):
         return [f".. automodule:: {value.__name__}"]
+    if inspect.isclass(value) and issubclass(value, BaseModel) and value.model_fields:
+        return [f".. autoclass:: raylt.{name}(**fields)", *_field_directives(value)]
     if inspect.isclass(value) and not isinstance(value, types.GenericAlias):
         return [f".. autoclass:: raylt.{name}"]
     if inspect.isroutine(value):
@@ -365,6 +369,20 @@ def _directive(name: str, value: Any) -> list[str]:
     is_alias = not type(value).__module__.startswith("raylt.")
     shown = f"   :value: {_alias(value)}" if is_alias else f"   :type: {type(value).__name__}"
     return [f".. py:data:: raylt.{name}", shown, "", *(f"   {line}" for line in _comment(name))]
+
+
+def _field_directives(model: type[BaseModel]) -> list[str]:
+    """Return the lines of reStructuredText that document a model's fields: the name, type and meaning of each."""
+    from raylt.core.report import Figure
+
+    lines = []
+    for name, hint in get_type_hints(model).items():
+        if name in model.model_fields:
+            field = model.model_fields[name]
+            figures = [each.title for each in field.metadata if isinstance(each, Figure)]
+            lines += ["", f"   .. py:attribute:: {name}", f"      :type: {_alias(hint)}", ""]
+            lines += [f"      {text}" for text in [*figures, field.description] if text]
+    return lines
 
 
 def _comment(name: str) -> list[str]:
@@ -376,8 +394,8 @@ def _comment(name: str) -> list[str]:
 
 
 def _alias(value: Any) -> str:
-    """Return a type alias without the modules of its names."""
-    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", str(value))
+    """Return a type or an alias of one as Python writes it, without the modules of its names."""
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", stringify_annotation(value))
 
 
 PAGES = {
