@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from raylt.errors import ConfigError, count_of
 from raylt.metrics import GROUPS
 from raylt.plots.style import COLOURS, DASHES, MARKERS, new_figure, plain_text, save_if_asked, style_axes
-from raylt.studies.analysis.measures import measure_of
+from raylt.studies.analysis.measures import FINISH, by_step, measure_of
 from raylt.studies.analysis.statistics import mean_interval
 from raylt.studies.records.record import RunRecord
 from raylt.studies.report.comparison_tables import Spread
@@ -181,11 +181,11 @@ def _curve(
     runs = [record for record in done if (record.cell, record.arm) == (cell, arm)]
     key = _key(measure)
     assert key is not None
-    values = [dict(zip(run.curve["step"], run.curve.get(key, [None] * run.steps), strict=True)) for run in runs]
+    values = [by_step(run, run.curve.get(key, [None] * run.steps)) for run in runs]
     steps = [step for step in (values[0] if values else ()) if all(each.get(step) is not None for each in values)]
     if not steps:
         return None
-    places = [dict(zip(run.curve["step"], _places(run, over), strict=True)) for run in runs]
+    places = [by_step(run, _places(run, over)) for run in runs]
     columns = [[100 * float(each[step]) for each in values] for step in steps]
     bands = [_band(column, spread, level) for column in columns]
     return ArmCurve(
@@ -194,7 +194,7 @@ def _curve(
         [fmean(column) for column in columns],
         [low for low, _ in bands] if len(runs) > 1 else None,
         [high for _, high in bands] if len(runs) > 1 else None,
-        all(run.steps > run.rounds for run in runs) and steps[-1] > min(run.rounds for run in runs),
+        steps[-1] == FINISH,
         len(runs),
     )
 

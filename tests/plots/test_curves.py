@@ -16,6 +16,8 @@ from raylt.errors import ConfigError
 from raylt.plots.curves import caption, draw_curves
 from raylt.plots.style import COLOURS
 from raylt.studies.definition import define
+from raylt.studies.records.record import RunRecord
+from raylt.studies.report.html import render
 from raylt.studies.study import Study, of_runs
 
 DIGITS = Path(__file__).parents[2] / "studies" / "results" / "digits.json"
@@ -65,6 +67,26 @@ def test_a_last_phase_is_a_marker_behind_a_dotted_line(study, figure):
     assert sorted(each.get_ydata()[1] for each in dotted) == pytest.approx(
         sorted(fmean(of(study, arm, 31)) for arm in ("sfd", "sfd without aligner"))
     )
+
+
+def of_early_end(run: RunRecord, rounds: int) -> RunRecord:
+    """Return a run that federation.patience ended after some rounds, before its last phase."""
+    kept = [*range(rounds), run.rounds]
+    curve = {key: [values[index] for index in kept] for key, values in run.curve.items() if len(values) == run.steps}
+    curve["step"] = list(range(1, rounds + 2))
+    return replace(run, curve=curve, steps=rounds + 1, summary=run.summary | {"rounds": rounds})
+
+
+def test_a_last_phase_is_not_averaged_with_rounds_where_runs_end_early(study):
+    runs = [run for run in study.records if run.arm == "sfd"][:2]
+    definition = study.definition.model_copy(update={"reference": "sfd"})
+    early = Study(definition, None, [of_early_end(runs[0], 5), of_early_end(runs[1], 8)], study.holdings)
+    ax = draw_curves(early, ["accuracy"]).axes[0]
+    assert list(line(ax, "sfd").get_xdata()) == [1, 2, 3, 4, 5]
+    (dotted,) = [each for each in ax.lines if each.get_linestyle() == ":"]
+    assert list(dotted.get_xdata()) == [5, 7.5]
+    assert dotted.get_ydata()[1] == pytest.approx(fmean(100 * run.curve["accuracy"][-1] for run in runs))
+    assert "sfd, after the last phase: " in render(early)
 
 
 def test_the_axis_counts_bytes_or_seconds(study):

@@ -4,7 +4,8 @@ If a method evaluates several models of a client, `matched@post_local` is the fi
 `post_local`.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from raylt.errors import ConfigError, did_you_mean
 from raylt.studies.records.record import RunRecord
 
 At = Literal["last", "last10", "validation", "best"]
+FINISH = math.inf  # step of the phase after the last round, see `by_step`
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,19 @@ def of_rounds(record: RunRecord, curve: str) -> list[float]:
     Only completed rounds count: federation.patience may have ended the run early.
     """
     return [value for value in record.curve.get(curve, [])[: record.rounds] if value is not None]
+
+
+def by_step(record: RunRecord, values: Sequence[Any]) -> dict[float, Any]:
+    """Return a finished run's values by step, where the phase after the last round is the step `FINISH`.
+
+    federation.patience may end runs of one arm after different rounds, so their last phases have different steps.
+
+    Args:
+        record: Record of the run.
+        values: One value for each step.
+    """
+    steps = [step if step <= record.rounds else FINISH for step in record.curve["step"]]
+    return dict(zip(steps, values, strict=True))
 
 
 def is_of_deployed_models(measure: str) -> bool:

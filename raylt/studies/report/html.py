@@ -17,7 +17,7 @@ from raylt.methods import METHODS
 from raylt.metrics import GROUPS
 from raylt.runs.callbacks.console import UNSAFE
 from raylt.studies.analysis.comparison import Comparison, Row
-from raylt.studies.analysis.measures import measure_of, value_of
+from raylt.studies.analysis.measures import FINISH, by_step, measure_of, value_of
 from raylt.studies.papers.verdicts import verdicts
 from raylt.studies.records.record import RunRecord
 from raylt.studies.report import svg
@@ -252,20 +252,20 @@ def _panels(
 
 def _curve(arm: str, colour: int, runs: Sequence[RunRecord], key: str) -> Curve | None:
     """Return an arm's curve over the rounds that all its runs evaluated, or None if there are no such rounds."""
-    columns = [dict(zip(run.curve["step"], run.curve[key], strict=True)) for run in runs]
-    # JSON may store whole numbers as floats
-    steps = [int(step) for step in columns[0] if all(column.get(step) is not None for column in columns)]
+    columns = [by_step(run, run.curve[key]) for run in runs]
+    steps = [step for step in columns[0] if all(column.get(step) is not None for column in columns)]
     if not steps:
         return None
     values = [[float(column[step]) for column in columns] for step in steps]
     return Curve(
         arm,
         colour,
-        rounds=steps,
+        # JSON may store whole numbers as floats
+        rounds=[max(run.steps for run in runs) if step == FINISH else int(step) for step in steps],
         mean=[fmean(of_step) for of_step in values],
         low=[min(of_step) for of_step in values],
         high=[max(of_step) for of_step in values],
-        finish=steps[-1] > runs[0].rounds,
+        finish=steps[-1] == FINISH,
     )
 
 
