@@ -62,8 +62,10 @@ def draw_arms(comparisons: Sequence[Comparison], path: Path | str | None = None)
             if line == len(cells) - 1:
                 ax.set_xlabel(f"{measure_of(measure).what} / {unit(measure)}", fontsize=9)
             style_axes(ax, "both")
+    counted = any(row.finished < len(row.values) for row in rows.values())
+    guessing = "\ndiverged runs count as guessing, or as the worst finished run" if counted else ""
     figure.supxlabel(
-        f"means with {100 * first.level:g} % t intervals; open: seeds; dotted: {plain_text(first.reference)}",
+        f"means with {100 * first.level:g} % t intervals; open: seeds; dotted: {plain_text(first.reference)}{guessing}",
         fontsize=9,
         color=INK,
     )

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,12 @@ def test_no_interval_leaves_the_values_that_a_share_can_have():
     ends = [x for ax in panels for line in ax.lines for x in line.get_xdata() if line.get_linestyle() == "-"]
     assert min(ends) >= 0
     assert max(x for line in panels[0].lines for x in line.get_xdata() if line.get_linestyle() == "-") <= 100
+
+
+def test_the_picture_says_what_the_dots_of_diverged_runs_are():
+    study = Study.open(DIGITS)
+    *rest, last = study.records
+    diverged = replace(last, state="failed", error="training.diverged", summary=None)
+    one_lost = Study(study.definition, None, [*rest, diverged], study.holdings)
+    assert "diverged runs count as guessing" in draw_arms([one_lost.compare()]).get_supxlabel()
+    assert "diverged" not in draw_arms([study.compare()]).get_supxlabel()
