@@ -248,8 +248,8 @@ def _short(value: Any) -> str:
 
 
 def _first_of(error: ValidationError) -> Any:
-    """Return the first mistake, or a missing method if that is the only mistake."""
-    return min(error.errors(), key=lambda mistake: mistake["loc"] == ("method",) and mistake["type"] == "missing")
+    """Return the first mistake, or a missing setting if there is no other: its name may be the one that is mistyped."""
+    return min(error.errors(), key=lambda mistake: mistake["type"] == "missing")
 
 
 def _refusal(kind: type[BaseModel], mistake: Any, prefix: str) -> ConfigError:

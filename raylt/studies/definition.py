@@ -14,6 +14,7 @@ A run is one arm in one cell with one seed. The seed sets both `seed` and `data.
 therefore train on the same split, and their differences are paired.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,14 +68,19 @@ class Definition(Section):
     about: str = ""
     recipe: str | None = None
     base: dict[str, Any] = Field(default={})
-    arms: dict[str, dict[str, Any]] = Field(min_length=1)
+    arms: dict[str, dict[str, Any]] = Field(
+        min_length=1, json_schema_extra={"takes": "a mapping from names to methods or settings, as in {prox: fedprox}"}
+    )
     cells: Cells = Field(default={})
     only: dict[str, list[str]] = Field(default={})  # arms to run, by cell label, for cells without all arms
     seeds: int | list[int] = 3
     measure: str = "accuracy"
     at: At = "last"
     reference: str | None = None
-    claims: list[str | dict[str, float]] = Field(default=[])  # {CLAIM: difference printed in a paper, in points}
+    # {CLAIM: difference printed in a paper, in points}
+    claims: list[str | dict[str, float]] = Field(
+        default=[], json_schema_extra={"takes": "a list of claims, as in [a > b, a > b on few, {b > c: 1.5}]"}
+    )
     tune: Tuning | None = None
     paper: str | None = None  # paper to compare the runs with; set by raylt reproduce
     scale: float = Field(default=1.0, gt=0, le=1)
@@ -86,6 +92,16 @@ class Definition(Section):
         if not isinstance(value, dict):
             return value
         return {name: {"method": arm} if isinstance(arm, str) else arm for name, arm in value.items()}
+
+    @field_validator("claims", mode="before")
+    @classmethod
+    def _claims(cls, value: Any) -> Any:
+        """Refuse what is not a claim, since pydantic would only say that it is not text."""
+        for claim in value if isinstance(value, list) else []:
+            numbers = claim.values() if isinstance(claim, dict) else []
+            if not isinstance(claim, str | dict) or not all(_is_finite(number) for number in numbers):
+                raise ValueError("must be texts, or texts with a number")
+        return value
 
     @field_validator("seeds", mode="before")
     @classmethod
@@ -343,11 +359,14 @@ class Definition(Section):
                 )
 
     def _check_measures(self) -> None:
-        for measure in (self.measure, *(name for claim in self.parsed_claims for name in claim.measures)):
+        measures = [("study.measure", self.measure)]
+        measures += [("study.claims", name) for claim in self.parsed_claims for name in claim.measures]
+        for key, measure in measures:
             try:
                 measure_of(measure)
             except ConfigError as error:
-                raise ConfigError(f"study: {error}", code=error.code, **error.details) from None
+                fault = str(error).removeprefix("measure: ")
+                raise ConfigError(f"{key}: {fault}", code=error.code, **error.details | {"key": key}) from None
         if self.at != "last" and measure_of(self.measure).every_round is None:
             raise ConfigError(
                 f"study.at: {self.measure} is computed only after the last round ({self.at}). Leave out at, or give a "
@@ -429,6 +448,10 @@ def define(tree: Mapping[str, Any]) -> Definition:
     definition.check_names()
     definition.runs()
     return definition
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_folder(key: str, name: str) -> None:

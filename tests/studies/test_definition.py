@@ -42,6 +42,11 @@ def test_a_runs_configuration_is_that_of_raylt_run_with_the_same_settings():
     assert run.config == config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
 
 
+def test_a_mistyped_key_is_named_before_a_missing_one():
+    with refused("config.unknown-key", ConfigError, key="study.armz"):
+        define({"name": "small", "armz": {"fedavg": "fedavg"}})
+
+
 def test_merge_knows_that_a_method_is_replaced_by_name_and_changed_by_fields():
     base = {"method": {"name": "sfd", "rf_dim": 10}, "data": {"alpha": 1}}
     assert merge(base, {"method": {"aligner": False}})["method"] == {"name": "sfd", "rf_dim": 10, "aligner": False}
@@ -90,7 +95,13 @@ def test_a_claim_may_say_how_far_a_paper_has_it():
         ),
         ({"claims": ["prox > sgd"]}, "config.unknown-name", {"key": "study.claims", "name": "sgd"}),
         ({"claims": [{"prox > sgd": 1}]}, "config.unknown-name", {"key": "study.claims", "name": "sgd"}),
-        ({"claims": ["prox > fedavg on fewest"]}, "config.unknown-name", {"key": "measure", "name": "fewest"}),
+        ({"claims": ["prox > fedavg on fewest"]}, "config.unknown-name", {"key": "study.claims", "name": "fewest"}),
+        ({"measure": "fewest"}, "config.unknown-name", {"key": "study.measure", "name": "fewest"}),
+        *(
+            ({"claims": [{"prox > fedavg": value}]}, "config.wrong-type", {"key": "study.claims"})
+            for value in (float("nan"), "large", True, [1])
+        ),
+        ({"claims": [["prox > fedavg"]]}, "config.wrong-type", {"key": "study.claims"}),
         ({"reference": "sgd"}, "config.unknown-name", {"key": "study.reference", "name": "sgd"}),
         ({"only": {"IF 20": ["prox"]}}, "config.unknown-name", {"key": "study.only", "name": "IF 20"}),
         ({"only": {"IF 10": ["sgd"]}}, "config.unknown-name", {"key": "study.only", "name": "sgd"}),

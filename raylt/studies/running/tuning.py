@@ -65,7 +65,9 @@ class Tuning(Section):
 
     runs: float = Field(gt=0, le=1000)
     count: Count = "steps"
-    ranges: dict[str, str] = Field(default={})
+    ranges: dict[str, str] = Field(
+        default={}, json_schema_extra={"takes": "a mapping from settings to ranges, as in {local.lr: 'uniform(0, 1)'}"}
+    )
     fields: dict[str, list[str]] = Field(default={})
     metric: Metric | None = None
     searcher: Literal["tpe", "random"] = "tpe"
