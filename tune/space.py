@@ -110,7 +110,7 @@ def separate(overrides: Sequence[str]) -> tuple[list[str], dict[str, Axis]]:
     """Separate overrides `key=value` into settings with one value and settings with a range.
 
     Raises:
-        ConfigError: A range is malformed.
+        ConfigError: A range is malformed, or its setting cannot be searched.
     """
     fixed = []
     ranges = {}
@@ -120,6 +120,7 @@ def separate(overrides: Sequence[str]) -> tuple[list[str], dict[str, Axis]]:
         if axis is None:
             fixed.append(override)
         else:
+            _check_searchable(key, axis)  # here, because the other settings lack a method that has a range
             ranges[key] = axis
     return fixed, ranges
 

@@ -123,6 +123,11 @@ def test_ranges_of_what_cannot_be_searched_are_refused(key, text, code):
         space(Config(method={"name": "fedprox"}), {key: text})
 
 
+def test_a_range_of_the_method_is_refused_before_the_method_is_missed():
+    with refused("search.not-searchable", ConfigError, key="method"):
+        separate(["method=choice(sfd,fedavg)"])
+
+
 def test_fields_restrict_what_is_searched_of_a_method():
     lr, config = {"local.lr": Uniform(0.1, 0.2)}, Config(method={"name": "fedprox"})
     assert space(config, lr, fields=[]) == lr
