@@ -369,7 +369,8 @@ def judged_on(done: Sequence[RunRecord], measure: str) -> str:
         low_count = "" if counts[0] == counts[-1] else f"{counts[0]} to "
         clients = f"{low_count}{count_of(counts[-1], 'client')}"
         have = "has" if counts[-1] == 1 else "have"
-        each = f"{min(sizes)} to {max(sizes)} test images each" if sizes else "test images of their own"
+        low_size = f"{min(sizes)} to " if sizes and min(sizes) < max(sizes) else ""
+        each = f"{low_size}{count_of(max(sizes), 'test image')} each" if sizes else "test images of their own"
         text += f"; {clients} {have} {each}"
     by_seed: dict[int, set[str]] = {}
     for run in done:

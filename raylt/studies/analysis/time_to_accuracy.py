@@ -21,6 +21,7 @@ class Reached:
             evaluated in one of them.
         passes: Number of FedAvg rounds in which a client computes as much: the rounds times the arm's passes per round,
             as a multiple of FedAvg's. None if not measured.
+        diverged: Number of diverged runs, which are not among `runs`.
     """
 
     cell: str
@@ -33,6 +34,7 @@ class Reached:
     seconds: float | None
     without_curve: int
     passes: float | None = None
+    diverged: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the medians as JSON values."""
@@ -41,6 +43,8 @@ class Reached:
 
 def reached(records: Sequence[RunRecord], target: float, measure: str = "accuracy") -> list[Reached]:
     """Return the rounds, bytes and seconds until finished runs reached the target, by arm and cell.
+
+    Diverged runs are counted, too, since an arm may reach the target with some seeds only.
 
     Args:
         records: Runs in any state.
@@ -62,9 +66,10 @@ def reached(records: Sequence[RunRecord], target: float, measure: str = "accurac
         )
     groups: dict[tuple[str, str], list[RunRecord]] = {}
     for record in records:
-        if record.state == "done":
-            groups.setdefault((record.cell, record.arm), []).append(record)
-    return [_reached(cell, arm, runs, target, curve) for (cell, arm), runs in groups.items()]
+        runs = groups.setdefault((record.cell, record.arm), [])
+        if record.state == "done" or record.diverged:
+            runs.append(record)
+    return [_reached(cell, arm, runs, target, curve) for (cell, arm), runs in groups.items() if runs]
 
 
 def with_passes(reaching: Sequence[Reached], costs: Mapping[tuple[str, str], float | None]) -> list[Reached]:
@@ -83,7 +88,8 @@ def with_passes(reaching: Sequence[Reached], costs: Mapping[tuple[str, str], flo
 
 
 def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float, curve: str) -> Reached:
-    with_curve = [run for run in runs if _has_curve(run, curve)]
+    done = [run for run in runs if run.state == "done"]
+    with_curve = [run for run in done if _has_curve(run, curve)]
     first_steps = [(run, index) for run in with_curve if (index := _first(run, target, curve)) is not None]
 
     def median_of(*keys: str) -> float | None:
@@ -100,7 +106,8 @@ def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float, curv
         median_of("step"),
         median_of("up", "down"),
         median_of("seconds"),
-        len(runs) - len(with_curve),
+        len(done) - len(with_curve),
+        diverged=len(runs) - len(done),
     )
 
 

@@ -168,9 +168,12 @@ def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
     notes = {
         "judged on": lines(lambda each: each.tests),
         ANSWERS: lines(_answers),
+        "arms with settings of their own": lines(lambda each: each.apart),
+        "tuned on validation samples": lines(lambda each: each.tuned),
+        "versions of the code": lines(lambda each: each.versions),
         UNSEALED: lines(lambda each: each.unsealed),
         DIVERGED: lines(lambda each: each.diverged),
-        "left out": lines(lambda each: each.left_out),
+        "left out": lines(lambda each: one_line_per_failure(each.left_out)),
     }
     return TextTable(title, head, rows, "l" * len(head), grouped=False, further=further, notes=notes)
 
@@ -300,9 +303,11 @@ def family(comparison: Comparison) -> str:
     chosen = ", of rounds chosen on the test set" if comparison.at == "best" else ""
     has_printed = any(judged.claim.printed is not None for judged in comparison.claims)
     printed = "; printed: the paper's difference, in or out of the interval" if has_printed else ""
+    equal = any(judged.verdict in ("no difference", "no spread") for judged in comparison.claims)
+    reasons = f"with fewer than six seeds{' or equal differences' if equal else ''}"
     if not tested:
-        return f"claims{chosen}; no p values with fewer than six seeds{printed}"
-    adjusted = f"p values adjusted by Holm in one family of {tested}, none with fewer than six seeds"
+        return f"claims{chosen}; no p values {reasons}{printed}"
+    adjusted = f"p values adjusted by Holm in one family of {tested}, none {reasons}"
     return f"claims{chosen}; {adjusted}{printed}"
 
 
@@ -518,10 +523,14 @@ def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str
 
 
 def _reached_by(each: Reached) -> str:
-    """Return how many runs reached the target; a run without values by round may have reached it or not."""
+    """Return how many finished runs reached the target, and how many others there are.
+
+    A run without values by round may have reached it or not.
+    """
     counted = [f"{each.reached} of {each.runs}"] if each.runs else []
     unknown = [f"{each.without_curve} without curve"] if each.without_curve else []
-    return ", ".join(counted + unknown)
+    diverged = [f"{each.diverged} diverged"] if each.diverged else []
+    return ", ".join(counted + unknown + diverged)
 
 
 def _overall(comparison: Comparison) -> tuple[str, list[str], list[list[str]]]:
@@ -547,7 +556,8 @@ def over_cells_of(comparison: Comparison) -> str:
 def _claims(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the heading and rows of the claims table."""
     claims = comparison.claims
-    cells = len({row.cell for row in comparison.rows}) > 1
+    # a claim may be on another measure than the table's, which only some cells may have
+    cells = len({each.cell for each in (*comparison.rows, *claims)}) > 1
     printed = any(each.claim.printed is not None for each in claims)
     heading = [
         "claim",

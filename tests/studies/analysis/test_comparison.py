@@ -255,6 +255,14 @@ def test_a_run_that_was_evaluated_once_does_not_tell_when_it_reached_a_target():
     assert note.startswith("b: ")
 
 
+def test_diverged_runs_are_named_next_to_those_that_reached_a_target():
+    failed = record("c", 0, 0.2, state="failed", summary=None)
+    rows = reached([failed, diverged("a", 1), diverged("b", 0), record("a", 0, 0.8)], 0.5)
+    assert [(row.arm, row.runs, row.reached, row.diverged) for row in rows] == [("a", 1, 1, 1), ("b", 0, 0, 1)]
+    (_, _, texts), *_ = comparison_tables.with_target(TextTable("", [], [], ""), rows, 0.5).further
+    assert [row[2] for row in texts] == ["1 of 1, 1 diverged", "1 diverged"]
+
+
 def few(run: RunRecord, value: float) -> RunRecord:
     """Return a finished run with another accuracy on few-shot classes."""
     return replace(run, summary=run.summary | {"groups": run.summary["groups"] | {"few": value}})
@@ -709,6 +717,17 @@ def test_a_claim_that_is_not_judged_in_a_cell_is_named_with_why():
     ]
 
 
+def test_claims_name_their_cells_where_the_measure_of_the_table_is_of_one_cell_only():
+    rows = [record(arm, seed, 0.5, cell=cell) for arm in "ab" for cell in CELLS for seed in (0, 1)]
+    for each in rows:
+        if each.cell == "IF 50":
+            each.summary["groups"]["few"] = None
+    claims = [read_claim("a > b on accuracy", ["a", "b"], "few")]
+    ((_, head, texts),) = comparison_tables.comparison_table(compare(rows, "a", claims, "few")).further
+    assert head[1] == "cell"
+    assert [row[1] for row in texts] == list(CELLS)
+
+
 def test_tables_say_what_claims_are_of_and_what_their_family_is():
     claims = [read_claim(text, ["a", "b"], "accuracy") for text in ("b > a", "b > a on bytes_up")]
     text = comparison_tables.comparison_table(compare(records(), "a", claims, at="best")).markdown()
@@ -763,6 +782,29 @@ def test_claims_of_several_studies_stand_one_below_the_other():
         comparison_tables.claims_table({"silent": compare(records(), "a")})
 
 
+def test_claims_of_a_study_have_the_notes_of_its_table():
+    runs = [each for each in records() if (each.arm, each.seed) != ("b", 5)]
+    runs += [record("b", 5, 0.0, cell=cell, state="failed", problem="why", summary=None) for cell in CELLS]
+    runs[0] = replace(runs[0], made={"codes": ["d" * 64]})
+    own = {"b": {"local.lr": 0.2}}
+    compared = compare(runs, "a", [Claim("b", "a", "accuracy")], own=own, tuned=["b: lr 0.2"], mix_versions=True)
+    notes = comparison_tables.claims_table({"s": compared}).notes
+    assert notes["versions of the code"] == ["s: dddddddddddd: 1 run", "s: cccccccccccc: 21 runs"]
+    assert notes["arms with settings of their own"] == ["s: b: local.lr 0.2"]
+    assert notes["tuned on validation samples"] == ["s: b: lr 0.2"]
+    assert "s: IF 10/b/seed-5 and 1 more: failed: why" in notes["left out"]
+
+
+def test_the_family_names_each_reason_for_a_missing_p_value():
+    def heading(above):
+        runs = [record(arm, seed, 0.5 + value * (arm == "b")) for arm in "ab" for seed, value in enumerate(above)]
+        return comparison_tables.family(compare(runs, "a", [Claim("b", "a", "accuracy")]))
+
+    assert heading([0.1] * 6) == "claims; no p values with fewer than six seeds or equal differences"
+    assert heading([0.1, 0.2]) == "claims; no p values with fewer than six seeds"
+    assert heading([0.1, 0.2] * 3).endswith("one family of 1, none with fewer than six seeds")
+
+
 def test_the_table_over_cells_names_those_that_it_is_over():
     rows = [record(arm, seed, 0.5, cell=cell) for arm in "ab" for cell in ("x", "y", "z") for seed in (0, 1, 2)]
     assert compare(rows, "a").whole == ["x", "y", "z"]
@@ -793,4 +835,4 @@ def test_one_client_has_test_images_of_its_own():
     (each, *_) = records()
     groups = {"many": 90, "medium": 120, "few": 90}
     each.summary["tests"] = {"images": 300, "groups": groups, "thresholds": [20, 60], "own": [4], "one_class": []}
-    assert judged_on([each], "accuracy").endswith("; 1 client has 4 to 4 test images each")
+    assert judged_on([each], "accuracy").endswith("; 1 client has 4 test images each")
