@@ -10,7 +10,7 @@ from raylt.cli.main import ClickException
 from raylt.cli.studies.compare import open_any
 from raylt.cli.studies.page import filled
 from raylt.cli.studies.page import page as write_page
-from raylt.errors import ConfigError
+from raylt.errors import CheckpointError, ConfigError
 from raylt.studies.report.comparison_tables import comparison_table, measures_table
 from raylt.studies.study import Study
 
@@ -28,6 +28,12 @@ def test_a_table_is_written_between_its_comments_and_nothing_else_changes():
     assert filled(written) == written
     # a page with the line ends of Windows
     assert "IF 50" in filled(text.replace("\n", "\r\n"))
+
+
+def test_an_error_of_a_comparison_names_the_page_and_the_comment():
+    with refused("file.not-found", CheckpointError) as caught:
+        filled(PAGE.format("absent.json --measure few"), "results.md")
+    assert str(caught.value).startswith("results.md, raylt compare absent.json --measure few: ")
 
 
 @pytest.mark.parametrize("words", ["--help", "--help {}", "{} --help", "{} --format json --help"])

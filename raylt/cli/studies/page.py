@@ -19,7 +19,7 @@ from raylt import store
 from raylt.cli.options import out
 from raylt.cli.studies.compare import compare, results_read_once
 from raylt.disk import is_file
-from raylt.errors import ConfigError, count_of
+from raylt.errors import CheckpointError, ConfigError, count_of
 
 START = "<!-- raylt compare "
 END = "<!-- end of raylt compare -->"
@@ -59,7 +59,7 @@ def filled(text: str, name: str = "page") -> str:
 
     Raises:
         ConfigError: A comment that starts a table has no matching end, or the page has no such comments.
-        RayltError: `raylt compare` failed.
+        RayltError: `raylt compare` failed; the error names the page and the comment.
     """
     starts = text.count(START)
     ends = text.count(END)
@@ -81,7 +81,7 @@ def filled(text: str, name: str = "page") -> str:
             starts=0,
             ends=0,
         )
-    return BLOCK.sub(lambda block: block[1] + "\n" + _table(block[2]) + "\n" + block[3], text)
+    return BLOCK.sub(lambda block: block[1] + "\n" + _table(block[2], name) + "\n" + block[3], text)
 
 
 def _read(file: Path) -> str:
@@ -95,13 +95,18 @@ def _read(file: Path) -> str:
         ) from None
 
 
-def _table(arguments: str) -> str:
-    """Return the output of `raylt compare ARGUMENTS --format markdown`."""
+def _table(arguments: str, name: str) -> str:
+    """Return the output of `raylt compare ARGUMENTS --format markdown`.
+
+    Args:
+        arguments: Arguments of a comment.
+        name: Name of the comment's page in error messages.
+    """
     try:
         words = shlex.split(arguments)
     except ValueError as error:
         raise ConfigError(
-            f"page: a comment cannot be parsed ({START}{arguments} -->: {error}). Close the quotation.",
+            f"{name}: a comment cannot be parsed ({START}{arguments} -->: {error}). Close the quotation.",
             code="file.malformed",
             value=arguments,
         ) from None
@@ -115,14 +120,16 @@ def _table(arguments: str) -> str:
     except UsageError as error:
         reason = error.format_message().replace("Value error, ", "").rstrip(".")
         raise ConfigError(
-            f"page: raylt compare does not accept the arguments of a comment ({reason}). Use that command's arguments.",
+            f"{name}: raylt compare does not accept a comment's arguments ({reason}). Use that command's arguments.",
             code="file.malformed",
             value=arguments,
         ) from None
+    except (ConfigError, CheckpointError) as error:
+        raise type(error)(f"{name}, raylt compare {arguments}: {error}", code=error.code, **error.details) from None
     table = printed.getvalue()
     if code or not any(line.startswith("|") for line in table.splitlines()):
         raise ConfigError(
-            f"{START}{arguments} -->: prints no table. Give arguments of a comparison.",
+            f"{name}, raylt compare {arguments}: prints no table. Give arguments of a comparison.",
             code="file.malformed",
             value=arguments,
         )
