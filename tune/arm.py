@@ -59,7 +59,8 @@ def tune_arm(
     base = with_validation(base)
     reference = with_validation(reference)
     arm_space = _space(base, tuning, arm)
-    budget = round(tuning.runs * cost_of(reference, sizes(reference), tuning.count))
+    unit = cost_of(reference, sizes(reference), tuning.count)
+    budget = round(tuning.runs * unit)
     outcome: Tuned = {"asked": "", "values": {}, "score": None, "trials": 0, "client_steps": 0, "budget": budget}
     if tuning.count != "steps":
         outcome["count"] = tuning.count
@@ -71,7 +72,7 @@ def tune_arm(
     if cost > budget:
         raise ConfigError(
             f"study.tune.runs: the budget is {budget} {UNITS[tuning.count]}, but one trial of the arm takes {cost} "
-            f"({tuning.runs:g}). Raise it to at least {tuning.runs * cost / max(budget, 1):.2g}.",
+            f"({tuning.runs:g}). Raise it to at least {ceil(100 * cost / unit) / 100:g}.",
             code="search.budget-too-small",
             key="study.tune.runs",
             value=tuning.runs,

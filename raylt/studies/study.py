@@ -565,8 +565,12 @@ class Study:
             for arm, changes in definition.arms.items()
         }
         metric = definition.tune.metric if definition.tune else None
+        planned = {(record.cell, record.arm) for record in self.records}  # without arms removed since their search
         lines = [
-            describe(cell, arm, outcome, metric) for cell, arms in self.tuned.items() for arm, outcome in arms.items()
+            describe(cell, arm, outcome, metric)
+            for cell, arms in self.tuned.items()
+            for arm, outcome in arms.items()
+            if (cell, arm) in planned
         ]
         diverged = any(record.diverged for record in self.records)  # only diverged runs need the number of classes
         return compare(

@@ -156,6 +156,15 @@ def test_an_error_of_a_search_names_the_key_of_the_study(tmp_path, tune, code, k
     assert str(caught.value).startswith(f"{key}: ")
 
 
+@pytest.mark.parametrize("runs", [0.001, 0.5])
+def test_a_budget_that_is_too_small_is_refused_with_one_that_is_large_enough(tmp_path, runs):
+    definition = define(TUNED | {"tune": {"runs": runs, "splits": 2, "searcher": "random"}})
+    base = definition.bases()["", "prox"]
+    with refused("search.budget-too-small", ConfigError, key="study.tune.runs", value=runs) as caught:
+        tune_arm(tmp_path, base, base, definition.tune, "prox")
+    assert str(caught.value).endswith("Raise it to at least 2.")
+
+
 def test_arms_without_rounds_are_searched_and_are_no_unit_of_a_budget(tmp_path):
     exchange = {"method": "fed3r", "federation.rounds": 0}
     base = TUNED["base"] | {"trainable": "classifier"}
@@ -435,6 +444,13 @@ def test_tables_say_what_was_tuned():
     comparison = compare([finished("a", 0, 0.5)], "a", tuned=[line])
     assert f"- {line}" in comparison_tables.comparison_table(comparison).markdown()
     assert f"% tuned on validation samples: {line}" in comparison_tables.comparison_table(comparison).latex()
+
+
+def test_tables_leave_out_what_a_removed_arm_was_tuned_to():
+    definition = define(TUNED | {"arms": {"prox": "fedprox"}, "seeds": 1})
+    tuned = {"": {arm: outcome(define(TUNED), arm, **{"method.mu": 0.5}) for arm in ("prox", "prox 1")}}
+    study = Study(definition, None, [finished("prox", 0, 0.5)], {}, tuned)
+    assert [line.partition(":")[0] for line in study.compare().tuned] == ["prox"]
 
 
 @pytest.mark.slow
