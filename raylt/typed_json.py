@@ -63,7 +63,8 @@ def parse_json(content: bytes | str, what: str, error: type[RayltError] = Checkp
     except DoubledKey as doubled:
         raise error(f"{what}: {doubled}. Use an intact copy.", code="file.malformed", key=doubled.key) from None
     except (ValueError, RecursionError) as invalid:
-        raise error(f"{what}: is not JSON ({' '.join(str(invalid).split())})", code="file.malformed", key="") from None
+        reason = " ".join(str(invalid).split())
+        raise error(f"{what}: is not JSON ({reason}). Use an intact copy.", code="file.malformed", key="") from None
 
 
 def check_json(tree: Any, kind: "TypeAdapter[T]", what: str, error: type[RayltError] = CheckpointError) -> T:
@@ -73,7 +74,8 @@ def check_json(tree: Any, kind: "TypeAdapter[T]", what: str, error: type[RayltEr
     except ValidationError as invalid:
         first = invalid.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        message = f"{what}: {f'{where}: ' if where else ''}{first['msg'][:1].lower()}{first['msg'][1:]}"
+        reason = f"{first['msg'][:1].lower()}{first['msg'][1:]}".rstrip(".")
+        message = f"{what}: {f'{where}: ' if where else ''}{reason}. Use an intact copy."
         raise error(message, code="file.malformed", key=where) from None
 
 
