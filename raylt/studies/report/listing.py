@@ -204,7 +204,8 @@ def _search(folder: Path) -> ListedRun:
     methods: list[str] = []
     with suppress(CheckpointError), Folder.open(folder) as opened:
         methods = sorted(opened.read_json(SEARCH, _SEARCH_PLAN, MAX_FILE_BYTES)["spaces"])
-    state = "running" if is_locked(folder) else "done" if (folder / "seal.json").is_file() else "stopped"
+    ended = "done" if (folder / "best.yaml").is_file() else "failed"  # no trial may have reached its end
+    state = "running" if is_locked(folder) else ended if (folder / "seal.json").is_file() else "stopped"
     ages = [seconds for trial in trials if (seconds := age(trial)) is not None]
     return ListedRun(
         folder.name, "search", ", ".join(methods), state, count_of(count, "trial"), None, min(ages, default=None)

@@ -191,7 +191,9 @@ def test_listing_has_searches_and_their_trials(tmp_path, run):
     assert {trial.name for trial in listing(search)} == {f"trials/{name}" for name in trials}
     (search / "seal.json").write_text("{}")
     (search / "search.json").write_text("[")
-    assert [(entry.method, entry.state) for entry in listing(tmp_path) if entry.kind == "search"] == [("", "done")]
+    for state in ("failed", "done"):
+        assert [(each.method, each.state) for each in listing(tmp_path) if each.kind == "search"] == [("", state)]
+        (search / "best.yaml").write_text("")  # of a search in which a trial has finished
     with (search / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert [entry.state for entry in listing(tmp_path) if entry.kind == "search"] == ["running"]
