@@ -648,5 +648,5 @@ def without_remedy(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe any error in one line: raylt's own errors by their message, others by `one_line`."""
-    return str(error) if isinstance(error, RayltError) else one_line(error)
+    """Describe any error in one line: raylt's own errors by their message, others by `user_fault`."""
+    return str(error) if isinstance(error, RayltError) else user_fault(error)

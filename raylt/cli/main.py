@@ -31,7 +31,7 @@ from raylt.cli.verify import verify
 from raylt.config.reading import reason_of
 from raylt.config.sections import SIGNS
 from raylt.disk import FULL
-from raylt.errors import ConfigError, DiskFull, RayltError, abrupt_exits_raised, at_the_shell, no_exit, one_line
+from raylt.errors import ConfigError, DiskFull, RayltError, abrupt_exits_raised, at_the_shell, no_exit, user_fault
 from raylt.signals import STOPPED, guard_output
 
 EXAMPLES = "\n\n".join(
@@ -188,7 +188,7 @@ def main() -> None:
             err.print(f"error [{error.code}]: {error}", soft_wrap=True)
             code = error.exit_code
         else:
-            err.print(f"error [{UNFORESEEN}]: {one_line(error)}. Show the traceback with --debug.", soft_wrap=True)
+            err.print(f"error [{UNFORESEEN}]: {user_fault(error)}. Show the traceback with --debug.", soft_wrap=True)
             code = 1
     if code == STOPPED:  # typer converts Ctrl-C to an exit
         err.print("stopped; continue with the same command" if _command(arguments) in CONTINUED else "stopped")

@@ -34,6 +34,15 @@ def test_unforeseen_exception_is_one_line_with_a_code_and_its_place(raylt, monke
     assert err.count("\n") == 1
 
 
+def test_an_exception_in_a_round_names_the_line_of_the_users_file(raylt, tmp_path, no_guests):
+    text = "import raylt\nclass Mine(raylt.Method):\n    name, paper = 'typo', 'for tests'\n"
+    text += "    def round(self, server, fleet):\n        got = fleet.ask(self.join, fleet.everyone, {})\n"
+    (tmp_path / "own.py").write_text(text + "        server.step(got['model'])\n")
+    code, _, err = raylt("--plugin", "own.py", "run", *SMALL, "method=typo", "--fleet", "local")
+    assert code == 1
+    assert "error [command.failed]: KeyError: 'model' (own.py:6, in round)." in err
+
+
 def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt

@@ -17,7 +17,7 @@ from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault, Unusable, packed, unpacked
 from raylt.data.task import Task
-from raylt.errors import ClientError, RayltError, one_line
+from raylt.errors import ClientError, RayltError, user_fault
 from raylt.own_code.shipment import pickle_modules_by_name
 from raylt.seeds import seed_for
 from raylt.tree import Tree, from_arrays, to_arrays
@@ -52,7 +52,7 @@ class LocalFleet(Fleet):
                 results.append(compute(fn_copy, item_copy, threads, self._host.device, show))
             except Exception as error:
                 raise RayltError(
-                    f"{name}, item {number}: {one_line(error)}", code="server.map-failed", function=name, item=number
+                    f"{name}, item {number}: {user_fault(error)}", code="server.map-failed", function=name, item=number
                 ) from error
         return results
 

@@ -15,7 +15,7 @@ from raylt.core.fleet.block_sums import BlockSums, ReplyLayout, SummedReply
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.robust.outliers import LengthBound, exceeds, is_compared, length
 from raylt.core.fleet.wire import Fault, Path, Unusable, dotted, shown
-from raylt.errors import count_of, one_line
+from raylt.errors import count_of, user_fault
 
 Arrived = Reply | SummedReply | Unusable
 
@@ -24,6 +24,7 @@ Arrived = Reply | SummedReply | Unusable
 MAX_VALUE = {"mean": 1e6, "total": 1e8, "each": 1e18}
 LARGEST_NUMBER = torch.finfo(torch.float32).max
 LARGEST_COUNT = 2**53  # sums are computed in float64, where larger integers are not exact
+ONLY_COUNTS = "whole numbers of a total count samples; send others as floats"
 MAX_BATCHES_PER_CALL = 2**32  # limit on the increase of a batch counter in a mean
 VARIANCE = "running_var"  # suffix of names in a model whose values must not be negative: every output would be NaN
 MODEL = "model"  # name of the part that is a client's model, in built-in methods and in most plugins
@@ -222,7 +223,7 @@ class Schema:
         for path, leaf in counts:
             least, count = _least_and_sum(leaf)
             if least < 0:
-                return Fault("reply.wrong-sums", f"{dotted(path)} counts {shown(least)} samples")
+                return Fault("reply.wrong-sums", f"{dotted(path)} counts {shown(least)} samples ({ONLY_COUNTS})")
             label = str(path[-1]) if len(path) > 1 else ""
             sums[label] = sums.get(label, 0) + count
         for label, count in sums.items():
@@ -231,7 +232,7 @@ class Schema:
                 text = f"{counted} counts {shown(count)} samples, and the client has {labels}"
                 return Fault("reply.wrong-sums", text)
             if part.kind == "total" and count > max(labels, part.largest or 0):
-                text = f"{counted} counts {shown(count)}, and the client has {count_of(labels, 'sample')}"
+from raylt.errors import count_of, user_fault
                 return Fault("reply.wrong-sums", text)
         if missing := [label for label in part.counted if label not in sums]:
             return Fault("reply.wrong-sums", f"{name}.{missing[0]}".rstrip(".") + " counts no samples")
@@ -319,7 +320,7 @@ def _reason(condition: Callable[..., str | None] | None, *arguments: Any) -> str
     try:
         return condition(*arguments)
     except Exception as error:
-        return f"cannot be checked: {one_line(error)}"
+        return f"cannot be checked: {user_fault(error)}"
 
 
 def _least_and_sum(leaf: Tensor | int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raylt.core.client import Reply
 from raylt.core.device import is_full
-from raylt.errors import CODES, RayltError, one_line, shorten, type_name
+from raylt.errors import CODES, RayltError, describe_error, one_line, shorten, type_name
 from raylt.tree import Tree, map_tensors, to, to_arrays, view
 
 MAX_DEPTH = 16  # nested dicts; a model's entries are one dict, with dotted names
@@ -65,7 +65,7 @@ class Fault:
         if is_full(error):
             return cls("device.full", one_line(error))
         own_code = error.code if isinstance(error, RayltError) else ""
-        return cls(own_code or "client.failed", one_line(error))
+        return cls(own_code or "client.failed", describe_error(error))
 
     def __str__(self) -> str:
         return self.text

@@ -21,7 +21,7 @@ from raylt.core.fleet.wire import Fault, packed, unpacked
 from raylt.core.processes.forked_workers import ForkedWorkers, Lost
 from raylt.core.training.stacked_sgd import FEW
 from raylt.data.task import Task
-from raylt.errors import ClientError, ClientLost, ConfigError, RayltError, one_line
+from raylt.errors import ClientError, ClientLost, ConfigError, RayltError, user_fault
 from raylt.machine import cores
 from raylt.tree import Tree, from_arrays, to_arrays
 
@@ -201,7 +201,7 @@ class ProcessFleet(LocalFleet):
             fn, item = pickle.loads(shared), pickle.loads(task.item)
             return to_arrays(compute(fn, item, 1, self._host.device))
         except Exception as error:
-            return Fault("server.map-failed", one_line(error))
+            return Fault("server.map-failed", user_fault(error))
 
 
 def _probe() -> Fault | None:
