@@ -20,6 +20,8 @@ from raylt.data.label_maps import class_counts
 from raylt.data.task import Shard
 from raylt.models.split import SplitModel, StateDict, load_entries, with_classifier
 
+TRIED = 2  # samples on which a client's models are tried
+
 
 @dataclass(frozen=True)
 class Judge:
@@ -47,6 +49,31 @@ class Judge:
         cells = cells_of(counts.all) if owners is None else cells_with_own(counts, client.id)
         # records of runs name this entry where they say why a reply was rejected
         return client.reply(confusion=cells, not_numbers=int(counts.nan_predictions))
+
+
+@dataclass(frozen=True)
+class ModelTrial:
+    """The client function that tries the evaluation of a client's models before it is due.
+
+    Attributes:
+        method: The method whose models are tried.
+    """
+
+    method: Method
+
+    @torch.no_grad()
+    def judge(self, client: Client, message: Message) -> Reply:
+        """Let each of the client's models predict a few of its own samples; reply with the number of NaN predictions.
+
+        Raises:
+            ConfigError: A function of the method does not return a model, or predictions have another shape.
+        """
+        counts = Counts(client.model.classes, client.device)
+        batch = next(client.samples.in_order(TRIED))
+        for other in (None, *self.method.other_models):
+            model = judged_model(self.method, client, message["model"], other).eval()
+            counts.add(self.method.predict(model, batch.x), batch)
+        return client.reply(not_numbers=int(counts.nan_predictions))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from raylt.core.client import Client, Message, Reply
 from raylt.core.device import InHalves, all_threads
 from raylt.core.evaluation.client_models import (
     Judge,
+    ModelTrial,
     NewClient,
     cells_with_own,
     counts_on,
@@ -31,7 +32,7 @@ from raylt.core.evaluation.client_models import (
 from raylt.core.evaluation.counts import NO_CLIENT, Counts, CountsByClient, Matrices, counts_of
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.fleet import Fleet
-from raylt.core.fleet.reductions import Reduction
+from raylt.core.fleet.reductions import Reduction, each
 from raylt.core.method import Method
 from raylt.core.report import FRESH, POOLED, SHARED
 from raylt.core.server import Server
@@ -39,13 +40,14 @@ from raylt.data.images.cache import Mapped, load
 from raylt.data.samples import Samples
 from raylt.data.splits.split import grouped
 from raylt.data.task import Shard, Task
-from raylt.errors import RayltError
+from raylt.errors import RayltError, TooFewReplies
 from raylt.models.split import SplitModel
 from raylt.seeds import seeded
 from raylt.tree import view
 
 # With more clients, only the last evaluation lists metrics by client: for 1,000,000 clients these are 80 MB of JSON.
 MAX_LISTED_CLIENTS = 10_000
+CHANCE = frozenset({"client.late", "client.lost", "device.full"})  # failures of a trial that are no mistake of a method
 
 
 class Evaluator:
@@ -75,6 +77,8 @@ class Evaluator:
         due = self._global_is_due(step, last)
         shared, of_each_image = self._judge_global(last) if due else (None, {})
         clients = self._judge_clients(self.fleet.everyone) if own_models and self._clients_are_due(step, last) else None
+        if self.method.personal and step == 1 and clients is None:
+            self._try_client_models()
         deployed = clients if own_models else _as_deployed(shared)
 
         judged: dict[str, Any] = {}
@@ -186,6 +190,22 @@ class Evaluator:
             )
         self._warn_of_nan_predictions(sum(got["not_numbers"].values()), "clients' models")
         return Matrices(None, *_split(got["confusion"], self.task.classes))
+
+    def _try_client_models(self) -> None:
+        """Let one client of the first round predict with its own models.
+
+        They are evaluated after the last round, and a mistake of the method would end the run only then.
+        """
+        id = min(self.fleet.round_stats.participants or self.fleet.ids)
+        message = {"model": judged_entries(self.server, self.method)}
+        try:
+            with self.fleet.judging():
+                got = self.fleet.ask(ModelTrial(self.method).judge, [id], message, not_numbers=each.like(0))
+        except TooFewReplies as error:
+            if error.details.get("cause") in CHANCE:
+                return
+            raise
+        self._warn_of_nan_predictions(sum(got["not_numbers"].values()), "clients' models")
 
     def _judge_new_clients(self, deployed: Matrices | None) -> dict[str, Any]:
         """Evaluate the clients that join after training, without changing the server or these clients.

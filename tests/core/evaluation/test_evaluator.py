@@ -1,6 +1,7 @@
 """Figures of segmentation, where each client sees the classes in its own way, against counts by hand."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,11 +13,15 @@ from tiny import configure, make_experiment
 from raylt.contract.case import CPU, Case, make_scenes
 from raylt.core.evaluation.counts import Matrices
 from raylt.core.evaluation.evaluator import validate
+from raylt.core.fleet.fleet import Answer
+from raylt.core.fleet.function_name import function_name
 from raylt.data.label_maps import class_counts, class_views
 from raylt.data.samples import IGNORED, Samples
 from raylt.data.task import Shard
-from raylt.errors import ConfigError
+from raylt.errors import ClientLost, ConfigError, TooFewReplies
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedper import FedPer
+from raylt.models.split import with_classifier
 
 
 @pytest.fixture
@@ -69,6 +74,56 @@ def test_a_prediction_without_one_logit_per_class_ends_the_evaluation(cut, tiny_
 
     with refused("model.wrong-output", ConfigError, key="method"):
         make_experiment(configure(), tiny_task, tmp_path, Cuts()).step()
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (lambda client: client.state["own"], "client.failed"),
+        (lambda client: client.model.classifier, "model.wrong-type"),
+        (lambda client: with_classifier(client.model, client.model.classifier.weight[:2], None), "model.wrong-output"),
+    ],
+    ids=["raises", "no model", "two classes"],
+)
+@pytest.mark.parametrize("function", ["client_model", "other_model"])
+def test_a_mistake_in_a_client_s_model_ends_the_first_round_not_the_last(function, answer, code, tiny_task, tmp_path):
+    class Mistaken(FedPer):
+        other_models: ClassVar = ("second",)
+
+        def other_model(self, client, name):
+            return client.model
+
+    own = type("Own", (Mistaken,), {function: lambda self, client, *name: answer(client)})
+    with refused("reply.too-few", TooFewReplies, round=1, function="judge", cause=code):
+        make_experiment(configure(), tiny_task, tmp_path, own()).step()
+
+
+def test_a_client_that_is_lost_in_the_trial_of_its_model_ends_no_run(tiny_task, tmp_path):
+    experiment = make_experiment(configure(), tiny_task, tmp_path, FedPer())
+    answers = experiment.fleet._answers
+    lost = []
+
+    def lose(fn, ids, *call):
+        if function_name(fn) != "judge":
+            yield from answers(fn, ids, *call)
+            return
+        lost.extend(ids)
+        yield from (Answer(id, None, None, ClientLost(id, 1, "judge", "its process died")) for id in ids)
+
+    experiment.fleet._answers = lose
+    report = experiment.step()
+    assert lost == [0]
+    assert report.clients is None
+
+
+def test_predictions_of_a_client_s_model_that_are_not_numbers_are_counted_after_the_first_round(tiny_task, tmp_path):
+    class NotANumber(FedPer):
+        def client_model(self, client):
+            classifier = client.model.classifier
+            return with_classifier(client.model, classifier.weight * torch.nan, classifier.bias)
+
+    report = make_experiment(configure(), tiny_task, tmp_path, NotANumber()).step()
+    assert report.figures["predictions"].startswith("2 predictions of clients' models are not numbers")
 
 
 @pytest.mark.parametrize(("method", "evaluated"), [("local", False), ("fedproto", False), ("fedper", True)])
