@@ -131,6 +131,7 @@ CODES: dict[str, str] = {
     "model.lacks-layer": "The model has no layer of this name.",
     "model.none-global": "Each client keeps its own running statistics, so the run has no global model.",
     "model.not-finite": "A model's weights or its predictions are infinite or not a number.",
+    "model.not-repeatable": "The user's model has other weights or logits when it is built or called again.",
     "model.out-of-range": "An entry of a new model holds a value that no reply may have.",
     "model.shared-memory": "Entries of the user's model share memory.",
     "model.teacher-mismatch": "A teacher does not fit the task or the model.",

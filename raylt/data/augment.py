@@ -20,6 +20,7 @@ from raylt.data.image_policies import ImagePolicy, auto_augment, rand_augment, t
 from raylt.data.label_maps import VOID
 from raylt.errors import ConfigError
 from raylt.recordability import is_recordable, recordable
+from raylt.seeds import seeded
 
 #: A function (x, y, generator) -> (x, y) on images uint8 [B, H, W, channels] and their labels.
 Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
@@ -343,7 +344,19 @@ def try_augmentation(augment: Augmentation, shape: tuple[int, int, int], classes
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (TRIED, *shape), generator=generator).to(torch.uint8)
     y = torch.randint(0, min(classes, VOID), (TRIED, *shape[:2]) if maps else (TRIED,), generator=generator)
-    _, labels = augment(x, y.to(torch.uint8) if maps else y, generator)
+    y = y.to(torch.uint8) if maps else y
+    results = []
+    for _ in range(2):
+        with seeded(0, "trial"):  # a client function may use torch's own generator, too
+            results.append(augment(x.clone(), y.clone(), torch.Generator().manual_seed(0)))
+    images, labels = results[0]
+    if not (torch.equal(images, results[1][0]) and torch.equal(labels, results[1][1])):
+        raise ConfigError(
+            "augment: a second call with the same batch and generator returned other images or labels, so no run could "
+            "be repeated. Draw from the generator alone, and keep nothing between calls.",
+            code="plugin.failed",
+            key="augment",
+        )
     labels = labels[labels != VOID] if maps else labels
     if not labels.is_floating_point() and ((labels < 0) | (labels >= classes)).any():
         raise ConfigError(

@@ -9,9 +9,19 @@ from raylt.models.resnet import resnet8, resnet8_proj, resnet18, resnet32, resne
 from raylt.models.segment import LRASPPEncoder, lraspp
 from raylt.models.split import SplitModel
 from raylt.models.torchvision_timm import library_model
-from raylt.models.trial import materialise, try_model
+from raylt.models.trial import check_weights, materialise, try_model
 
-__all__ = ["LIBRARIES", "MODELS", "SEGMENTERS", "ModelFactory", "SplitModel", "build", "build_model", "try_model"]
+__all__ = [
+    "LIBRARIES",
+    "MODELS",
+    "SEGMENTERS",
+    "ModelFactory",
+    "SplitModel",
+    "build",
+    "build_model",
+    "check_weights",
+    "try_model",
+]
 
 ModelFactory = Callable[[int, tuple[int, int, int]], SplitModel]
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from raylt.errors import ConfigError, type_name, user_fault
-from raylt.models.split import SplitModel
+from raylt.models.split import SplitModel, load_entries
+from raylt.seeds import seeded
 
 IMAGES = 2  # BatchNorm needs two values per channel in training mode
 
@@ -38,6 +39,7 @@ def try_model(name: str, model: SplitModel, shape: tuple[int, int, int], setting
         logits.sum().backward()
         with torch.no_grad():
             _check_logits(setting, name, model, model.eval()(x), x)
+            _check_repetition(setting, name, model, x)
     except ConfigError:
         raise
     except Exception as error:  # from the user's code
@@ -49,6 +51,33 @@ def try_model(name: str, model: SplitModel, shape: tuple[int, int, int], setting
             key=setting,
             value=name,
         ) from error
+
+
+def check_weights(name: str, model: SplitModel, again: SplitModel, setting: str = "model") -> None:
+    """Raise ConfigError if a model would not start with the same entries in every process.
+
+    Args:
+        name: Name of the model, or of the method that builds it, for messages.
+        model: The model.
+        again: The model, built once more with the same seed.
+        setting: Key of the setting that names it.
+
+    Raises:
+        ConfigError: An entry of the two differs.
+    """
+    others = again.state_dict()
+    for entry, value in model.state_dict().items():
+        if not isinstance(value, Tensor) or value.isnan().any():
+            continue  # other checks refuse it
+        if entry not in others or not torch.equal(value, others[entry]):
+            raise ConfigError(
+                f"{setting}: {entry} of {name} is different when the model is built again, and every process builds "
+                "it. Draw weights from torch's global generator.",
+                code="model.not-repeatable",
+                key=setting,
+                value=name,
+                entry=entry,
+            )
 
 
 def materialise(model: SplitModel, shape: tuple[int, int, int]) -> None:
@@ -130,6 +159,24 @@ def _check_logits(setting: str, name: str, model: SplitModel, logits: object, x:
             key=setting,
             value=name,
             part="classifier",
+        )
+
+
+def _check_repetition(setting: str, name: str, model: SplitModel, x: Tensor) -> None:
+    """Raise an error if a training pass depends on more than the entries, the images and torch's random state."""
+    entries = {entry: value.clone() for entry, value in model.state_dict().items()}
+    results = []
+    for _ in range(2):
+        load_entries(model, entries)
+        with seeded(0, "trial"):
+            results.append(model.train()(x))
+    if not torch.allclose(*results):
+        raise ConfigError(
+            f"{setting}: {name} returns other logits for the same images, entries and state of torch's random "
+            "generator, so no run could be repeated. Keep numbers that change in buffers, and draw with torch alone.",
+            code="model.not-repeatable",
+            key=setting,
+            value=name,
         )
 
 

@@ -5,6 +5,7 @@ from raylt.core.checkpoint.frozen import check_frozen
 from raylt.core.encoding import Report, encode
 from raylt.core.setup import Setup
 from raylt.data.task import Task
+from raylt.errors import own_function
 from raylt.models.split import SplitModel
 
 
@@ -34,8 +35,18 @@ def prepare(
     side = setup.config.input
     if side is not None and (height, width) != (side, side):
         report(f"images of {height}x{width} are resized to {side}x{side} for {setup.config.model}")
-    setup.method.prepare(task, setup.config, model)
+    prepare_method(setup, task, model)
     if saved is not None:
         check_frozen(saved.read("server"), model, setup.config)
     setup, task = encode(setup, task, report)
     return setup, task, model
+
+
+def prepare_method(setup: Setup, task: Task, model: SplitModel) -> None:
+    """Let the method check its settings and fetch its files.
+
+    Raises:
+        ConfigError: The method refuses its settings or raises another exception, which names the line.
+    """
+    with own_function("method", f"prepare of {setup.method.name}"):
+        setup.method.prepare(task, setup.config, model)

@@ -20,13 +20,14 @@ from raylt.data.task import Task, TaskSpec, build_task, outline_of
 from raylt.disk import check_name, folder_path
 from raylt.errors import ConfigError, RayltError, no_exit, own_function, spoken
 from raylt.methods import METHODS
-from raylt.models import try_model
+from raylt.models import check_weights, try_model
 from raylt.models.split import SplitModel, StateDict
 from raylt.registry import PluginKind, is_plugin, origins, register, resolve
 from raylt.runs import continuation
 from raylt.runs.callbacks.base import Callback, Callbacks, checked
 from raylt.runs.callbacks.notebook_progress import progress_display
 from raylt.runs.folder.writer import Journal
+from raylt.runs.preparation import prepare_method
 from raylt.runs.run import Run
 from raylt.runs.runner import FleetKind, carry_out
 from raylt.seeds import seeded
@@ -130,7 +131,7 @@ def plan_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, Spl
 def preview_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, SplitModel]:
     """Check a configuration as `run` does before its first round: by `plan_run`, and by the method itself."""
     setup, task, model = plan_run(config, task)
-    setup.method.prepare(task, setup.config, model)
+    prepare_method(setup, task, model)
     return setup, task, model
 
 
@@ -162,13 +163,19 @@ def check_setup(setup: Setup, spec: TaskSpec) -> SplitModel:
             try_augmentation(setup.augment, spec.shape, spec.classes, spec.kind == "segmentation")
     name = config.model
     trained: StateDict = {}
-    with seeded(setup.config.seed, "trial of the model"):
-        if is_plugin("model", name):
+    if is_plugin("model", name):
+        with seeded(config.seed, "trial of the model"):
+            again = setup.model(spec.classes, spec.shape)
+        with seeded(config.seed, "trial of the model"):
             tried = setup.model(spec.classes, spec.shape)
+            check_weights(name, tried, again)
             try_model(name, tried, spec.shape)
-            trained = tried.state_dict()
-        if is_plugin("method", setup.method.name) and type(setup.method).build is not Method.build:
-            try_model(setup.method.name, setup.new_model(spec), spec.shape, "method")
+        trained = tried.state_dict()
+    if is_plugin("method", setup.method.name) and type(setup.method).build is not Method.build:
+        tried = setup.new_model(spec)
+        check_weights(setup.method.name, tried, model, "method")
+        with seeded(config.seed, "trial of the model"):
+            try_model(setup.method.name, tried, spec.shape, "method")
     check_exchange(config, model, shared_entries(setup.method, model), trained)
     return model
 

@@ -338,6 +338,28 @@ def test_an_augmentation_of_ones_own_may_return_floats_and_soft_labels():
     assert not is_own(mine)
 
 
+CALLS = iter(range(1, 9))
+
+
+def darken_by(draw):
+    return lambda x, y, generator: ((x * draw(generator)).to(torch.uint8), y)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda generator: np.random.default_rng().random(), lambda generator: next(CALLS) / 9],
+    ids=["numpy", "kept"],
+)
+def test_an_augmentation_that_no_run_could_repeat_is_refused_before_it(draw):
+    with refused("plugin.failed", ConfigError, key="augment"):
+        try_augmentation(darken_by(draw), (5, 4, 3), 8, False)
+
+
+def test_an_augmentation_may_draw_from_its_generator_and_from_torch():
+    try_augmentation(darken_by(lambda generator: torch.rand((), generator=generator)), (5, 4, 3), 8, False)
+    try_augmentation(darken_by(lambda generator: torch.rand(())), (5, 4, 3), 8, False)
+
+
 def test_the_labels_of_a_batch_are_compared_with_the_classes_once_before_a_run():
     def of_another_class(x, y, generator):
         return x, torch.where(y == 255, y, 7 * torch.ones_like(y))

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from refusals import refused
@@ -95,6 +96,37 @@ def infinite():
     return model
 
 
+class CountsItsCalls(nn.Module):
+    """Keeps a number between calls that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(PIXELS, DIM)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x.flatten(1)) * self.calls
+
+
+class CountsInABuffer(CountsItsCalls):
+    def __init__(self):
+        super().__init__()
+        del self.calls
+        self.register_buffer("calls", torch.tensor(0))
+
+
+class DrawsElsewhere(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1)) * np.random.default_rng().random()
+
+
+def with_own_weights(classes, shape):
+    model = raylt.SplitModel(nn.Sequential(nn.Flatten(), nn.Linear(8 * 8 * shape[2], DIM)), DIM, classes)
+    nn.init.constant_(model.classifier.bias, np.random.default_rng().random())
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "code", "details"),
     [
@@ -111,11 +143,34 @@ def infinite():
         (lambda: split(nn.Sequential(*linear(), Counted())), "model.wrong-dtype", {"entry": "encoder.2._extra_state"}),
         (lambda: split(nn.Sequential(nn.Flatten(), nn.Linear(PIXELS + 1, DIM))), "model.failed", {}),
         (without_gradients, "model.failed", {}),
+        (lambda: split(CountsItsCalls()), "model.not-repeatable", {}),
+        (lambda: split(DrawsElsewhere(PIXELS, DIM)), "model.not-repeatable", {}),
     ],
 )
 def test_a_model_that_no_run_could_end_with_is_refused(model, code, details):
     with refused(code, ConfigError, key="model", value="own", **details):
         try_model("own", model(), SHAPE)
+
+
+@pytest.mark.parametrize("encoder", [CountsInABuffer(), nn.Sequential(*linear(), nn.BatchNorm1d(DIM), nn.Dropout())])
+def test_a_model_may_keep_buffers_and_draw_with_torch(encoder):
+    try_model("own", split(encoder), SHAPE)
+
+
+def test_weights_that_every_process_would_draw_anew_are_refused(no_guests, tmp_path):
+    class Building(raylt.Method):
+        name: ClassVar[str] = "building"
+        paper: ClassVar[str] = "for tests"
+
+        def build(self, spec, base):
+            return with_own_weights(spec.classes, spec.shape)
+
+    where = {"rounds": 1, "clients": 3, "out": tmp_path, "fleet": "local", "quiet": True}
+    with refused("model.not-repeatable", ConfigError, key="model", entry="classifier.bias"):
+        raylt.run("fedavg", model=with_own_weights, **where)
+    with refused("model.not-repeatable", ConfigError, key="method", value="building", entry="classifier.bias"):
+        raylt.run(Building(), **where)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_message_names_the_line_of_the_user(tmp_path):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refused
 
 import raylt
 from raylt.config import Config, load
@@ -255,6 +256,20 @@ class Mine(FedProx):
     """A user's own method."""
 
     name = "mine_of_this_test"
+
+
+class Unprepared(FedProx):
+    name = "unprepared_of_this_test"
+
+    def prepare(self, task, config, model):
+        raise ValueError("no public images")
+
+
+def test_an_exception_of_a_method_s_preparation_names_its_line_and_leaves_nothing(tmp_path):
+    with refused("plugin.failed", ConfigError, key="method") as caught:
+        raylt.run(Unprepared(), out=tmp_path, name="one", fleet="local", quiet=True, **SMALL)
+    assert "ValueError: no public images (test_start.py:" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_method_of_ones_own_runs_as_a_value_and_is_read_again(tmp_path):
