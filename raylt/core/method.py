@@ -28,7 +28,7 @@ from raylt.core.training.loss_terms import asked_for, figure_of, reply_of
 from raylt.core.training.sgd import Objective, sgd
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task, TaskSpec
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, type_name
 from raylt.hyper import not_too_large
 from raylt.models.split import SplitModel, StateDict
 from raylt.recordability import recordable
@@ -345,7 +345,7 @@ def train_clients(
         weights: The weight of each client's reply in the means, by id; by default its number of samples.
         parts: Further parts of the replies.
     """
-    message = method.message(server) if message is None else message
+    message = _with_model(method, method.message(server) if message is None else message)
     got = fleet.ask(
         method.train,
         method.sample(server, fleet) if cohort is None else cohort,
@@ -359,3 +359,17 @@ def train_clients(
     server.step(got["model"])
     server.log(loss=got["loss"], **figure_of(got))
     return got
+
+
+def _with_model(method: Method, message: object) -> Message:
+    """Return a message after a check that it has the entries of the model, which clients train and send back."""
+    if isinstance(message, dict) and isinstance(message.get("model"), dict):
+        return message
+    problem = type_name(message) if not isinstance(message, dict) else ", ".join(map(str, message)) or "an empty dict"
+    raise ConfigError(
+        f"method: the message of {method.name} has no entries of a model ({problem}). Return "
+        "super().message(server) | {...}, or override round.",
+        code="method.wrong-argument",
+        key="method",
+        value=method.name,
+    )

@@ -196,6 +196,15 @@ class Server:
         mean = on_cpu["mean"]
         memory = dict(self.state.get("server_optimiser", {}))
         steps = self.optimiser.step(memory, {name: mean[name].double() - old for name, old in before.items()})
+        missing = before.keys() - steps.keys() if isinstance(steps, Mapping) else before.keys()
+        if missing:
+            raise ConfigError(
+                f"server_optimiser: step returned no change of {min(missing)}. Return a dict with the change of each "
+                "entry of delta.",
+                code="method.wrong-argument",
+                key="server_optimiser",
+                value=min(missing),
+            )
         self.state["server_optimiser"] = memory
         self.receive(mean | {name: old + steps[name] for name, old in before.items()})
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from raylt.errors import ConfigError, did_you_mean
 from raylt.recordability import recordable
 
 #: Parameters and buffers of a model by name.
@@ -49,7 +50,19 @@ class SplitModel(nn.Module):
 
         Args:
             prefix: Prefix of the names, such as "encoder." for the encoder alone.
+
+        Raises:
+            ConfigError: The prefix begins with a part that the model does not have.
         """
+        top = prefix.partition(".")[0]
+        if "." in prefix and top not in self._modules:
+            raise ConfigError(
+                f"entries: the model has no part of this name ({top}). {did_you_mean(top, self._modules)}Choose one of "
+                f"{', '.join(self._modules)}.",
+                code="model.lacks-layer",
+                key="entries",
+                value=top,
+            )
         entries = part(self.state_dict(), prefix)
         return {name: value for name, value in entries.items() if name not in self.local_buffers}
 

@@ -101,3 +101,27 @@ def test_a_global_model_that_is_none_is_named(tiny_task, tmp_path):
     with refused("model.wrong-type", ConfigError, key="method") as caught:
         make_experiment(configure(), tiny_task, tmp_path, Forgets()).step()
     assert "global_model of fedavg returned None" in str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [None, {}, {"encoder.absent": torch.zeros(1)}])
+def test_a_server_optimiser_that_leaves_entries_out_is_named(tiny_task, tmp_path, steps):
+    class Forgetful:
+        def step(self, state, delta):
+            return steps
+
+    class Own(FedAvg):
+        def server_optimiser(self):
+            return Forgetful()
+
+    with refused("method.wrong-argument", ConfigError, key="server_optimiser"):
+        make_experiment(configure(), tiny_task, tmp_path, Own()).step()
+
+
+@pytest.mark.parametrize("message", [None, [1], {}, {"weights": {}}, {"model": 1}])
+def test_a_message_without_the_entries_of_a_model_is_named(tiny_task, tmp_path, message):
+    class Own(FedAvg):
+        def message(self, server):
+            return message
+
+    with refused("method.wrong-argument", ConfigError, key="method", value="fedavg"):
+        make_experiment(configure(), tiny_task, tmp_path, Own()).step()

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 
 from raylt.config import Config
 from raylt.core.setup import Setup
 from raylt.data.task import TaskSpec
+from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.models import build_model
 from raylt.models.split import (
@@ -71,6 +73,12 @@ def test_a_model_keeps_its_encoder_where_another_is_made_from_it(model):
     assert model.encoder is encoder
     assert type(other.encoder) is nn.Identity
     assert other.classifier is model.classifier
+
+
+def test_entries_of_a_part_that_the_model_does_not_have_are_refused(model):
+    assert model.entries("encoder.").keys() < model.entries().keys()
+    with refused("model.lacks-layer", ConfigError, key="entries", value="encode"):
+        model.entries("encode.")
 
 
 def test_a_copy_with_entries_leaves_the_model_as_it_is(model):

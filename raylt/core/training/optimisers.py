@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raylt.config import LocalConfig
+from raylt.errors import ConfigError, type_name
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # defaults of torch.optim.Adam
 
@@ -107,9 +108,30 @@ class Adam:
 
 
 def _gradients(loss: Tensor, params: list[Tensor]) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    """Return the indices, the values and the gradients of the parameters that the loss depends on."""
+    """Return the indices, the values and the gradients of the parameters that the loss depends on.
+
+    Raises:
+        ConfigError: The loss is not a scalar, or depends on no parameter.
+    """
     if not params:  # all of them are frozen
         return [], [], []
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        raise _wrong_loss(loss)
     gradients = torch.autograd.grad(loss, params, allow_unused=True)
     used = [i for i, gradient in enumerate(gradients) if gradient is not None]
     return used, [params[i] for i in used], [gradient for gradient in gradients if gradient is not None]
+
+
+def _wrong_loss(loss: object) -> ConfigError:
+    if not isinstance(loss, Tensor):
+        problem = type_name(loss)
+    elif loss.ndim:
+        problem = f"a tensor of shape {list(loss.shape)}"
+    else:
+        problem = "a tensor that depends on no trained parameter"
+    return ConfigError(
+        f"objective: the loss of a batch is {problem}. Return the mean over the batch, a tensor of shape [] with a "
+        "gradient.",
+        code="method.wrong-argument",
+        key="objective",
+    )

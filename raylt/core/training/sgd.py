@@ -15,6 +15,7 @@ from raylt.core.training.loss_terms import Objective, Terms
 from raylt.core.training.optimisers import make_optimiser
 from raylt.core.training.schedules import scheduled_rate
 from raylt.data.samples import Batch
+from raylt.errors import ConfigError, type_name
 from raylt.models.split import StateDict, set_training
 
 COUNTER = "num_batches_tracked"  # BatchNorm's buffer that counts the batches behind its running statistics
@@ -62,7 +63,16 @@ def sgd(
 
     Returns:
         The mean loss per sample.
+
+    Raises:
+        ConfigError: The objective is not a function, or a loss is not a scalar with a gradient.
     """
+    if not callable(objective):
+        raise ConfigError(
+            f"objective: returned {type_name(objective)}. Return a function from a batch to its loss.",
+            code="method.wrong-argument",
+            key="objective",
+        )
     local, model = client.config.local, client.model
     set_training(model)
     optimiser = make_optimiser(

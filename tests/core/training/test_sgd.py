@@ -5,6 +5,7 @@ import naive
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from tiny import COUNTS, CPU, configure, fingerprint, make_experiment, make_setup, open_client
 from torch import nn, tensor
 from torch.nn import functional as F
@@ -385,3 +386,19 @@ def test_only_the_encoder_of_features_follows_the_precision_of_training(tiny_tas
     assert not torch.equal(z, rounded)
     assert torch.allclose(z, rounded, atol=0.03 * z.abs().max().item())
     assert not any(cropped)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        None,
+        lambda batch: None,
+        lambda batch: 1.5,
+        lambda batch: torch.ones(len(batch.y), requires_grad=True),
+        lambda batch: torch.ones(()),
+    ],
+    ids=["no function", "None", "a number", "a loss of each sample", "no gradient"],
+)
+def test_an_objective_that_gives_no_loss_is_named(objective, tiny_task):
+    with refused("method.wrong-argument", ConfigError, key="objective"):
+        sgd(make_client(tiny_task, 0), objective)
