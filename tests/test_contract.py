@@ -25,7 +25,7 @@ from raylt.contract.checks import (
 )
 from raylt.contract.fields import acts_from_its_stage_on
 from raylt.core.fleet.cohort import Cohort
-from raylt.core.fleet.reductions import total
+from raylt.core.fleet.reductions import each, mean, total
 from raylt.core.method import Method
 from raylt.core.training.sgd import sgd
 from raylt.errors import ConfigError
@@ -228,6 +228,19 @@ class ActsEarly(Base):
         return lambda batch: self.weight * own(batch)
 
 
+class SeesUnsaid(Base):
+    """Method whose server sees the loss of each client."""
+
+    def round(self, server, fleet):
+        message = self.message(server)
+        got = fleet.ask(self.train, fleet.everyone, message, model=mean.like(message["model"]), loss=each.like(0.0))
+        server.step(got["model"])
+
+
+class SaysMore(Base):
+    sees_each: ClassVar = ("loss",)
+
+
 class WritesMessage(Base):
     def train(self, client, message):
         reply = super().train(client, message)
@@ -265,6 +278,8 @@ class WritesMessageUncounted(Base):
         (CountsOnClient, "sets_no_attributes", "train sets client.calls"),
         (CountsOnModule, "sets_no_attributes", "train sets client.model.classifier.calls"),
         (ActsEarly, "acts_from_its_stage_on", "weight = 0.5 acts before the stage 'finish' of `later`"),
+        (SeesUnsaid, "declares_what_it_sees", "`sees_each` names no part, and `fleet.ask` asks for loss by client"),
+        (SaysMore, "declares_what_it_sees", "`sees_each` names loss, and `fleet.ask` asks for no part by client"),
         (WritesMessage, "leaves_messages_alone", "message.model.encoder.* was changed in place"),
         (WritesMessageUncounted, "leaves_messages_alone", "train changed its message"),
     ],

@@ -68,5 +68,14 @@ def _methods(what: str, fields: Sequence[str]) -> list[Any]:
         names = [what]
     if what not in METHODS and not what.endswith(".py"):
         make_method({"name": what})  # raises an error that lists the methods
+    for field in fields:
+        if "=" not in field:
+            raise ConfigError(
+                f"FIELD: does not have the form FIELD=value ({field}). To check one method of a file, give "
+                f"raylt check --plugin {what if what.endswith('.py') else 'FILE'} {field}.",
+                code="config.malformed",
+                key="FIELD",
+                value=field,
+            )
     given = [f"method.{field}" for field in fields]
     return [make_method(load(None, [f"method={name}", *given]).method) for name in names]

@@ -28,7 +28,7 @@ from raylt.contract.declarations import (
 )
 from raylt.contract.fields import acts_from_its_stage_on
 from raylt.contract.hosts import Backwards, FailsFirst, InStacks, NewHosts, OwnHosts
-from raylt.contract.lies import LIAR, Asked, Lies, counts_of_part, wrong_leaves, wrong_weights
+from raylt.contract.lies import FRAMEWORK_CALLS, LIAR, Asked, Lies, counts_of_part, wrong_leaves, wrong_weights
 from raylt.contract.trace import Trace, fingerprint, finish
 from raylt.core.checkpoint import checkpoint
 from raylt.core.client import Reply
@@ -338,6 +338,22 @@ def lies_blame_nobody_else(case: Case) -> None:
     expect(blamed <= {LIAR}, f"clients {sorted(blamed - {LIAR})} are blamed for a reply of client {LIAR}")
 
 
+def declares_what_it_sees(case: Case) -> None:
+    """The method names in `sees_each` the parts of replies that the server sees for every single client."""
+    fleet = case.straight.experiment.fleet
+    assert isinstance(fleet, Asked)
+    own_calls = [schema for call, schema, _, _ in fleet.asked if call not in FRAMEWORK_CALLS]
+    seen = {name for schema in own_calls for name, part in schema.parts.items() if part.kind == "each"}
+    declared = set(case.method.sees_each)
+    expect(
+        seen == declared, f"`sees_each` names {_listed(declared)}, and `fleet.ask` asks for {_listed(seen)} by client"
+    )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "no part"
+
+
 def hands_over_values(case: Case) -> None:
     """A client function does not change a tensor after it has put it into a reply or the client's state."""
     trace = case.run(case.config(federation={"retries": 0}))
@@ -360,6 +376,7 @@ CHECKS: tuple[Check, ...] = (
     says_whether_it_finishes,
     believes_no_wrong_count,
     lies_blame_nobody_else,
+    declares_what_it_sees,
     hands_over_values,
     is_left_as_it_was,
     sets_no_attributes,

@@ -17,6 +17,7 @@ from raylt.errors import ClientError
 from raylt.tree import Tree, leaf_paths
 
 LIAR = 0  # The client that lies, which has samples of every class.
+FRAMEWORK_CALLS = "judge", "settle"  # Client functions of the framework's own calls.
 
 
 class Asked(LocalFleet):
@@ -37,7 +38,7 @@ class Lies(ClientHost):
 
     def run(self, fn, message, round, id, shard, private):
         reply, after = super().run(fn, message, round, id, shard, private)
-        if id != LIAR or not isinstance(reply, Reply) or function_name(fn) in ("judge", "settle"):
+        if id != LIAR or not isinstance(reply, Reply) or function_name(fn) in FRAMEWORK_CALLS:
             return reply, after
         worst = {
             name: replaced(value, lambda leaf: LARGEST_COUNT if is_whole(leaf) else math.nan)

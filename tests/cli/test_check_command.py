@@ -48,3 +48,11 @@ def test_a_method_that_does_not_import_elsewhere_is_found_out(raylt, tmp_path, n
     assert code == 1
     assert "AssertionError: only there (own.py:4, in <module>)" in out
     assert out.count("\n") == 1
+
+
+def test_a_method_s_name_after_its_file_is_answered_with_the_call_that_checks_it(raylt, tmp_path, no_guests):
+    (tmp_path / "own.py").write_text(GOOD)
+    code, _, err = raylt("check", "own.py", "checked")
+    assert code == 2
+    assert "[config.malformed]" in err
+    assert "raylt check --plugin own.py checked" in err
