@@ -17,7 +17,7 @@ from raylt.errors import ClientError
 from raylt.tree import Tree, leaf_paths
 
 LIAR = 0  # The client that lies, which has samples of every class.
-FRAMEWORK_CALLS = "judge", "settle"  # Client functions of the framework's own calls.
+FRAMEWORK_CALLS = "judge", "settle", "try_models"  # Client functions of the framework's own calls.
 
 
 class Asked(LocalFleet):

@@ -62,7 +62,7 @@ class ModelTrial:
     method: Method
 
     @torch.no_grad()
-    def judge(self, client: Client, message: Message) -> Reply:
+    def try_models(self, client: Client, message: Message) -> Reply:
         """Let each of the client's models predict a few of its own samples; reply with the number of NaN predictions.
 
         Raises:

@@ -200,7 +200,7 @@ class Evaluator:
         message = {"model": judged_entries(self.server, self.method)}
         try:
             with self.fleet.judging():
-                got = self.fleet.ask(ModelTrial(self.method).judge, [id], message, not_numbers=each.like(0))
+                got = self.fleet.ask(ModelTrial(self.method).try_models, [id], message, not_numbers=each.like(0))
         except TooFewReplies as error:
             if error.details.get("cause") in CHANCE:
                 return

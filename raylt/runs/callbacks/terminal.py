@@ -23,6 +23,7 @@ STAGES = {
     "train": "training",
     "synthesise": "synthesis",
     "evaluation": "judging",
+    "try_models": "judging",
     "judge": "judging",
     "checkpoint": "saving",
 }

@@ -94,7 +94,7 @@ def test_a_mistake_in_a_client_s_model_ends_the_first_round_not_the_last(functio
             return client.model
 
     own = type("Own", (Mistaken,), {function: lambda self, client, *name: answer(client)})
-    with refused("reply.too-few", TooFewReplies, round=1, function="judge", cause=code):
+    with refused("reply.too-few", TooFewReplies, round=1, function="try_models", cause=code):
         make_experiment(configure(), tiny_task, tmp_path, own()).step()
 
 
@@ -104,11 +104,11 @@ def test_a_client_that_is_lost_in_the_trial_of_its_model_ends_no_run(tiny_task, 
     lost = []
 
     def lose(fn, ids, *call):
-        if function_name(fn) != "judge":
+        if function_name(fn) != "try_models":
             yield from answers(fn, ids, *call)
             return
         lost.extend(ids)
-        yield from (Answer(id, None, None, ClientLost(id, 1, "judge", "its process died")) for id in ids)
+        yield from (Answer(id, None, None, ClientLost(id, 1, "try_models", "its process died")) for id in ids)
 
     experiment.fleet._answers = lose
     report = experiment.step()

@@ -90,7 +90,7 @@ def test_model_of_a_cluster_is_its_start_and_the_mean_update_and_the_global_one_
             assert torch.allclose(value.double(), expected[name], atol=1e-5), name
         else:
             assert value == max(reply[name] for reply in replies.values())
-    assert {name for name, *_ in host.replies} == {"train", "keep", "judge"}
+    assert {name for name, *_ in host.replies} == {"train", "keep", "try_models", "judge"}
 
 
 def test_similarity_is_that_of_equation_8(finished, tiny_task):
