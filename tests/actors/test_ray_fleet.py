@@ -195,7 +195,7 @@ def test_a_client_that_leaves_its_process_is_lost(pool):
 
 def test_what_a_client_raises_reaches_the_server_as_one_line(pool):
     fleet = pool(2, retries=1)
-    failure = r"client 0, round 1, fail: ValueError: client 0 has bad luck \(trouble.py:\d+\)\.$"
+    failure = r"client 0, round 1, fail: ValueError: client 0 has bad luck \(trouble.py:\d+, in fail\)\.$"
     with pytest.raises(TooFewReplies, match=failure) as raised:
         fleet.ask(trouble.fail, [0, 1], {}, x=each)
     assert "\n" not in str(raised.value)

@@ -47,6 +47,7 @@ from raylt.tree import view
 
 # With more clients, only the last evaluation lists metrics by client: for 1,000,000 clients these are 80 MB of JSON.
 MAX_LISTED_CLIENTS = 10_000
+TRIED_CLIENTS = 3  # clients of which at least one must be able to predict with its own models after the first round
 CHANCE = frozenset({"client.late", "client.lost", "device.full"})  # failures of a trial that are no mistake of a method
 
 
@@ -192,20 +193,27 @@ class Evaluator:
         return Matrices(None, *_split(got["confusion"], self.task.classes))
 
     def _try_client_models(self) -> None:
-        """Let one client of the first round predict with its own models.
+        """Let a client of the first round predict with its own models.
 
-        They are evaluated after the last round, and a mistake of the method would end the run only then.
+        They are evaluated after the last round, and a mistake of the method would end the run only then. If the first
+        client fails, others are asked, since a single client may be hostile.
+
+        Raises:
+            TooFewReplies: Several clients failed, and not by chance.
         """
-        id = min(self.fleet.round_stats.participants or self.fleet.ids)
         message = {"model": judged_entries(self.server, self.method)}
-        try:
-            with self.fleet.judging():
-                got = self.fleet.ask(ModelTrial(self.method).try_models, [id], message, not_numbers=each.like(0))
-        except TooFewReplies as error:
-            if error.details.get("cause") in CHANCE:
-                return
-            raise
-        self._warn_of_nan_predictions(sum(got["not_numbers"].values()), "clients' models")
+        failure = None
+        for id in sorted(self.fleet.round_stats.participants or self.fleet.ids)[:TRIED_CLIENTS]:
+            try:
+                with self.fleet.judging():
+                    got = self.fleet.ask(ModelTrial(self.method).try_models, [id], message, not_numbers=each.like(0))
+            except TooFewReplies as error:
+                failure = failure if error.details.get("cause") in CHANCE else error
+                continue
+            self._warn_of_nan_predictions(got["not_numbers"][id], "clients' models")
+            return
+        if failure is not None:
+            raise failure
 
     def _judge_new_clients(self, deployed: Matrices | None) -> dict[str, Any]:
         """Evaluate the clients that join after training, without changing the server or these clients.

@@ -98,7 +98,17 @@ def test_a_mistake_in_a_client_s_model_ends_the_first_round_not_the_last(functio
         make_experiment(configure(), tiny_task, tmp_path, own()).step()
 
 
-def test_a_client_that_is_lost_in_the_trial_of_its_model_ends_no_run(tiny_task, tmp_path):
+def test_a_single_client_that_fails_in_the_trial_of_its_model_ends_no_run(tiny_task, tmp_path):
+    class FailsAtOne(FedPer):
+        def client_model(self, client):
+            assert client.id, "client 0 is hostile"
+            return client.model
+
+    report = make_experiment(configure(), tiny_task, tmp_path, FailsAtOne()).step()
+    assert (report.lost, report.rejected) == ([], {})
+
+
+def test_clients_that_are_lost_in_the_trial_of_their_models_end_no_run(tiny_task, tmp_path):
     experiment = make_experiment(configure(), tiny_task, tmp_path, FedPer())
     answers = experiment.fleet._answers
     lost = []
@@ -112,7 +122,7 @@ def test_a_client_that_is_lost_in_the_trial_of_its_model_ends_no_run(tiny_task, 
 
     experiment.fleet._answers = lose
     report = experiment.step()
-    assert lost == [0]
+    assert lost == [0, 1, 2]
     assert report.clients is None
 
 

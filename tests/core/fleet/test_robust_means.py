@@ -12,6 +12,7 @@ from torch import tensor
 
 from raylt.config import completed, differences, load, settled
 from raylt.contract.case import Case
+from raylt.contract.lies import FRAMEWORK_CALLS
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.robust.means import robust_mean
 from raylt.errors import ConfigError
@@ -44,7 +45,7 @@ class Noting(LocalFleet):
     """A fleet that notes which parts are asked for as `each`."""
 
     def ask(self, fn, cohort, message, weights=None, /, **parts):
-        if fn.__name__ != "judge":
+        if fn.__name__ not in FRAMEWORK_CALLS:
             seen = self.__dict__.setdefault("seen", set())
             seen.update(name for name, part in parts.items() if part.kind == "each")
         return super().ask(fn, cohort, message, weights, **parts)
