@@ -232,7 +232,9 @@ class Schema:
                 text = f"{counted} counts {shown(count)} samples, and the client has {labels}"
                 return Fault("reply.wrong-sums", text)
             if part.kind == "total" and count > max(labels, part.largest or 0):
-from raylt.errors import count_of, user_fault
+                text = (
+                    f"{counted} counts {shown(count)}, and the client has {count_of(labels, 'sample')} ({ONLY_COUNTS})"
+                )
                 return Fault("reply.wrong-sums", text)
         if missing := [label for label in part.counted if label not in sums]:
             return Fault("reply.wrong-sums", f"{name}.{missing[0]}".rstrip(".") + " counts no samples")
