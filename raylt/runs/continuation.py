@@ -110,6 +110,7 @@ def branch_to(
     """Branch a run with a complete new configuration, in a new folder; see `branch`."""
     config = followed(config, run.config)
     stage, step = _shared_steps(run, config)
+    run.check_weights()
     setup = run.resolve(config)
     setup.check(run.task.spec, setup.new_model(run.task.spec))
     saved = run.checkpoint_after(step)
@@ -205,6 +206,7 @@ def extend(
     """
     rounds = config.federation.rounds
     check_extension(run, rounds)
+    run.check_weights()
     setup = run.resolve(config)
     setup.check(run.task.spec, setup.new_model(run.task.spec))
     saved = run.checkpoint()

@@ -15,7 +15,7 @@ from raylt.core.method import Method
 from raylt.core.report import SHARES, ReportDict, best_validated, shown_figure
 from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task, task_from
-from raylt.disk import folder_path
+from raylt.disk import exists, folder_path
 from raylt.errors import CheckpointError, ConfigError, DataError, resume_call, spoken
 from raylt.formatting import percent
 from raylt.notebook import html_of, html_table, later
@@ -249,8 +249,9 @@ class Run:
         """Return each client's figures, for all steps in which clients were evaluated.
 
         Columns step, phase, metric, client, value (float, in [0, 1]). The metrics are owned (accuracy over the owned
-        classes), matched (over the client's own class mix), global (over all classes), miou, and local (on the client's
-        own test images, where it has any). Clients that are not judged have no rows.
+        classes), matched (over the client's own class mix), long_tailed (over the class mix of all clients together),
+        global (over all classes), miou, and local (on the client's own test images, where it has any). Clients that are
+        not judged have no rows.
         """
         from pandas import DataFrame
 
@@ -358,6 +359,7 @@ class Run:
         return self._restored(saved, task, clients)
 
     def _restored(self, saved: Checkpoint, task: Task | None, clients: bool) -> Experiment:
+        self.check_weights()
         return open_in_process(on_any_device(self.setup), task or self.task, self.folder, saved, clients=clients)
 
     # operations
@@ -404,6 +406,7 @@ class Run:
             self._files.model()
             return self
         self._files.check_version()
+        self.check_weights()
         screen = [] if quiet else [progress_display()]
         carry_out(setup, self.task, Journal(self.folder), fleet, address, Callbacks([*screen, *callbacks]))
         return self
@@ -457,6 +460,24 @@ class Run:
         if trained_model.needs_images(experiment, saved, chosen):
             experiment = self.experiment(self.task, step, clients=False)
         return trained_model.client_models(experiment, self.setup, saved, chosen)
+
+    def check_weights(self) -> None:
+        """Check that the file with the encoder's weights, which no run folder holds, is where it was.
+
+        Raises:
+            ConfigError: It is not.
+        """
+        weights = located(self.config, self._start).weights
+        if weights in (None, "imagenet") or exists(Path(weights).expanduser()):
+            return
+        raise ConfigError(
+            f"{self.folder}: the file with the weights of its encoder is not where it was ({weights}). Put it back "
+            "there, or a link to it.",
+            code="model.weights-unavailable",
+            key="weights",
+            value=weights,
+            run=str(self.folder),
+        )
 
     def resolve(self, config: Config) -> Setup:
         """Resolve the names in a configuration to values; paths are relative to the same folder as in the run.

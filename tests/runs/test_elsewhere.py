@@ -5,12 +5,13 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from refusals import refused
 from sklearn.datasets import load_digits
 
 import raylt
 from raylt import Run
-from raylt.errors import DataError
+from raylt.errors import ConfigError, DataError
 from raylt.runs.folder import provenance
 from raylt.studies.records.recorded_runs import read_holdings
 
@@ -67,6 +68,27 @@ def test_the_message_names_the_path_that_was_looked_for(made, tmp_path):
         _ = Run.open(made).task
     assert f"not where they were ({tmp_path / 'here/digits.npz'}). Put them back there" in str(caught.value)
     assert Run.open(made).model().shape == (8, 8, 1)
+
+
+def test_weights_that_were_moved_are_named_with_the_place_to_put_them(tmp_path, monkeypatch):
+    timm = pytest.importorskip("timm")
+    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "encoder.pt")
+    save_digits(tmp_path / "digits.npz")
+    monkeypatch.chdir(tmp_path)
+    run = raylt.run(
+        "fedavg", data="npz:digits.npz", model="timm:test_resnet", weights="encoder.pt", input=32, rounds=1, clients=2,
+        trainable="classifier", fleet="local", quiet=True, name="run",
+    )  # fmt: skip
+    prediction = run.model().predict(run.task.test.x[:4]).probabilities
+    folder = run.folder.absolute()
+    (tmp_path / "encoder.pt").rename(tmp_path / "moved.pt")
+    monkeypatch.chdir("/")
+    for use in (Run.model, lambda run: raylt.resume(run, ["federation.rounds=2"], fleet="local", quiet=True)):
+        with refused("model.weights-unavailable", ConfigError, key="weights", run=str(folder)) as caught:
+            use(Run.open(folder))
+        assert f"not where it was ({tmp_path / 'encoder.pt'}). Put it back there" in str(caught.value)
+    (tmp_path / "encoder.pt").symlink_to("moved.pt")
+    assert torch.equal(Run.open(folder).model().predict(Run.open(folder).task.test.x[:4]).probabilities, prediction)
 
 
 def test_a_copy_of_run_and_data_is_found_in_the_working_directory(made, tmp_path):
