@@ -100,6 +100,11 @@ def test_files_that_are_no_images_are_all_named(raylt, personal, images):
     refused(raylt("predict", "other.txt", images[0]), "other.txt", ".safetensors")
 
 
+def test_a_folder_instead_of_its_images_is_refused(raylt, personal, images):
+    Path("photos").mkdir()
+    refused(raylt("predict", personal, images[0], "photos", "--client", 0), "(photos)", "Name the image files in it.")
+
+
 def test_an_image_of_another_size_and_in_colours_is_fitted(raylt, personal):
     Image.new("RGB", (60, 20), (200, 200, 200)).save("wide.png")
     answer = json.loads(raylt("predict", personal, "wide.png", "--client", "wien", "--format", "json").out)
@@ -208,6 +213,17 @@ def test_new_images_of_one_client(raylt, personal, new):
     refused(raylt("evaluate", personal, "--data", f"folder:{new}/linz"), "linz", "--client")
     refused(raylt("evaluate", personal, "--data", "cifar10"), "--data", "cifar10", "folder:PATH")
     refused(raylt("evaluate", personal, "--data", "folder:gone"), "gone: ")
+    first = min((new / "linz/up left").iterdir()).name
+    refused(
+        raylt("evaluate", personal, "--data", f"folder:{new}/linz/up left", "--client", "linz"),
+        f"up left: images lie at another depth, such as {first}.",
+    )
+    shutil.copy(new / "linz/up left" / first, new / "linz/stray.png")
+    refused(
+        raylt("evaluate", personal, "--data", f"folder:{new}"),
+        "new: images lie at different depths, such as linz/stray.png and ",
+    )
+    (new / "linz/stray.png").unlink()
     (new / "rom").mkdir()
     shutil.copytree(new / "linz/up left", new / "rom/up left")
     refused(raylt("evaluate", personal, "--data", f"folder:{new}"), "(rom)", "wien")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raylt import metrics
-from raylt.data.images.image_files import Listing, list_images, notes_of, plain_name
+from raylt.data.images.image_files import Listing, list_images, notes_of, plain_name, shown_name
 from raylt.errors import ConfigError, DataError, count_of, spoken
 from raylt.runs.export.graph_formats import GraphModel
 from raylt.runs.export.load import describe_faults, try_images
@@ -150,11 +150,16 @@ def _folder_of(data: str) -> Path:
 
 def _by_client(folder: Path, listing: Listing) -> dict[str | None, list[PurePosixPath]]:
     """Return the image files by client, or all files under the key None if the folders do not distinguish clients."""
-    depths = {len(file.parts) for file in listing.files}
-    if depths not in ({2}, {3}):
-        fault = "images are at different depths" if depths else "contains no images"
-        raise DataError(f"{folder}: {fault}. {LAYOUTS}", code="data.malformed", path=str(folder))
-    if depths == {2}:
+    first = {len(file.parts): file for file in reversed(listing.files)}
+    if first.keys() not in ({2}, {3}):
+        examples = " and ".join(shown_name(first[depth]) for depth in sorted(first))
+        fault = f"images lie at {'different depths' if len(first) > 1 else 'another depth'}, such as {examples}"
+        raise DataError(
+            f"{folder}: {fault if first else 'contains no images'}. {LAYOUTS}",
+            code="data.malformed",
+            path=str(folder),
+        )
+    if 2 in first:
         return {None: list(listing.files)}
     files_by_client: dict[str | None, list[PurePosixPath]] = {}
     for file in listing.files:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from raylt.data.images.decoding import Fit, Undecodable, fitted_image, flat_image, grouped_by_cause
+from raylt.data.images.image_files import shown_name
 from raylt.disk import as_path, exists, is_folder
 from raylt.errors import ConfigError, DataError, count_of
 from raylt.runs.export import artefact, graph_formats
@@ -69,8 +70,15 @@ def load_images(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, de
         depth: `data.depth` of the run.
 
     Raises:
-        DataError: Files cannot be decoded. The message names up to 3 files for each cause.
+        DataError: Files cannot be decoded, or one is a folder. The message names up to 3 files for each cause.
     """
+    folder = next(filter(is_folder, files), None)
+    if folder is not None:
+        raise DataError(
+            f"images: a folder is not an image ({shown_name(folder)}). Name the image files in it.",
+            code="data.undecodable",
+            paths=[str(folder)],
+        )
     images, faults = try_images(files, shape, fit, depth)
     if faults:
         raise DataError(
