@@ -83,12 +83,14 @@ def _use(description: ModelDescription, file: str) -> list[str]:
 
 def _input(description: ModelDescription) -> list[str]:
     image = description["input"]
+    prepares = description.get("side") or description.get("tower")
+    again = " The network then resizes and normalises them as in its training." if prepares else ""
     return [
         "## Input",
         "",
         f"Images of {image['height']}x{image['width']} pixels with {image['channels']} channel"
         f"{'s' if image['channels'] > 1 else ''}. Per channel, of pixels in [0, 1], the mean {_row(image['mean'])} is "
-        f"subtracted and the result divided by the deviation {_row(image['std'])}.",
+        f"subtracted and the result divided by the deviation {_row(image['std'])}.{again}",
         "",
     ]
 

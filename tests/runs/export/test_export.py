@@ -250,6 +250,12 @@ def test_a_model_card_has_fifty_clients_and_what_their_figures_are_based_on(pers
     assert "Network ``` a``b ```, trained" in card
 
 
+@pytest.mark.parametrize("prepares", [{}, {"side": 112}, {"tower": {"dim": 4}}])
+def test_a_model_card_says_whether_the_network_resizes_images_itself(plain, prepares):
+    card = model_card(artefact.read(raylt.export(plain)).description | prepares, "it.safetensors")
+    assert ("The network then resizes and normalises them" in card) == bool(prepares)
+
+
 def test_a_model_card_explains_each_figure_over_clients():
     assert {f"clients_{kind}" for kind in (*metrics.KINDS, metrics.LOCAL)} <= FIGURES.keys()
 
