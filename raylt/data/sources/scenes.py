@@ -184,7 +184,7 @@ def decode_frames(
         about = {"of": name, "images": frames.count, "size": height}
         decode_image = _Resized(name, (wide, tall), width, height, depth)
         _pack(images, (frames.count, height, width, 3), frames.image, decode_image, about)
-        decode_labels = _ResizedLabels(name, (wide, tall), width, height, frames.table)
+        decode_labels = _ResizedLabels((wide, tall), width, height, frames.table)
         _pack(labels, (frames.count, height, width), frames.labels, decode_labels, about)
     rows = np.arange(frames.count)
     return Mapped(str(images), rows), Mapped(str(labels), rows)
@@ -211,7 +211,7 @@ def _pack(path: Path, shape: tuple[int, ...], given: Callable[[int], Any], decod
     if bad:
         row = min(bad)
         raise DataError(
-            f"data.source: a frame cannot be used ({bad[row]}). Replace or remove it.",
+            f"data.source: a frame of {about['of']} cannot be used: {bad[row]}. Replace or remove it.",
             code="data.undecodable",
             key="data.source",
             path=str(path),
@@ -236,14 +236,11 @@ class _Resized:
     def __call__(self, row: int, given: Path | np.ndarray) -> np.ndarray:
         from PIL import Image
 
-        image = _image(given, self.depth)
+        image = _image(given, self.depth, row)
         if image.size != self.before:
-            raise DataError(
-                f"{self.name}: image {row} does not have the size of the first image ({image.size[0]}x{image.size[1]}, "
-                f"{self.before[0]}x{self.before[1]}). Give all images the same size.",
-                code="data.malformed",
-                name=self.name,
-                row=row,
+            raise Undecodable(
+                _name("image", row, given),
+                f"{_pixels(image.size)}, and the first image of {self.name} has {_pixels(self.before)}",
             )
         return np.asarray(image.resize((self.width, self.height), Image.Resampling.BILINEAR))
 
@@ -257,7 +254,6 @@ class _ResizedLabels:
         table: Class of each index in a map, uint8 [256].
     """
 
-    name: str
     before: tuple[int, int]
     width: int
     height: int
@@ -267,39 +263,43 @@ class _ResizedLabels:
         from PIL import Image
 
         labels = self.table[self._indices(row, given)]
-        wide, tall = self.before
-        if labels.shape != (tall, wide):
-            raise DataError(
-                f"{self.name}: label map {row} does not have one index for each of {tall}x{wide} pixels "
-                f"({list(labels.shape)}). Convert colours to indices.",
-                code="data.malformed",
-                name=self.name,
-                row=row,
+        if labels.ndim != 2:
+            raise Undecodable(
+                _name("label map", row, given),
+                f"shape {list(labels.shape)}, and each pixel needs one class index, not a colour",
             )
+        if labels.shape[::-1] != self.before:
+            size = _pixels(labels.shape[::-1])
+            raise Undecodable(_name("label map", row, given), f"{size}, and its image has {_pixels(self.before)}")
         return np.asarray(Image.fromarray(labels).resize((self.width, self.height), Image.Resampling.NEAREST))
 
     def _indices(self, row: int, given: Path | np.ndarray) -> np.ndarray:
         """Return a label map as uint8 of any shape.
 
         Raises:
-            DataError: The map has values other than whole numbers from 0 to 255.
+            Undecodable: The map has values other than whole numbers from 0 to 255.
         """
         values = given if isinstance(given, np.ndarray) else np.asarray(open_image(given))
         whole = values.dtype.kind in "biu"
         if whole and (not values.size or (values.min() >= 0 and values.max() <= 255)):
             return values.astype(np.uint8)
         largest = f"largest value {values.max()}" if values.dtype.kind in "iuf" and values.size else "no numbers"
-        shown = f"label map {row}" if isinstance(given, np.ndarray) else f"label map {row} ({shown_name(given)})"
-        raise DataError(
-            f"{self.name}: {shown} does not hold class indices from 0 to 255 ({values.dtype}, {largest}). Convert it "
-            "to indices, best as uint8.",
-            code="data.malformed",
-            name=self.name,
-            row=row,
+        raise Undecodable(
+            _name("label map", row, given), f"{values.dtype}, {largest}, instead of class indices from 0 to 255"
         )
 
 
-def _image(given: Path | np.ndarray, depth: int | None) -> "Image.Image":
+def _name(what: str, row: int, given: Path | np.ndarray) -> str:
+    """Return the file of an image or label map, or its number in an array, for an error."""
+    return f"{what} {row}" if isinstance(given, np.ndarray) else shown_name(given)
+
+
+def _pixels(size: tuple[int, ...]) -> str:
+    """Return a width and a height as text."""
+    return f"{size[0]}x{size[1]} pixels"
+
+
+def _image(given: Path | np.ndarray, depth: int | None, row: int) -> "Image.Image":
     from PIL import Image
 
     if not isinstance(given, np.ndarray):
@@ -307,7 +307,7 @@ def _image(given: Path | np.ndarray, depth: int | None) -> "Image.Image":
     try:
         pixels = given if given.dtype == np.uint8 else eight_bits(given, depth)
     except ValueError as error:
-        raise Undecodable("an image in an array", str(error)) from None
+        raise Undecodable(_name("image", row, given), str(error)) from None
     return Image.fromarray(pixels).convert("RGB")
 
 

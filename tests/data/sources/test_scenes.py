@@ -123,10 +123,10 @@ def test_a_frame_or_map_that_was_replaced_is_decoded_again(config, tree, folder,
 @pytest.mark.parametrize(
     ("layout", "indices", "words"),
     [
-        ("tree", INDICES.astype(np.uint16) * 257, "(uint16, largest value 2827)"),
-        ("tree", INDICES.astype(np.float32) / 2, "(float32, largest value 5.5)"),
-        ("arrays", INDICES.astype(np.int64) - 1, "(int64, largest value 10)"),
-        ("arrays", INDICES.astype(np.int32) * 257, "(int32, largest value 2827)"),
+        ("tree", INDICES.astype(np.uint16) * 257, "(uint16, largest value 2827, instead"),
+        ("tree", INDICES.astype(np.float32) / 2, "(float32, largest value 5.5, instead"),
+        ("arrays", INDICES.astype(np.int64) - 1, "(int64, largest value 10, instead"),
+        ("arrays", INDICES.astype(np.int32) * 257, "(int32, largest value 2827, instead"),
     ],
 )
 def test_label_maps_of_other_numbers_are_refused_by_name(layout, config, request, indices, words):
@@ -176,12 +176,17 @@ def test_camvid_that_is_nowhere_names_both_places(config):
         (
             lambda tree: Image.new("RGB", (6, 4)).save(tree / "trainannot/0016E5_00390.png"),
             "data.undecodable",
-            "Convert colours to indices",
+            "trainannot/0016E5_00390.png (shape [4, 6, 3], and each pixel needs one class index, not a colour).",
+        ),
+        (
+            lambda tree: Image.new("L", (3, 2)).save(tree / "trainannot/0016E5_00390.png"),
+            "data.undecodable",
+            "trainannot/0016E5_00390.png (3x2 pixels, and its image has 6x4 pixels). Replace or remove it.",
         ),
         (
             lambda tree: Image.new("RGB", (6, 5)).save(tree / "train/0016E5_00390.png"),
             "data.undecodable",
-            "image 1 does not have the size of the first image (6x5, 6x4)",
+            "train/0016E5_00390.png (6x5 pixels, and the first image of camvid-train has 6x4 pixels). Replace",
         ),
     ],
 )
