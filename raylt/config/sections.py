@@ -62,6 +62,7 @@ BENCHMARKS = (
     "cityscapes",
 )
 USUAL = {"imbalance": 20.0, "partition": "dirichlet", "clients": 10}  # Defaults of benchmarks.
+SCENES = ("shapes", "camvid", "cityscapes")  # Benchmarks with label maps.
 
 
 class DataConfig(Section):
@@ -124,7 +125,7 @@ class DataConfig(Section):
         None,
         "Imbalance factor: samples of the first class over samples of the last. A user's own data take the "
         "largest class first. With label maps it compares clients, not classes. 1 keeps all samples. Null is 20 for "
-        "benchmarks, and 1 for imagenet_lt and a user's own data.",
+        "benchmarks, and 1 for imagenet_lt, a user's own data, and label maps with data.partition=by_id or iid.",
         ge=1,
         le=MAX_COUNT,
     )
@@ -235,9 +236,11 @@ class DataConfig(Section):
         source = tree.get("source", "digits") if isinstance(tree, dict) else None
         if not isinstance(source, str) or source not in BENCHMARKS:
             return tree
-        usual = USUAL | ({"imbalance": 1.0} if source == "imagenet_lt" else {})
-        if tree.get("split") is not None:
-            usual = {key: value for key, value in usual.items() if key != "clients"}  # the split file defines it
+        partition = tree.get("partition")
+        whole = source == "imagenet_lt" or (source in SCENES and partition in ("by_id", "iid"))
+        usual = USUAL | ({"imbalance": 1.0} if whole else {})
+        if tree.get("split") is not None or partition == "by_id":
+            usual = {key: value for key, value in usual.items() if key != "clients"}  # the file or the data define it
         return tree | {key: value for key, value in usual.items() if tree.get(key) is None}
 
 

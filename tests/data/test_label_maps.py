@@ -177,7 +177,14 @@ def test_a_split_of_classes_survives_its_file_with_its_beta(task, tmp_path):
 
 def test_classes_that_share_images_are_never_thinned():
     with refused("data.wrong-kind", DataError, key="data.imbalance", value=20):
-        build_task(DataConfig(source="shapes", partition="iid"))
+        build_task(DataConfig(source="shapes", partition="iid", imbalance=20))
+
+
+@pytest.mark.parametrize(("partition", "clients"), [("by_id", 4), ("iid", 10)])
+def test_scenes_that_are_not_thinned_need_no_other_setting(partition, clients):
+    task = build_task(DataConfig(source="shapes", partition=partition))
+    assert (task.clients, int(task.sizes.sum())) == (clients, 320)
+    assert DataConfig(source="shapes", partition="classes").imbalance == 20
 
 
 def test_recordings_become_clients_and_validation_takes_images_of_each_kind_of_client():
