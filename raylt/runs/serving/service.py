@@ -2,7 +2,7 @@
 
     POST /predict?client=NAME   an image file as the body -> {"class": ..., "shares": {class: share}}
     GET /                       the page on which users drop images
-    GET /clients                {"clients": [NAME, ...]}, empty if all clients share one model
+    GET /clients                {"clients": [NAME, ...]}, empty if there is only one model
     GET /card                   the model card, in Markdown
     GET /health                 {"status": "ok", ...}
 
@@ -202,7 +202,7 @@ class Service:
                 "client.not-named",
             )
         if name is not None and name not in clients:
-            choice = f"Give one of {_listed(clients)}" if clients else "Leave it out, since all clients share one model"
+            choice = f"Give one of {_listed(clients)}" if clients else "Leave it out, since there is only one model"
             raise Refused(
                 404,
                 f"client: unknown client ({shorten(name)}). {did_you_mean(shorten(name), clients)}{choice}.",
