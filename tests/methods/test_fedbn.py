@@ -3,6 +3,7 @@ import torch
 from refusals import refused
 from rounds import run, start
 from tiny import configure, make_experiment, open_client, private_states
+from torch import nn
 from torch.nn import functional as F
 
 from raylt import tree
@@ -25,6 +26,11 @@ def test_all_of_batchnorm_stays_and_nothing_else(tiny_task, tmp_path):
     assert FedBN().shared(model).keys() == model.state_dict().keys() - BATCHNORM
     message = experiment.method.message(experiment.server)
     assert not {path for path, _ in tree.leaves(message["model"])} & BATCHNORM
+
+
+def test_batchnorm_of_vectors_and_of_volumes_stays_too():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.LayerNorm(2), nn.GroupNorm(1, 2))
+    assert batchnorm_entries(model) == {name for name in model.state_dict() if name.startswith(("0.", "1.", "2."))}
 
 
 def test_two_rounds_equal_naive_code(tiny_task, tmp_path):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from raylt.data.augment import cutout
 from raylt.data.image_policies import auto_augment
-from raylt.methods.fedyoyo import FedYoYo, distillation, effective_samples, smoothed
+from raylt.methods.fedyoyo import FedYoYo, distillation, effective_fault, effective_samples, smoothed
 
 
 def test_effective_samples_of_batches_worked_out_by_hand():
@@ -21,6 +21,11 @@ def test_effective_samples_of_batches_worked_out_by_hand():
     assert made.tolist() == pytest.approx([2, 1, 1e6, 0])
     # two samples in the same direction count as one
     assert effective_samples(centred[:1].repeat(2, 1), torch.tensor([0, 0]), 1).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("effective", "possible"), [([0.0, 3e6], True), ([3.01e6, 1.0], False), ([-1e-3, 1.0], False)])
+def test_three_samples_are_at_most_three_batches_of_the_largest_estimate(effective, possible):
+    assert (effective_fault(3, {"effective": torch.tensor(effective)}) is None) == possible
 
 
 def test_estimates_are_steadied_from_round_to_round():
@@ -154,6 +159,20 @@ def test_without_both_parts_it_is_plain_training_on_two_views(tiny_task):
     x = torch.cat([batch.x, naive.pixels(strong)])
     expected = F.cross_entropy(client.model(x), batch.y.repeat(2)).item()
     assert method.objective(client, {"prior": torch.rand(4)})(batch).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_class_without_a_prior_has_a_billionth_whatever_the_strength(tiny_task):
+    method = FedYoYo(kd=0, tau=0.1, gamma=1.0)
+    client = open_client(tiny_task, method, 1)  # the client lacks class 3
+    client.model.eval()
+    batch, own = client.samples.batch(torch.arange(8)), client.counts / client.counts.sum()
+    assert own[3] == 0
+    noise = naive.generator("noise", "train", 1, 1)
+    strong, _ = cutout(*auto_augment(client.samples.x[:8], batch.y, noise), noise)
+    logits = client.model(torch.cat([batch.x, naive.pixels(strong)])) + (own**0.1 + 1e-9).log()
+    expected = F.cross_entropy(logits, batch.y.repeat(2)).item()
+    made = method.objective(client, {"prior": torch.full((4,), 0.25)})(batch).item()
+    assert made == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -47,6 +47,13 @@ def test_methods_without_a_long_phase_say_nothing(tiny_task):
     assert last_phase(tiny_task, name="bpfed", crt=False, lws=False) == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "field"), [("fedbabu", "tune_epochs"), ("fedetf", "turns"), ("fedrep", "head_epochs")]
+)
+def test_only_a_field_of_zero_leaves_the_last_phase_out(name, field):
+    assert [METHODS[name](**{field: value}).finishes for value in (0, 1, 2)] == [False, True, True]
+
+
 @pytest.mark.parametrize(("name", "stage", "steps"), [("ccvr", "calibration", 2), ("mupfl", "matching", 3)])
 def test_steps_inside_a_stage_of_the_server_are_shown(tmp_path, name, stage, steps):
     events = []

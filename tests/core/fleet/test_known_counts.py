@@ -224,20 +224,35 @@ def test_a_lie_about_samples_costs_the_liar_alone(tiny_task, tmp_path, method, c
     ids=lambda method: method.name,
 )
 def test_sums_of_negative_features_behind_a_relu_are_refused(tiny_task, tmp_path, method):
-    config = configure(federation={"rounds": 1, "quorum": 0.5}, model="resnet8")
-    experiment = make_experiment(config, tiny_task, tmp_path, method)
+    assert rejected_for(tiny_task, tmp_path, method, -1, model="resnet8") == [0]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [FedNH(), RUCR(retrain_epochs=1), FedSM(teacher="none", norm="l2", retrain_epochs=1)],
+    ids=lambda method: method.name,
+)
+def test_means_that_are_longer_than_their_unit_features_are_refused(tiny_task, tmp_path, method):
+    assert rejected_for(tiny_task, tmp_path, method, 2) == [0]
+    assert rejected_for(tiny_task, tmp_path, method, 1) == []
+
+
+def rejected_for(task, folder, method, factor, **settings):
+    """Return the clients that are rejected in a round in which client 0 multiplies its sums of features."""
+    config = configure(federation={"rounds": 1, "quorum": 0.5}, **settings)
+    experiment = make_experiment(config, task, folder, method)
     host = experiment.fleet._host
     honest = host.run
 
     def run(fn, message, round, id, shard, private):
         reply, after = honest(fn, message, round, id, shard, private)
         if id == 0 and "classes" in reply.tree:
-            classes = {c: of_class | {"z": -of_class["z"]} for c, of_class in reply.tree["classes"].items()}
+            classes = {c: of_class | {"z": factor * of_class["z"]} for c, of_class in reply.tree["classes"].items()}
             reply = Reply(reply.weight, reply.tree | {"classes": classes})
         return reply, after
 
     host.run = run
-    assert list(experiment.step().rejected) == [0]
+    return list(experiment.step().rejected)
 
 
 class Counting(FedAvg):

@@ -224,6 +224,7 @@ def host(factor: float, part: str) -> type[ClientHost]:
         ("fednova", "direction", 1e6),
         ("scaffold", "control", 1e6),
         ("bpfed", "model", 1e4),
+        ("fedic", "model", 1e4),
         ("mupfl", "update", 20.0),
         ("mupfl", "update", 1e3),
         ("mupfl", "update", 1e6),
