@@ -12,10 +12,12 @@ from raylt.methods.balancefl import BalanceFL
 from raylt.methods.ditto import Ditto
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.feddecorr import FedDecorr
+from raylt.methods.fedetf import FedETF
 from raylt.methods.fedfocal import FedFocal
 from raylt.methods.fedlc import FedLC
 from raylt.methods.fedprox import FedProx
 from raylt.methods.fedrod import FedRoD
+from raylt.methods.la import LogitAdjustment
 from raylt.methods.moon import MOON
 from raylt.methods.ratioloss import RatioLoss
 
@@ -118,3 +120,16 @@ def test_a_constant_added_to_all_logits_changes_nothing(tiny_task, tmp_path, met
     with torch.no_grad():
         client.model.classifier.bias.add_(3.0)
     assert objective(batch).item() == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [FedETF, FedLC, FedRoD, LogitAdjustment], ids=lambda kind: kind.name)
+def test_missing_classes_are_left_out_or_count_as_one_sample(tiny_task, tmp_path, kind):
+    masked, one = kind(missing="mask"), kind(missing="one")
+    client, message = opened(tiny_task, tmp_path, masked, 1)  # the client lacks class 3
+    client.model.eval()
+    batch = client.samples.batch(torch.arange(14))
+    losses = [method.objective(client, message)(batch).item() for method in (masked, one)]
+    client.counts = client.counts.clamp(min=1)
+    filled = masked.objective(client, message)(batch).item()
+    assert losses[1] == pytest.approx(filled, rel=1e-6)
+    assert losses[0] < filled - 1e-3

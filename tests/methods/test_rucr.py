@@ -70,6 +70,15 @@ def test_objective_written_out(tiny_task, tmp_path):
     assert method.objective(client, message)(batch).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_a_class_of_the_client_without_a_prototype_is_not_shifted(tiny_task):
+    """The reply of its only owner may have been lost."""
+    client, pi = open_client(tiny_task, RUCR(), 2), torch.tensor([0.5, 0.0, 0.25, 0.25])  # the client has class 1 alone
+    message = {"means": torch.eye(4, 64) * (pi > 0)[:, None], "present": pi > 0, "pi": pi}
+    terms = RUCR(weight=1.0).objective(client, message).split(client.samples.batch(torch.arange(8)))
+    # all cosines count as 0
+    assert terms["prototypes"].item() == pytest.approx(torch.tensor(4.0).log().item())
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_round_is_that_of_naive_code(tiny_task, tmp_path, monkeypatch, last):
     """Compare prototypes, local training and, in a last round, classifiers re-trained on mixed features."""

@@ -4,11 +4,13 @@ import json
 import math
 import os
 import struct
+from pathlib import Path
 
 import pytest
 import torch
 from refusals import refused
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import tensor
 
 from raylt.core.checkpoint import checkpoint
@@ -339,6 +341,41 @@ def test_a_write_that_fails_leaves_the_committed_ones_alone(two, monkeypatch):
     assert folders(two) == ["000001", "000002"]
     saved, faults = latest(two)
     assert (saved.facts, faults) == ({"step": 2}, [])
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_gets_its_number(two, monkeypatch):
+    events, replace = [], os.replace
+
+    def renamed(old, new, **folders):
+        events.append(new)
+        replace(old, new, **folders)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: events.append(Path(os.readlink(f"/proc/self/fd/{handle}"))))
+        patch.setattr(os, "replace", renamed)
+        save(two, 3, server={"w": tensor([3.0])})
+    number = events.index("000003")
+    before = [event for event in events[:number] if isinstance(event, Path)]
+    (unfinished,) = {path for path in before if path.parent == two.resolve() and path.name.startswith(".000003.")}
+    assert unfinished / "server.safetensors" in before
+    assert any("manifest.json" in path.name for path in before)
+    assert events.index(unfinished) > max(events.index(path) for path in before if path.parent == unfinished)
+    assert two.resolve() in events[number:]
+
+
+def test_a_file_whose_writing_ends_halfway_replaces_none(tmp_path, monkeypatch):
+    def halfway(tensors, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    name = "model.safetensors"
+    checkpoint.replace_tensors(tmp_path, name, {"w": tensor([1.0])})
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", halfway)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.replace_tensors(tmp_path, name, {"w": tensor([2.0])})
+    assert load_file(tmp_path / name)["w"].tolist() == [1.0]
+    assert folders(tmp_path) == [name]
 
 
 def test_other_entries_beside_the_checkpoints_are_left_alone(two):

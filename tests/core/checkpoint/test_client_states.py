@@ -62,6 +62,12 @@ def test_the_newest_of_each_client_is_read_and_few_are_written_twice(tmp_path):
     assert (saved.folder / "manifest.json").stat().st_size < 40 * len(fleet.held)
 
 
+def test_the_newest_pack_is_that_of_the_largest_step_however_many_digits_it_has():
+    old, new = "clients-999999-0", "clients-1000000-0"
+    saved = {name: {"tree": {"clients": dict.fromkeys(ids)}} for name, ids in ((old, "37"), (new, "7"))}
+    assert client_states.part_of_client(saved) == {3: old, 7: new}
+
+
 def test_one_client_at_a_time_makes_no_file_for_each(tmp_path):
     fleet, before, most = Kept(held={}, changed=set()), None, 0
     for step in range(1, 201):

@@ -641,10 +641,10 @@ def test_what_is_handed_over_may_share_memory_with_a_model_that_is_left_as_it_is
 
 @pytest.mark.parametrize(
     ("participation", "clients", "k"),
-    [(0.4, 20, 8), (0.2, 19, 4), (0.1, 30, 3), (0.07, 100, 7), (1.0, 7, 7), (0.001, 10, 1)],
+    [(0.4, 20, 8), (0.2, 19, 4), (0.21, 10, 3), (0.1, 30, 3), (0.07, 100, 7), (1.0, 7, 7), (0.001, 10, 1)],
 )
 def test_sample_takes_the_ceiling_of_the_share(tiny_task, participation, clients, k):
-    # ceil(0.2 * 19) = ceil(3.8) = 4; 0.07 * 100 = 7, although in floating point it is 7.000000000000001
+    # ceil(0.2 * 19) = ceil(3.8) = 4; ceil(2.1) = 3; 0.07 * 100 = 7, although in floating point it is 7.000000000000001
     ids = sample(tiny_task, clients, range(clients), participation=participation)
     assert len(set(ids)) == k
     assert ids == sorted(ids)

@@ -34,7 +34,7 @@ def test_training_has_diverged_if_more_than_half_of_the_clients_say_so():
 
 def test_the_round_in_which_training_diverged_is_the_first_of_those_in_a_row():
     quorum, config = Quorum(), configure(federation={"quorum": 0.5})
-    quorum.check(config, CALL._replace(round=3), 2, errors(1))
+    quorum.check(config, CALL._replace(round=4), 2, errors(1))
     for round in (6, 7):
         quorum.check(config, CALL._replace(round=round), 2, errors(1))
     with refused("training.diverged", Diverged, round=6):

@@ -108,6 +108,7 @@ def test_fewer_than_the_threshold_cannot_take_the_masks_off():
 LIES = {
     "another number": lambda kind, share: (kind, share + 1),
     "the same number modulo the prime": lambda kind, share: (kind, share + PRIME),
+    "a number of more bytes than a share has": lambda kind, share: (kind, share + 2**300),
     "no number": lambda kind, share: (kind, -1),
     "the other kind": lambda kind, share: ("key" if kind == "seed" else "seed", share),
 }

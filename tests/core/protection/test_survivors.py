@@ -14,7 +14,7 @@ import raylt.core.experiment
 """
 
 
-@pytest.mark.parametrize(("members", "needed"), [(2, 2), (3, 2), (4, 3), (10, 7)])
+@pytest.mark.parametrize(("members", "needed"), [(1, 2), (2, 2), (3, 2), (4, 3), (10, 7)])
 def test_two_thirds_of_the_members_must_survive(members, needed):
     assert fewest_survivors(members) == needed
 

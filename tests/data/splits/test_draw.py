@@ -82,6 +82,12 @@ def test_clients_alike_hold_out_samples_at_other_places():
     assert len({tuple(rows % 20) for rows in parts}) == 4
 
 
+@pytest.mark.parametrize(("samples", "share", "taken"), [(25, 0.1, 3), (24, 0.1, 2), (2, 0.9, 1), (1, 0.9, 0)])
+def test_the_share_that_a_client_holds_out_is_rounded_half_up_and_never_the_last_sample(samples, share, taken):
+    (rows,) = hold_out(np.zeros(samples), np.zeros(samples, np.int64), share, 0)
+    assert len(rows) == taken
+
+
 def test_a_client_that_would_get_no_test_sample_gives_one_of_its_largest_class():
     labels, ids = np.array([0, 0, 1, 1, 1, 0, 1]), np.array([2, 2, 2, 2, 2, 4, 4])
     first, second = hold_out(ids, labels, 0.1, 0)

@@ -219,3 +219,9 @@ def test_exdir_draws_until_each_class_has_half_of_its_even_number_of_holders(mon
 def test_pathological_gives_the_odd_sample_to_any_of_a_class_s_clients():
     sizes = {tuple(map(len, pathological(np.zeros(3, dtype=np.int64), 2, 1, rng(seed)))) for seed in range(10)}
     assert sizes == {(1, 2), (2, 1)}
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "dirichlet_min", "exdir", "quantity"])
+def test_the_smallest_size_may_be_the_even_share(name):
+    config = DataConfig(partition=name, clients=3, alpha=1e6, per_client=2, min_size=4, imbalance=1.0)
+    assert [len(part) for part in partition(np.arange(12) % 2, config, None)] == [4, 4, 4]
