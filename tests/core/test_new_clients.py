@@ -20,7 +20,7 @@ from raylt.core.evaluation.client_models import judged_entries, judged_model
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.training.features import features
-from raylt.core.training.sgd import sgd, take_statistics
+from raylt.core.training.sgd import has_statistics, sgd, take_statistics
 from raylt.data.images.cache import load as in_memory
 from raylt.data.splits.split import IndexLists
 from raylt.data.task import build_task
@@ -386,6 +386,14 @@ def test_features_of_a_client_that_never_trained_are_under_statistics_of_its_own
     average = open_client(tiny_task, FedAvg(), 1)
     features(average)
     assert average.model.state_dict()["encoder.stage1.1.num_batches_tracked"] == 0
+
+
+def test_statistics_are_there_if_a_layer_has_seen_a_batch():
+    """A layer that the network does not use never sees one."""
+    unused, used = (torch.tensor(count) for count in (0, 3))
+    entries = {"a.running_mean": torch.ones(1), "a.num_batches_tracked": unused, "b.num_batches_tracked": used}
+    assert has_statistics(entries, frozenset(entries))
+    assert not has_statistics(entries, frozenset({"a.running_mean", "a.num_batches_tracked"}))
 
 
 @pytest.mark.parametrize("method", [FedAvg(), FedPer()], ids=lambda method: method.name)

@@ -119,6 +119,18 @@ def test_gradients_of_features_that_the_classifier_fits_already_have_a_direction
 
 
 @pytest.mark.parametrize("distance", ["flat", "rows"])
+def test_features_follow_the_direction_of_a_target_whatever_its_length_beside_the_others(distance):
+    head, y = classifier(), torch.arange(C).repeat(4)
+    classes, targets = mean_gradients([class_gradients(features(y), y, head)])
+    h = torch.randn(C, 8, D, generator=torch.Generator().manual_seed(5))
+    shorter = targets * torch.tensor([1e-14, 1.0, 1e-7, 1.0])[:, None, None]
+    ends = [
+        match_features(h, classes, each, head, steps=3, lr=0.1, distance=distance)[0] for each in (targets, shorter)
+    ]
+    assert torch.allclose(*ends, atol=1e-5)
+
+
+@pytest.mark.parametrize("distance", ["flat", "rows"])
 def test_distance_falls_at_every_small_step(distance):  # T-MUP-11
     head, y = classifier(), torch.arange(C).repeat(4)
     classes, targets = mean_gradients([class_gradients(features(y), y, head)])

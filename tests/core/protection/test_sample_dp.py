@@ -9,7 +9,7 @@ import torch
 from refusals import refused
 from rounds import run
 from scipy import integrate, stats
-from small_runs import make_run
+from small_runs import QUICK, make_run
 from tiny import configure, make_experiment, open_client
 from torch import tensor
 
@@ -26,6 +26,7 @@ from raylt.core.server import Server
 from raylt.core.training.features import features
 from raylt.data.samples import Samples
 from raylt.errors import BudgetSpent, ConfigError
+from raylt.methods import METHODS as BUILT_IN
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fed3r import Fed3R
 from raylt.methods.classifiers.fedncm import FedNCM
@@ -96,6 +97,43 @@ def test_no_sample_adds_more_than_is_declared_and_some_adds_as_much(clip):
             assert added <= length * (1 + 1e-6)
             longest[name] = max(longest[name], added)
     assert longest == pytest.approx(lengths, rel=1e-5)
+
+
+def declared_lengths(method, config, task, folder, monkeypatch):
+    """Return the largest length that the method says a sample adds, by part, or by leaf of a part with classes."""
+    lengths, of = {}, Noise.of.__func__
+
+    def recorded(cls, parts, config):
+        lengths.update({name: part.per_sample for name, part in parts.items() if part.per_sample is not None})
+        return of(cls, parts, config)
+
+    monkeypatch.setattr(Noise, "of", classmethod(recorded))
+    experiment = make_experiment(config, task, folder, method)
+    while not experiment.done:
+        experiment.step()
+    return lengths
+
+
+@pytest.mark.parametrize("clip", [0.1, 10.0])
+@pytest.mark.parametrize("name", [name for name, kind in BUILT_IN.items() if kind.sums_samples])
+def test_no_method_declares_less_than_a_sample_adds_or_twice_as_much(tiny_task, tmp_path, monkeypatch, name, clip):
+    method = BUILT_IN[name](**QUICK.get(name, {}))
+    config = configure(privacy=BUDGET | {"clip": clip}, method={"name": name}, federation={"rounds": 1})
+    lengths = declared_lengths(method, config, tiny_task, tmp_path, monkeypatch)
+    client = open_client(tiny_task, method, 0, config)
+    with torch.no_grad():
+        for value in client.model.encoder.parameters():
+            value.mul_(100 if value.ndim == 1 else 1)  # features are far longer than the clip
+    message = {"model": client.model.entries("encoder."), "seed": 0}
+    x, y = client.samples.x, client.samples.y
+    for i in range(8):
+        client.samples.x, client.samples.y = x[i : i + 1], y[i : i + 1]
+        parts = method.statistics(client, message).tree
+        assert lengths.keys() <= parts.keys()
+        for part, length in lengths.items():
+            (added,) = parts[part].values() if isinstance(length, dict) else ({None: parts[part]},)
+            for leaf, most in (length if isinstance(length, dict) else {None: length}).items():
+                assert most / 2 < torch.as_tensor(added[leaf]).double().norm().item() <= most * (1 + 1e-6), (part, leaf)
 
 
 def test_clipping_leaves_short_features_alone():
