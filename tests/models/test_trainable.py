@@ -473,6 +473,16 @@ def test_a_whole_model_keeps_the_stride_of_an_adapted_convolution():
     assert torch.allclose(whole_model(adapted)(X), adapted(X), atol=1e-6)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_adapted_convolution_computes_the_same_in_training_in_evaluation_and_merged(bias):
+    torch.manual_seed(0)
+    adapted, x = LowRankConv(nn.Conv2d(4, 8, 1, stride=2, bias=bias), 2), torch.randn(3, 4, 6, 6)
+    nn.init.normal_(adapted.up)
+    expected = adapted.plain()(x)
+    assert torch.allclose(adapted.train()(x), expected, atol=1e-5)
+    assert torch.allclose(adapted.eval()(x), expected, atol=1e-5)
+
+
 def test_a_whole_model_can_be_trained_as_a_whole():
     whole = whole_model(model("last:1")).train()
     whole(X)

@@ -135,6 +135,15 @@ def test_a_one_sample_gradient_is_inverted_and_anothers_is_not(fresh):
     assert nearness(made, fresh.private.x[40:41]).ssim < 0.6
 
 
+def test_a_reconstruction_stays_within_the_range_of_pixels(fresh):
+    x, y = fresh.private.x[3:4], fresh.private.y[3:4]
+    mean, std = tensor(fresh.task.mean), tensor(fresh.task.std)
+    gradient = gradient_of(fresh.model, (x - mean[:, None, None]) / std[:, None, None], y)
+    made = invert_gradient(fresh.model, gradient, fresh.task.shape, mean, std, steps=10, tries=1)
+    assert 0 <= made.min().item() < 0.01
+    assert 0.99 < made.max().item() <= 1
+
+
 def test_of_several_starts_the_one_with_the_nearest_gradient_is_kept(monkeypatch):
     distances = iter([0.9, 0.5, 0.7])  # of the three ends; the starts have no steps
     monkeypatch.setattr(gradient_inversion, "_cosine_distance", lambda *_: torch.tensor(next(distances)))

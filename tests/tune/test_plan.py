@@ -124,6 +124,20 @@ def test_tpe_learns_from_the_scores_of_stopped_trials():
     assert proposed(lambda lr: 1 - distance(lr)) < 0.5 * proposed(distance)
 
 
+def test_for_tpe_a_finished_trial_is_better_than_a_stopped_one_whatever_their_scores():
+    trials = [TrialRecord(f"t{n}", "fedprox", drawn_values(SPACE, 0, "fedprox", n), BASE, 9) for n in range(30)]
+    middle = sorted(distance(trial.values["local.lr"]) for trial in trials)[15]
+
+    def proposed(state):
+        """Return how far from 0.1 the proposed rates are, where the nearer half of the rates has better scores."""
+        for trial in trials:
+            near = distance(trial.values["local.lr"]) < middle
+            trial.outcome = Outcome(state, 3, 0.9) if near else Outcome("done", 9, 0.5)
+        return sum(distance(_propose(SPACE, trials, seed)["local.lr"]) for seed in range(8)) / 8
+
+    assert proposed("done") < 0.7 * proposed("stopped")
+
+
 def test_the_best_is_one_that_went_to_its_end():
     state = run(SearchState(plan(), sizes), random.Random(0), 2)
     best = state.best()

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from refusals import refused
 
@@ -9,6 +11,7 @@ SUMMARY = {
     "accuracy": {"last": 0.5},
     "groups": {"few": 0.1},
     "clients": {"by": {"matched": {"mean": 0.7, "worst_decile": 0.2}}},
+    "figures": {"new_clients": {"owned": 0.15, "matched": 0.25, "worst_decile": 0.05}},
     "others": {
         "w_i": {
             "accuracy": 0.6,
@@ -47,6 +50,9 @@ SUMMARY = {
         ("macro@w_i", 0.55),
         ("miou@w_i", 0.3),
         ("matched@other", None),
+        ("new_owned", 0.15),
+        ("new_matched", 0.25),
+        ("new_worst_decile", 0.05),
     ],
 )
 def test_figure_of_one_of_several_models_is_found_by_its_name(name, value):
@@ -75,6 +81,13 @@ def finished(**curve):
 def test_the_mean_of_the_last_rounds_is_over_ten():
     run = finished(accuracy=[2.0**-step for step in range(12)])
     assert value_of(run, "accuracy", "last10") == pytest.approx(sum(2.0**-step for step in range(2, 12)) / 10)
+
+
+@pytest.mark.parametrize(("last", "best"), [(0.6, 0.6), (0.3, 0.4)])
+def test_the_best_figure_may_be_that_of_the_phase_after_the_last_round(last, best):
+    run = finished(accuracy=[0.1, 0.4, 0.2])
+    run = replace(run, summary={**run.summary, "accuracy": {"last": last}})
+    assert value_of(run, "accuracy", "best") == best
 
 
 def test_of_rounds_with_the_same_validation_accuracy_the_first_counts():

@@ -360,7 +360,7 @@ def test_the_time_of_an_arm_is_the_median_multiple_of_fedavgs_at_the_same_seed()
 
     runs = [run("fedavg", 0, 10), run("fedavg", 1, 20), run("fedavg", 2, 40)]
     runs += [run("sfd", 0, 20), run("sfd", 1, 100), run("sfd", 2, 120), run("sfd", 3, 1)]
-    runs += [run("alone", 3, 5)]
+    runs += [run("alone", 3, 5), run("fedavg", 4, 10), replace(run("sfd", 4, 1), state="failed", problem="why")]
     ranking = rank({"g": runs, "h": [run("sfd", 0, 7)]})
     assert {arm.arm: arm.time for arm in ranking.arms} == {"fedavg": 1, "sfd": 3, "alone": None}
     table = ranking_table(ranking)

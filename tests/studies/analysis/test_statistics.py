@@ -4,7 +4,7 @@ from scipy import stats
 
 from raylt.studies.analysis import statistics
 from raylt.studies.analysis.claims import Claim, ClaimFigures, judge
-from raylt.studies.analysis.statistics import holm, improvement, mean_interval, over_cells, paired
+from raylt.studies.analysis.statistics import Interval, holm, improvement, mean_interval, over_cells, paired
 
 
 def test_interval_of_the_mean_by_hand():
@@ -121,6 +121,25 @@ def test_intervals_over_cells_cover_the_truth_with_few_seeds(cells, seeds, monke
         arm, reference = drawn(), drawn() + 0.5
         covered.append([over_cells(arm).holds(middle), improvement(reference, arm).holds(better)])
     assert np.mean(covered, axis=0) == pytest.approx([0.94, 0.94], abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("measure", "sign", "verdict"),
+    [("accuracy", 1, "holds"), ("accuracy", -1, "refuted"), ("bytes_up", -1, "holds"), ("bytes_up", 1, "refuted")],
+)
+def test_the_better_side_of_a_claim_is_that_of_its_measure(measure, sign, verdict):
+    better = {("a", ""): {seed: sign * (10.0 + (-1) ** seed) for seed in range(6)}}
+    worse = {("b", ""): dict.fromkeys(range(6), 0.0)}
+    figures = ClaimFigures(Claim("a", "b", measure), "last", better, worse, {}, {"": 6})
+    (judged,) = judge([figures], [""], 0.95)
+    assert judged.verdict == verdict
+    assert figures.verdict("", judged.difference, 0.05) == "open"
+
+
+def test_an_interval_holds_its_ends():
+    values = (-0.1, 0.0, 1.0, 2.0, 2.1)
+    assert [Interval(1.0, 0.0, 2.0).holds(value) for value in values] == [False, True, True, True, False]
+    assert not Interval(1.0, None, None).holds(1.0)
 
 
 def test_claims_that_hold_one_by_one_are_open_as_a_family():
