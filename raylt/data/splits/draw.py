@@ -164,6 +164,8 @@ def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | No
             f"{every - used:,} of {every:,} training images ({(every - used) / every:.0%}) are left out: the "
             f"split is drawn with data.imbalance = {split.imbalance:g}; data.imbalance=1 keeps all"
         )
+    if len(source.class_names) == 1:
+        sentences.append(f"all labels are of one class ({source.class_names[0]}), so every accuracy is 100 %")
     missing = class_counts(y_test, len(source.class_names)) == 0
     if missing.any():
         names = [name for name, absent in zip(source.class_names, missing, strict=True) if absent]

@@ -252,6 +252,13 @@ def test_a_class_without_test_images_is_named(tmp_path):
     )
 
 
+def test_a_folder_of_one_class_gets_a_notice(tmp_path):
+    write(tmp_path / "it", {"cat": 5})
+    assert other_notes(build_task(config(tmp_path / "it", clients=2))) == (
+        "all labels are of one class (cat), so every accuracy is 100 %",
+    )
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [

@@ -84,8 +84,8 @@ def test_a_class_that_is_lost_is_named_with_what_was_left_out(tmp_path):
 
 
 def test_clients_without_a_test_image_of_their_own_are_named(tmp_path):
-    write(tmp_path / "it/train", {name: {"cat": 3} for name in LEVELS})
-    write(tmp_path / "it/test", {"bert": {"cat": 3}})
+    write(tmp_path / "it/train", {name: {"cat": 3, "dog": 1} for name in LEVELS})
+    write(tmp_path / "it/test", {"bert": {"cat": 3, "dog": 1}})
     assert other_notes(build_task(config(tmp_path / "it"))) == (
         "2 of 3 clients have no test image of their own: anna, cora",
     )
