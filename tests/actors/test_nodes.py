@@ -137,8 +137,8 @@ def test_after_a_client_changed_the_message_of_a_block_no_other_client_of_the_bl
     assert first.tree["w"].tolist() == [1, 1]
     assert w.tolist() == [1, 1]  # other blocks read the same array
     assert [(reply.code, reply.text.partition(" was")[0]) for reply in others] == [
-        ("reply.late-write", "LateWrite: client 1: message.w"),
-        ("reply.late-write", "LateWrite: client 2: message.w"),
+        ("reply.late-write", "client 1: message.w"),
+        ("reply.late-write", "client 2: message.w"),
     ]
 
 
