@@ -14,8 +14,8 @@ A run is one arm in one cell with one seed. The seed sets both `seed` and `data.
 therefore train on the same split, and their differences are paired.
 """
 
-import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -451,7 +451,8 @@ def define(tree: Mapping[str, Any]) -> Definition:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # math.isfinite would fail with an integer beyond the largest float
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _check_folder(key: str, name: str) -> None:
