@@ -372,7 +372,7 @@ def _directive(name: str, value: Any) -> list[str]:
 
 
 def _field_directives(model: type[BaseModel]) -> list[str]:
-    """Return the lines of reStructuredText that document a model's fields: the name, type and meaning of each."""
+    """Return the lines of reStructuredText that document a model's fields: name, type, default and meaning."""
     from raylt.core.report import Figure
 
     lines = []
@@ -380,7 +380,10 @@ def _field_directives(model: type[BaseModel]) -> list[str]:
         if name in model.model_fields:
             field = model.model_fields[name]
             figures = [each.title for each in field.metadata if isinstance(each, Figure)]
-            lines += ["", f"   .. py:attribute:: {name}", f"      :type: {_alias(hint)}", ""]
+            lines += ["", f"   .. py:attribute:: {name}", f"      :type: {_alias(hint)}"]
+            if not (field.is_required() or isinstance(field.default, BaseModel)):
+                lines.append(f"      :value: {field.default!r}")
+            lines.append("")
             lines += [f"      {text}" for text in [*figures, field.description] if text]
     return lines
 

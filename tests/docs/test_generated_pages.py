@@ -89,11 +89,13 @@ def test_api_page_has_every_public_name_once():
 
 def test_api_page_has_each_field_of_a_model_with_its_meaning_in_place_of_a_signature():
     callbacks = generate.api_parts()["callbacks"].partition(".. autoclass:: raylt.RoundReport(**fields)\n")[2]
-    fields = re.findall(r"^   \.\. py:attribute:: (\w+)\n      :type: (.+)\n\n      (.+)$", callbacks, re.M)
+    pattern = r"^   \.\. py:attribute:: (\w+)\n      :type: (.+)\n(?:      :value: .+\n)?\n      (.+)$"
+    fields = re.findall(pattern, callbacks, re.M)
     assert [name for name, _, _ in fields] == list(raylt.RoundReport.model_fields)
     assert ("seconds", "float", "seconds of training and aggregation, without evaluation") in fields
     assert ("timings", "dict[str, float]") in [field[:2] for field in fields]
     assert not [kind for _, kind, _ in fields if "Annotated" in kind]
+    assert ".. py:attribute:: source\n      :type: str\n      :value: 'digits'\n" in generate.api_parts()["settings"]
 
 
 def test_api_page_leads_to_a_page_with_each_group():
