@@ -46,6 +46,17 @@ def test_orthogonal_frequencies_are_orthogonal_within_a_block():
         assert torch.allclose(gram, gram.diagonal().diag(), atol=1e-5)
 
 
+def test_orthogonal_frequencies_have_uniform_directions_and_the_lengths_of_gaussian_rows():
+    omega = draw_frequencies(16, 2 * 16 * 300, 0.5, "orf", 0)  # 300 blocks; with gamma = 1/2 rows have chi lengths
+    lengths = omega.norm(dim=1)
+    assert lengths.square().mean().item() == pytest.approx(16, rel=0.02)
+    assert lengths.square().var().item() == pytest.approx(2 * 16, rel=0.1)  # chi-squared with 16 degrees
+    directions = (omega / lengths[:, None]).view(300, 16, 16)
+    traces = directions.diagonal(dim1=1, dim2=2).sum(1)  # of a uniform orthogonal matrix: mean 0, variance 1
+    assert traces.mean().abs() < 0.25
+    assert traces.var().item() == pytest.approx(1, rel=0.3)
+
+
 def test_sum_of_features_does_not_depend_on_the_chunks():
     z, omega = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), draw_frequencies(8, 20, 0.1, "iid", 0)
     expected = fourier(z, omega).double().sum(0)
