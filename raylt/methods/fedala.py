@@ -37,6 +37,7 @@ class FedALA(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2212.01197"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
+    encoder_fields: ClassVar[tuple[str, ...]] = ("scope",)
 
     eta: float = hp(1.0, LogUniform(0.1, 10), "learning rate of W; from the code", gt=0)
     share: float = hp(0.8, Uniform(0.05, 1.0), "s, share of a client's samples on which W is learned", gt=0, le=1)
