@@ -1,5 +1,5 @@
 """RUCR: FedAvg with features pulled to global prototypes, and a classifier balanced on features mixed with the
-prototypes (Huang et al., IEEE Transactions on Mobile Computing 2024).
+prototypes (Huang et al., IEEE Transactions on Information Forensics and Security 2024).
 
 For details that the text does not state, the authors' code decides. Departures from both:
 [1] A prototype is the mean of the clients' class means, each scaled to length 1, weighted by samples. The code does so
@@ -48,7 +48,8 @@ class RUCR(Method):
     """FedAvg with global prototypes and a balanced classifier. The defaults are the authors' code's."""
 
     name: ClassVar[str] = "rucr"
-    paper: ClassVar[str] = "Huang et al., IEEE TMC 2024"
+    paper: ClassVar[str] = "Huang et al., IEEE TIFS 2024"
+    link: ClassVar[str | None] = "https://ieeexplore.ieee.org/document/10534053"
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "retraining": ("retrain_rounds", "size", "lam_low", "lam_high", "retrain_epochs", "retrain_batch", "retrain_lr")
     }

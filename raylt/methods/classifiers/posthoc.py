@@ -32,6 +32,7 @@ class PostHoc(AfterTraining):
 
     name: ClassVar[str] = "posthoc"
     paper: ClassVar[str] = "Menon et al., ICLR 2021"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2007.07314"
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("tau",)}
 
     tau: float = hp(1.0, Uniform(0.0, 3.0), "strength tau of the adjustment, Eq. 9", ge=0)
