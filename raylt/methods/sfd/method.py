@@ -19,7 +19,9 @@ Equation numbers are the paper's. Departures from the text, each marked at its l
     aligner (Table 3), when the bank keeps its own mean and scale: `bank_start`.
 [10] A `classifier` other than safs gives the encoder another classifier (`controls.py`), as our control.
 `preset=official` uses the settings of the authors' code (`OFFICIAL`); other given fields override it. It leaves out the
-code's order of the orthogonal frequencies, which are equally random here, and reporting the best test accuracy.
+code's order of the orthogonal frequencies, which are equally random here, and reporting the best test accuracy. With
+`weighting=batches` a client's weight is the number of batches that it trains on; the code's also counts a last batch of
+one image, which raylt drops.
 """
 
 import math
