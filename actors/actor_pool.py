@@ -309,7 +309,8 @@ def deal_clients(run: str, groups: Sequence[Sequence[int]], bundles: Sequence[Se
 
 def _name_of(home: Sequence[int]) -> str:
     more = f"-and-{len(home) - 3}-more" if len(home) > 3 else ""
-    return f"client{'s' * (len(home) > 1)}-{'-'.join(f'{id:03d}' for id in home[:3])}{more}"
+    clients = "client" if len(home) == 1 else "clients"
+    return f"{clients}-{'-'.join(f'{id:03d}' for id in home[:3])}{more}"
 
 
 def _home_nodes(slots: Iterable[ActorSlot]) -> np.ndarray:

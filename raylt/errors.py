@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -261,6 +261,7 @@ CODES: dict[str, str] = {
 
 _AT_THE_SHELL = "RAYLT_AT_THE_SHELL"  # Environment variable.
 MAX_MESSAGE_LENGTH = 2000  # In characters. A path alone may have 4,096.
+MAX_CAUSE_LENGTH = 200
 
 
 class RayltError(Exception):
@@ -625,15 +626,20 @@ def shorten(text: str, length: int = 80, mark: str = "...") -> str:
     return text if len(text) <= length else text[: length - len(mark)] + mark
 
 
-def as_cause(error: Exception, length: int = 200) -> str:
-    """Return an error in one line of at most `length` characters without a full stop, for another error's brackets.
+def first_names(names: Sequence[str], most: int = 10) -> str:
+    """Return the first names of a list as text, with `, ..` in place of the names after the first `most`."""
+    return ", ".join(names[:most]) + (", .." if len(names) > most else "")
+
+
+def as_cause(error: Exception) -> str:
+    """Return an error in one line of at most 200 characters without a full stop, for another error's brackets.
 
     Of raylt's own errors, and of texts that are too long, only the first sentence is kept; the others are remedies.
     """
     text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, RayltError) or len(text) > length:
+    if isinstance(error, RayltError) or len(text) > MAX_CAUSE_LENGTH:
         text = text.partition(". ")[0]
-    return shorten(text.rstrip("."), length)
+    return shorten(text.rstrip("."), MAX_CAUSE_LENGTH)
 
 
 def type_name(value: object) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raylt import errors
-from raylt.errors import CODES, DataError, RayltError, as_cause, without_remedy
+from raylt.errors import CODES, DataError, RayltError, as_cause, first_names, without_remedy
 
 ROOT = Path(__file__).parents[1]
 # the constructors of these classes set the code
@@ -75,6 +75,12 @@ def test_the_table_is_sorted_and_its_sentences_are_short():
 )
 def test_a_cause_has_no_remedy_of_its_own_and_does_not_end_in_a_sentence(error, cause):
     assert as_cause(error) == cause
+
+
+def test_of_many_names_the_first_are_listed():
+    assert first_names(["a", "b"], 2) == "a, b"
+    assert first_names(["a", "b", "c"], 2) == "a, b, .."
+    assert first_names([str(number) for number in range(11)]) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, .."
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def data(
     counted = ", with validation samples" if config.validation else ""
     for group, bounds in (("many", f"more than {high}"), ("medium", f"{low} to {high}"), ("few", f"fewer than {low}")):
         sizes = [int(n) for n, class_group in zip(task.counts, task.groups, strict=True) if class_group == group]
-        classes = f"{len(sizes)} class{'es' * (len(sizes) != 1)}"
+        classes = count_of(len(sizes), "class", "classes")
         out.print(f"{group}: {classes}, {sum(sizes)} {unit} ({bounds} of each class{counted})")
     out.print(str(figures), soft_wrap=True)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from raylt.data.images.cache import Stored, cut, load, pixel_rows, take
 from raylt.data.sources.arrays import Source
-from raylt.errors import DataError
+from raylt.errors import DataError, first_names
 
 CHUNK_SIZE = 512  # images that are read at once
 
@@ -123,7 +123,7 @@ def _clients_left(
     lost = [name for name, stays in zip(names, left, strict=True) if not stays]
     note = (
         f"{'1 client has' if len(lost) == 1 else f'{len(lost)} clients have'} only copies of other images and "
-        f"{'is' if len(lost) == 1 else 'are'} left out: {', '.join(lost[:10])}" + ", .." * (len(lost) > 10)
+        f"{'is' if len(lost) == 1 else 'are'} left out: {first_names(lost)}"
     )
     return ids, tuple(name for name, stays in zip(names, left, strict=True) if stays), (note,)
 

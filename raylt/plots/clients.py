@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.table import Table
 
 from raylt.data.task import judged_images_of
-from raylt.errors import CheckpointError, ConfigError, spoken, type_name
+from raylt.errors import CheckpointError, ConfigError, first_names, spoken, type_name
 from raylt.formatting import interval_text, percent
 from raylt.metrics import FEW_SAMPLES, LOCAL, worst_decile
 from raylt.plots.style import COLOURS, new_figure, save_if_asked, style_axes, tick_name
@@ -103,13 +103,12 @@ class ClientComparison:
 
     def notes(self) -> list[str]:
         """Return a notice about clients with test images of a single class, whose figures say nothing."""
-        alone = len(self.one_class)
-        if not alone:
+        count = len(self.one_class)
+        if not count:
             return []
-        subject = "1 client is" if alone == 1 else f"{alone} clients are"
-        object = "its figure says" if alone == 1 else "their figures say"
-        names = ", ".join(self.one_class[:10]) + ", .." * (alone > 10)
-        return [f"{subject} evaluated on one class, so {object} nothing: {names}"]
+        subject = "1 client is" if count == 1 else f"{count} clients are"
+        figures = "its figure says" if count == 1 else "their figures say"
+        return [f"{subject} evaluated on one class, so {figures} nothing: {first_names(self.one_class)}"]
 
     def _cell(self, value: float | None, client: int) -> str:
         """Format a client's accuracy, with its interval if it is based on few images."""

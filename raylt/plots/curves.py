@@ -127,7 +127,7 @@ def caption(study: Study, spread: Spread = "interval", level: float = 0.95) -> s
     for record in done:
         counts[record.cell, record.arm] += 1
     least, most = min(counts.values()), max(counts.values())
-    seeds = f"{least} seed{'s' * (least > 1)}" if least == most else f"{least} to {most} seeds"
+    seeds = count_of(least, "seed") if least == most else f"{least} to {most} seeds"
     text = f"Lines: means over {seeds}."
     if most > 1:
         band = f"{100 * level:g} % t intervals" if spread == "interval" else "one standard deviation of the seeds"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from raylt.errors import DataError
+from raylt.errors import DataError, first_names
 
 SUFFIXES = {
     ".jpg",
@@ -56,7 +56,7 @@ def list_images(folder: Path) -> Listing:
         DataError: A folder cannot be read, or is nested more deeply than any layout allows.
     """
     search = _Search(folder)
-    search.look(PurePosixPath(), frozenset())
+    search.read_folder(PurePosixPath(), frozenset())
     return Listing(tuple(search.files), search.ignored, tuple(search.empty), tuple(search.hidden))
 
 
@@ -70,20 +70,20 @@ class _Search:
         self.empty: list[str] = []
         self.hidden: list[str] = []
 
-    def look(self, inner: PurePosixPath, above: frozenset[str]) -> None:
+    def read_folder(self, inner: PurePosixPath, parents: frozenset[str]) -> None:
         """Search a folder and its subfolders for image files.
 
         Args:
             inner: The folder, relative to the top folder of the search.
-            above: Real paths of the folders above it.
+            parents: Real paths of the folders above it.
         """
         path = self.folder / inner
-        above = above | {os.path.realpath(path)}
+        parents = parents | {os.path.realpath(path)}
         files_before = len(self.files)
         empty_before = len(self.empty)
         for name, is_folder in self._entries(path):
             if is_folder:
-                self._folder(inner / name, above)
+                self._visit(inner / name, parents)
             elif name[0] != "." and _is_image(path / name):
                 self.files.append(inner / name)
             else:
@@ -104,8 +104,8 @@ class _Search:
                 path=shown_name(path),
             ) from None
 
-    def _folder(self, inner: PurePosixPath, above: frozenset[str]) -> None:
-        if os.path.realpath(self.folder / inner) in above:
+    def _visit(self, inner: PurePosixPath, parents: frozenset[str]) -> None:
+        if os.path.realpath(self.folder / inner) in parents:
             self.ignored["links to a folder above"] += 1
         elif inner.name[0] == ".":
             self.hidden.append(str(inner))
@@ -117,7 +117,7 @@ class _Search:
                 path=shown_name(self.folder / inner),
             )
         else:
-            self.look(inner, above)
+            self.read_folder(inner, parents)
 
 
 def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
@@ -137,7 +137,7 @@ def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
         ("1 folder is hidden and was", "folders are hidden and were", hidden),
     ):
         if folders:
-            names = ", ".join(map(shown_name, folders[:5])) + ", .." * (len(folders) > 5)
+            names = first_names([shown_name(folder) for folder in folders], 5)
             what = one if len(folders) == 1 else f"{len(folders)} {several}"
             notes.append(f"{what} left out: {names}")
     for folder, listing in listings:

@@ -14,7 +14,7 @@ from raylt.data.images.cache import Mapped, take
 from raylt.data.images.cache_builder import pack, place_of
 from raylt.data.images.decoding import Fit, Fitted, full_scale, grouped_by_cause
 from raylt.data.images.image_files import shown_name
-from raylt.errors import DataError, count_of
+from raylt.errors import DataError, count_of, first_names
 
 LOOKED_AT = 200  # number of files whose full scale is read for notices
 FORMAT = 5  # version of the decoding; each version has its own cache
@@ -170,9 +170,8 @@ def _dark_note(x: Mapped, deep: Callable[[int], bool], name: Callable[[int], str
     if not names:
         return ()
     return (
-        f"images of more than 8 bits use less than half of their full scale ({', '.join(names[:3])}"
-        f"{', ..' * (len(names) > 3)}); if they have fewer bits than their files, set data.depth for greys, and "
-        "convert colours to 8 bits",
+        f"images of more than 8 bits use less than half of their full scale ({first_names(names, 3)}); if they have "
+        "fewer bits than their files, set data.depth for greys, and convert colours to 8 bits",
     )
 
 
@@ -184,10 +183,10 @@ def _scales_note(rows: np.ndarray, scale: Callable[[int], float | None], name: C
             examples.setdefault(white, name(row))
     if len(examples) < 2:
         return ()
-    scales = ", ".join(f"{white:.15g} in {file}" for white, file in sorted(examples.items())[:3])
+    scales = [f"{white:.15g} in {file}" for white, file in sorted(examples.items())]
     return (
-        f"images of more than 8 bits have different full scales ({scales}{', ..' * (len(examples) > 3)}), so the same "
-        "grey differs between them; data.depth gives greys one scale",
+        f"images of more than 8 bits have different full scales ({first_names(scales, 3)}), so the same grey differs "
+        "between them; data.depth gives greys one scale",
     )
 
 

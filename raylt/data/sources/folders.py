@@ -18,7 +18,7 @@ from raylt.data.images.image_trees import How, decode_tree
 from raylt.data.sources.arrays import Source
 from raylt.data.sources.labels import ImageLabels, assemble
 from raylt.disk import exists
-from raylt.errors import ConfigError, DataError, did_you_mean
+from raylt.errors import ConfigError, DataError, count_of, did_you_mean, first_names
 
 LAYOUTS = (
     "Use <client>/<class>/<image>, train/<client>/<class>/<image>, train/<class>/<image> or <class>/<image>; the "
@@ -237,11 +237,10 @@ def check_same_names(folder: Path, what: str, train: Sequence[str], test: Sequen
     """
     untrained = sorted({*test} - {*train})
     if untrained:
-        names = ", ".join(untrained[:10]) + ", .." * (len(untrained) > 10)
+        has = "has" if len(untrained) == 1 else "have"
         raise DataError(
-            f"{folder}: {len(untrained)} {what} folder{'s' * (len(untrained) > 1)} of the test part "
-            f"{'have' if len(untrained) > 1 else 'has'} no training images ({names}). Give every {what} training "
-            "images too.",
+            f"{folder}: {count_of(len(untrained), f'{what} folder')} of the test part {has} no training images "
+            f"({first_names(untrained)}). Give every {what} training images too.",
             code="data.wrong-layout",
             path=str(folder),
             name=untrained[0],

@@ -19,7 +19,7 @@ from raylt.data.images.image_trees import FORMAT, How, decode_all
 from raylt.data.sources.arrays import Source
 from raylt.data.sources.checks import SCOPE
 from raylt.data.sources.labels import CodedLabels, NameCodes, assemble_coded
-from raylt.errors import ConfigError, DataError
+from raylt.errors import ConfigError, DataError, first_names
 
 VALIDATION = ("validation", "valid", "val", "dev")  # names of the part that replaces a missing part test
 
@@ -98,10 +98,9 @@ def _notes_on(config: DataConfig, parts: dict[str, Any], test: str | None) -> tu
         notes.append(f"the test set is the part {test} of {config.source}, {why}")
     read = [part for part in ("train", test) if part is not None]
     if unread := [part for part in parts if part not in read]:
-        names = ", ".join(unread[:5]) + ", .." * (len(unread) > 5)
         notes.append(
-            f"{config.source}: only {' and '.join(read)} {'are' if test else 'is'} read, not {names}; data.test_part "
-            "names another part of test images"
+            f"{config.source}: only {' and '.join(read)} {'are' if test else 'is'} read, not {first_names(unread, 5)}; "
+            "data.test_part names another part of test images"
         )
     return tuple(notes)
 

@@ -10,7 +10,7 @@ from raylt.data.images.cache import Mapped
 from raylt.data.images.image_files import shown_name
 from raylt.data.sources.arrays import PUBLISHED, Source, channel_statistics
 from raylt.data.sources.checks import SCOPE
-from raylt.errors import DataError
+from raylt.errors import DataError, first_names
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def assemble_coded(name: str, x: Mapped, rows: np.ndarray, labels: CodedLabels, 
             notes = (
                 *notes,
                 f"{'1 client has' if len(lost) == 1 else f'{len(lost)} clients have'} no training image that can be "
-                f"decoded; left out with all test images: {', '.join(lost[:10])}" + ", .." * (len(lost) > 10),
+                f"decoded; left out with all test images: {first_names(lost)}",
             )
             test = test[np.isin(owners[test], trained)]
         test_ids = np.searchsorted(trained, owners[test]) if labels.tested else None

@@ -11,7 +11,7 @@ from raylt.data.sources.arrays import Source
 from raylt.data.splits.long_tail import long_tail_subset
 from raylt.data.splits.partitions import partition
 from raylt.data.splits.split import IndexLists, Split, grouped, hash_labels
-from raylt.errors import DataError
+from raylt.errors import DataError, first_names
 from raylt.seeds import seed_for
 
 TEST = 0.2  # default fraction of each client's (or class's) images that become test images without a test part
@@ -171,18 +171,14 @@ def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | No
         names = [name for name, absent in zip(source.class_names, missing, strict=True) if absent]
         sentences.append(
             f"no test image shows {len(names)} of {len(missing)} classes, which are never evaluated: "
-            f"{_first_ten(names)}"
+            f"{first_names(names)}"
         )
     untested = [] if own is None else np.flatnonzero(own.sizes == 0).tolist()
     if untested:
         clients = [split.client_names[k] if split.client_names else str(k) for k in untested]
         lack = "has no test image of its own" if len(untested) == 1 else "have no test image of their own"
-        sentences.append(f"{len(untested)} of {len(split.clients)} clients {lack}: {_first_ten(clients)}")
+        sentences.append(f"{len(untested)} of {len(split.clients)} clients {lack}: {first_names(clients)}")
     return sentences
-
-
-def _first_ten(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + ", .." * (len(names) > 10)
 
 
 def _resolved(config: DataConfig, unique_ids: np.ndarray | None) -> DataConfig:

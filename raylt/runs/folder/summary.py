@@ -29,7 +29,7 @@ from raylt.core.report import (
     shown_figure,
 )
 from raylt.data.task import JudgedImages
-from raylt.errors import CheckpointError, count_of
+from raylt.errors import CheckpointError, count_of, first_names
 from raylt.formatting import interval_text, percent, size, with_images
 from raylt.metrics import FEW_SAMPLES, LOCAL, client_figures
 from raylt.runs.folder.metrics_log import Lines
@@ -390,7 +390,7 @@ def _client_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "clients, mean (own class mix)", percent(clients["mean"])
     yield "clients, worst decile", percent(clients["worst_decile"])
     if alone := (summary.get("tests") or {}).get("one_class"):
-        names = ", ".join(alone[:MAX_NAMED_CLIENTS]) + ", .." * (len(alone) > MAX_NAMED_CLIENTS)
+        names = first_names(alone, MAX_NAMED_CLIENTS)
         yield "clients evaluated on one class", f"{len(alone)}, whose figures say nothing: {names}"
     if quality := summary.get("quality"):
         values = (quality["auc"], quality["calibration_error"])
