@@ -10,7 +10,6 @@ replied, an actor fetches the replies and adds them up, and only the sums reach 
 """
 
 import heapq
-import itertools
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 from ray.exceptions import ObjectLostError
 
 from actors.actor_pool import ActorPool, ActorSlot
-from actors.client import Block, name_clients
+from actors.client import Block, BlockClient, name_clients
 from actors.dispatch import ActorCall, ItemOutcome, Job, Reach
 from actors.shards import Shards
 from raylt.config import Config
@@ -30,11 +29,11 @@ from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.schema import Schema
 from raylt.core.fleet.wire import Fault, unpacked
 from raylt.core.round_stats import RoundStats
-from raylt.core.training.stacked_sgd import FEW, SAMPLES
+from raylt.core.training.stacked_sgd import MAX_STACKED_SAMPLES, MIN_TASK_CLIENTS
 from raylt.errors import ClientError, ClientLost, RayltError
 from raylt.tree import Tree, from_arrays, to_arrays
 
-MAX_SHARED_SAMPLES = 32  # For clients that share a call; SAMPLES applies to clients that train in stacks.
+MAX_SHARED_SAMPLES = 32  # For clients that share a call; MAX_STACKED_SAMPLES applies to clients that train in stacks.
 MAX_CLIENTS_PER_CALL = 64
 MIN_CALLS_PER_ACTOR = 4  # With fewer calls, actors would wait long for the last one.
 MIN_STORED_BYTES = 2**20  # Larger replies are added up by actors; the server adds a smaller one in a millisecond.
@@ -170,8 +169,8 @@ class ClientCalls(Job):
         size = len(ids) // (MIN_CALLS_PER_ACTOR * len(fleet.slots))
         self._most_samples = MAX_SHARED_SAMPLES
         if fleet.slots[0].stacks:
-            size = max(size, min(FEW, len(ids) // len(fleet.slots)))
-            self._most_samples = SAMPLES
+            size = max(size, min(MIN_TASK_CLIENTS, len(ids) // len(fleet.slots)))
+            self._most_samples = MAX_STACKED_SAMPLES
         self._block_size = min(MAX_CLIENTS_PER_CALL, size) if waits_for_all else 1
         self._queues = [NodeQueue() for _ in range(1 + fleet.slots.home_nodes.max())]
         self._stored_blocks: dict[int, StoredBlock] = {}  # by client
@@ -251,28 +250,31 @@ class ClientCalls(Job):
     def _submit(self, slot: ActorSlot, ids: list[int], sums: Schema | None = None) -> tuple[Any, ActorCall]:
         shards = self.fleet.shards
         private_refs = [self.fleet.private(id) for id in ids]
-        new_packs = sorted({shards.places[id] for id in ids} - slot.packs)
+        new_packs = sorted({shards.pack_numbers[id] for id in ids} - slot.packs)
         # a node keeps only the data of its own clients
         keep = self.fleet.slots.home_nodes[ids[0]] == slot.home_node
         if keep:
             slot.packs.update(new_packs)
-        apart = self._stores(ids[0])
-        places = itertools.count()
-        clients = [
-            (id, shards.places[id], None if private is None else next(places))
-            for id, private in zip(ids, private_refs, strict=True)
-        ]
+        stores_replies = self._stores(ids[0])
+        clients = []
+        sent_privates = []
+        for id, private in zip(ids, private_refs, strict=True):
+            position = None
+            if private is not None:
+                position = len(sent_privates)
+                sent_privates.append(private)
+            clients.append(BlockClient(id, shards.pack_numbers[id], position))
         patience = self.fleet.patience(self.name, len(ids))
         name = f"{self.name}, round {self.fleet.round}"  # Ray's dashboard counts the calls of each name
-        returns = 1 + (2 if apart else 1) * len(ids)
+        returns = 1 + (2 if stores_replies else 1) * len(ids)
         replies, *refs = slot.actor.run.options(num_returns=returns, name=name).remote(
             self.fn,
             self.message,
-            Block(self.fleet.round, new_packs, clients, bool(keep), apart),
+            Block(self.fleet.round, new_packs, clients, bool(keep), stores_replies),
             patience,
             None if sums is None else sums.restricted_to(ids),
             *(shards.packs[number] for number in new_packs),
-            *(private for private in private_refs if private is not None),
+            *sent_privates,
         )
         call = ActorCall(ids, slot, len(self.fleet.slots), refs[: len(ids)], refs[len(ids) :], patience=patience)
         return replies, call

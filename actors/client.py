@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -66,6 +66,19 @@ class DeviceFull(RayltError):
         )
 
 
+class BlockClient(NamedTuple):
+    """A client of a block, and where its call finds its data and its private state.
+
+    Attributes:
+        pack: Number of the pack with the client's data.
+        private: Position among the private states that are sent with the call; None before the client's first call.
+    """
+
+    id: int
+    pack: int
+    private: int | None
+
+
 @dataclass(frozen=True)
 class Block:
     """The clients of one call, which an actor runs one after the other.
@@ -73,17 +86,16 @@ class Block:
     Attributes:
         round: Number of the round.
         packs: Numbers of the packs of data that are sent with the call because the actor does not have them.
-        clients: For each client, its id, the number of the pack with its data, and its position among the private
-            states that are sent with the call; the position is None before a client's first call.
+        clients: The clients, in order.
         keep: Whether the actor keeps the packs and the clients' samples after the call.
-        apart: Whether each reply becomes a separate object in the object store.
+        stores_replies: Whether each reply becomes a separate object in the object store.
     """
 
     round: int
     packs: list[int]
-    clients: list[tuple[int, int, int | None]]
+    clients: list[BlockClient]
     keep: bool
-    apart: bool
+    stores_replies: bool
 
 
 @dataclass(frozen=True)
@@ -195,24 +207,28 @@ class ClientActor:
             self.packs = packs
         privates = objects[len(block.packs) :]
         received = snapshot(from_arrays(message))  # a copy, since other blocks and actors read the message too
-        lent = Stamps()
-        lent.add(received, "message")
+        message_stamps = Stamps()
+        message_stamps.add(received, "message")
         replies = []
         states = []
         calls = [
-            ClientCall(id, packs[pack].shard(id), None if place is None else from_arrays(privates[place]))
-            for id, pack, place in block.clients
+            ClientCall(
+                client.id,
+                packs[client.pack].shard(client.id),
+                None if client.private is None else from_arrays(privates[client.private]),
+            )
+            for client in block.clients
         ]
         with self._stacks_after(patience):
             stacked = self.host.run_stacks(fn, received, block.round, calls)
             for call in calls:
-                reply, state = self._call(fn, received, lent, block, call, stacked.get(call.id))
+                reply, state = self._call(fn, received, message_stamps, block, call, stacked.get(call.id))
                 replies.append(reply)
                 states.append(state)
         if not block.keep:
             self.host.release(call.id for call in calls)
         problems, self._problems = self._problems, []
-        if block.apart:
+        if block.stores_replies:
             faults = [reply if isinstance(reply, Fault) else None for reply in replies]
             return BlockReplies(faults, problems), *states, *replies
         if sums is not None and not any(isinstance(reply, Fault) for reply in replies):
@@ -236,7 +252,7 @@ class ClientActor:
         self,
         fn: ClientFunction,
         message: Tree,
-        lent: Stamps,
+        message_stamps: Stamps,
         block: Block,
         call: ClientCall,
         outcome: ReplyAndState | None,
@@ -245,7 +261,7 @@ class ClientActor:
         try:
             if outcome is not None:
                 return packed(*outcome)
-            path = lent.changed()
+            path = message_stamps.changed()
             if path is not None:  # on a CPU, all clients of a block share the memory of the message
                 raise LateWrite(call.id, path)
             reply, state = self.host.run(fn, message, block.round, call.id, call.shard, call.private)

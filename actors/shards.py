@@ -40,21 +40,21 @@ class Shards:
 
     Attributes:
         packs: References to `Pack` objects.
-        places: Number of the pack with a client's data, by client id.
+        pack_numbers: Number of the pack with a client's data, by client id.
     """
 
     packs: list[Any]
-    places: list[int]
+    pack_numbers: list[int]
 
     @classmethod
     def put(cls, shards: Sequence[Shard]) -> "Shards":
         """Put all clients' data into the object store of this node."""
         refs: list[Any] = []
-        places: list[int] = []
+        pack_numbers: list[int] = []
         for number, pack in enumerate(packs(shards)):
             refs.append(ray.put(pack))
-            places += [number] * len(pack.shards)
-        return cls(refs, places)
+            pack_numbers += [number] * len(pack.shards)
+        return cls(refs, pack_numbers)
 
 
 def packs(shards: Sequence[Shard]) -> Iterator[Pack]:

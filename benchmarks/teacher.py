@@ -24,7 +24,7 @@ from raylt.config import Config, load
 from raylt.core.client import Client
 from raylt.core.evaluation.counts import EvaluationSet
 from raylt.core.setup import Setup
-from raylt.core.training.features import encoded
+from raylt.core.training.features import teacher_features
 from raylt.core.training.optimisers import SGD
 from raylt.core.training.sgd import Objective
 from raylt.data.samples import Samples
@@ -55,7 +55,7 @@ def main() -> None:
         few = Samples(Shard(client.samples.x[:2].numpy(), client.samples.y[:2].numpy()), FACTS, CPU)
         opened = seconds(lambda: teacher.images(few))  # imports open_clip and reads the weights
         texts = seconds(lambda: client.state.update(phrase=teacher.text(FACTS.class_names, "phrase", CPU)))
-        image = seconds(lambda: encoded(client, teacher.name)) / arguments.samples
+        image = seconds(lambda: teacher_features(client, teacher.name)) / arguments.samples
     plain = step(client, FedSM(teacher="none").objective(client, {}), arguments.batches)
     distilled = step(client, method.objective(client, {}), arguments.batches)
     steps, n = arguments.epochs * -(-arguments.client // 32), arguments.client

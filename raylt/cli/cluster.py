@@ -110,7 +110,7 @@ def _stacks(setup: "Setup", task: "Task", model: "SplitModel", on_gpus: bool, on
     """Describe which clients train in stacks (`local.stacked=auto`)."""
     import torch
 
-    from raylt.core.training.stacked_sgd import SAMPLES, why_alone
+    from raylt.core.training.stacked_sgd import MAX_STACKED_SAMPLES, why_alone
 
     device = torch.device("cuda" if on_gpus else "cpu")
     why = why_alone(
@@ -118,9 +118,9 @@ def _stacks(setup: "Setup", task: "Task", model: "SplitModel", on_gpus: bool, on
     )
     if why is not None:
         return f"no client, because {why}"
-    small = sum(0 < size <= SAMPLES for size in task.sizes)
+    small = sum(0 < size <= MAX_STACKED_SAMPLES for size in task.sizes)
     where = "" if on_this_machine else ", where processors have AVX-512"
-    return f"{small} of {task.clients} clients, those with at most {SAMPLES} samples{where}"
+    return f"{small} of {task.clients} clients, those with at most {MAX_STACKED_SAMPLES} samples{where}"
 
 
 def doctor(address: Address = None, format: FormatOption = Format.table) -> None:

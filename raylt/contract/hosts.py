@@ -67,8 +67,8 @@ class Recorder(ClientHost):
             self.replies.append((name, round, id, tree.snapshot(reply.tree)))
         return reply, after
 
-    def _begun(self, fn, round, call):
-        client, entries = super()._begun(fn, round, call)
+    def _begin(self, fn, round, call):
+        client, entries = super()._begin(fn, round, call)
         self._attributes_before = _attributes_of(client)
         return client, entries
 

@@ -24,7 +24,7 @@ from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import Reduction, mean
 from raylt.core.server import Server, ServerOptimiser
-from raylt.core.training.loss_terms import asked_for, figure_of, reply_of
+from raylt.core.training.loss_terms import shares_figure, shares_part, shares_reduction
 from raylt.core.training.sgd import Objective, sgd
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task, TaskSpec
@@ -322,7 +322,7 @@ def train_model(method: Method, client: Client, message: Message, epochs: float 
     """
     objective = method.objective(client, message)
     loss = sgd(client, objective, epochs=epochs)
-    return {"loss": loss} | reply_of(objective, method.terms)
+    return {"loss": loss} | shares_part(objective, method.terms)
 
 
 def train_clients(
@@ -353,11 +353,11 @@ def train_clients(
         weights,
         model=mean.like(message["model"]),
         loss=mean.like(0.0),
-        **asked_for(method.terms),
+        **shares_reduction(method.terms),
         **parts,
     )
     server.step(got["model"])
-    server.log(loss=got["loss"], **figure_of(got))
+    server.log(loss=got["loss"], **shares_figure(got))
     return got
 
 

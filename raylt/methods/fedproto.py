@@ -26,7 +26,7 @@ from raylt.core.fleet.reductions import mean, total
 from raylt.core.method import Method, train_model
 from raylt.core.server import Server
 from raylt.core.training.features import features
-from raylt.core.training.loss_terms import Terms, asked_for, figure_of
+from raylt.core.training.loss_terms import Terms, shares_figure, shares_reduction
 from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import TaskSpec
@@ -104,7 +104,7 @@ class FedProto(Method):
             .counting("n")
             .over_samples(partial(sums_fault, **server.feature_limits)),
             loss=mean.like(0.0),
-            **asked_for(self.terms),
+            **shares_reduction(self.terms),
         )
         pooled = pooled_means(got["classes"], classes)  # [3]
         means, present = (value.cpu() for value in prototypes_of(server.model))
@@ -114,7 +114,7 @@ class FedProto(Method):
                 f"{PROTOTYPES}.present": (present | pooled["present"]).long(),
             }
         )
-        server.log(loss=got["loss"], **figure_of(got))
+        server.log(loss=got["loss"], **shares_figure(got))
 
     def client_model(self, client: Client) -> SplitModel:
         means, present = prototypes_of(client.model)

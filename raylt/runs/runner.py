@@ -14,7 +14,7 @@ from raylt.core.method import Method
 from raylt.core.report import CHECKPOINT, RoundReport
 from raylt.core.server import ENDED_EARLY
 from raylt.core.setup import Setup
-from raylt.core.training.stacked_sgd import SAMPLES
+from raylt.core.training.stacked_sgd import MAX_STACKED_SAMPLES
 from raylt.data.augment import draw_view
 from raylt.data.task import Task, judged_images_of
 from raylt.disk import continuable
@@ -204,8 +204,12 @@ def _take_steps(
         provenance.note(journal.folder, fleet, len(journal.reports()), setup.config, facts)
         if facts["stacked"] not in (None, IN_STACKS):
             callback.on_message(f"local.stacked=auto stacks {facts['stacked']}")
-        if facts["stacked"] == IN_STACKS and min(len(shard) for shard in task.shards if len(shard)) > SAMPLES:
-            callback.on_message(f"local.stacked=auto stacks no client, because each has more than {SAMPLES} samples")
+        if facts["stacked"] == IN_STACKS:
+            smallest = min(len(shard) for shard in task.shards if len(shard))
+            if smallest > MAX_STACKED_SAMPLES:
+                callback.on_message(
+                    f"local.stacked=auto stacks no client, because each has more than {MAX_STACKED_SAMPLES} samples"
+                )
         while not experiment.done:
             report = experiment.advance(journal.seal)
             journal.append(report)

@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError
 
 from actors.actor_pool import deal_clients
 from actors.calls import MIN_STORED_BYTES, ClientCalls
-from actors.client import Block, BlockReplies, ClientActor
+from actors.client import Block, BlockClient, BlockReplies, ClientActor
 from actors.fleet import RayFleet
 from actors.shards import Shards
 from raylt.core.fleet.block_sums import BLOCK, SummedReply
@@ -111,7 +111,7 @@ def test_an_actor_drops_the_data_of_a_client_of_another_node(keep):
         release=released.extend,
     )
     pack = SimpleNamespace(shard=lambda id: f"shard {id}")
-    block, _ = actor.run(None, {}, Block(1, [5], [(3, 5, None)], keep, False), 60.0, None, pack)
+    block, _ = actor.run(None, {}, Block(1, [5], [BlockClient(3, 5, None)], keep, False), 60.0, None, pack)
     assert block.replies[0].tree == {"shard": "shard 3"}
     assert actor.packs == ({5: pack} if keep else {})
     assert released == ([] if keep else [3])
@@ -131,7 +131,7 @@ def test_after_a_client_changed_the_message_of_a_block_no_other_client_of_the_bl
 
     actor.host = SimpleNamespace(run_stacks=lambda *_: {}, run=run, device=torch.device("cpu"))
     pack = SimpleNamespace(shard=lambda id: None)
-    clients = [(id, 0, None) for id in range(3)]
+    clients = [BlockClient(id, 0, None) for id in range(3)]
     block, *_ = actor.run(None, {"w": w}, Block(1, [0], clients, True, False), 60.0, None, pack)
     first, *others = block.replies
     assert first.tree["w"].tolist() == [1, 1]
@@ -157,7 +157,10 @@ def test_an_actor_returns_the_problems_of_a_call_and_each_is_noted_once():
         run_stacks=lambda *_: actor._note(next(stacks)) or {}, run=lambda *_: (trouble.Reply(1, {}), {})
     )
     pack = SimpleNamespace(shard=lambda id: None)
-    blocks = [actor.run(None, {}, Block(1, [0], [(3, 0, None)], True, False), 60.0, None, pack)[0] for _ in range(2)]
+    blocks = [
+        actor.run(None, {}, Block(1, [0], [BlockClient(3, 0, None)], True, False), 60.0, None, pack)[0]
+        for _ in range(2)
+    ]
     assert [block.problems for block in blocks] == [["one"], ["one"]]
     calls, slots = make_calls(4, [range(4)])
     calls.fleet.note_once = lambda text: RayFleet.note_once(calls.fleet, text)
@@ -187,7 +190,7 @@ def test_only_large_replies_of_several_blocks_stay_in_the_object_store(clients, 
     calls, slots = make_calls(clients, [range(0, clients, 2), range(1, clients, 2)], sums, samples)
     assert {calls._stores(id) for id in range(clients)} == {stored}
     calls.submit(slots[0], "node")
-    assert slots[0].actor.sent[0][2].apart == stored
+    assert slots[0].actor.sent[0][2].stores_replies == stored
 
 
 def reply_to_all(calls, slots):

@@ -24,7 +24,7 @@ def reasons(raylt, monkeypatch):
 
 def test_a_plan_counts_the_clients_that_train_in_stacks(reasons):
     sizes = build_task(DataConfig(source="digits", clients=5, alpha=0.1)).sizes
-    small = sum(size <= stacked_sgd.SAMPLES for size in sizes)
+    small = sum(size <= stacked_sgd.MAX_STACKED_SAMPLES for size in sizes)
     assert 0 < small < 5
     assert reasons(*SETTINGS)["stacks"] == f"{small} of 5 clients, those with at most 128 samples"
     assert "stacks" not in reasons(*SETTINGS[:-1])

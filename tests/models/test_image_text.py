@@ -15,7 +15,7 @@ from tiny import configure, make_setup, open_client
 import raylt
 from raylt.config.paths import located
 from raylt.core.encoding import encode
-from raylt.core.training.features import encoded
+from raylt.core.training.features import teacher_features
 from raylt.data.images.cache import load
 from raylt.errors import CheckpointError, ConfigError
 from raylt.models import build_model, image_text
@@ -212,9 +212,9 @@ def test_features_of_a_teachers_own_tower_are_the_teachers_features(tmp_path, cl
     teacher = clip_name.removeprefix("clip:")
     settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", f"method.teacher={teacher}")
     run = make_tiny_run(tmp_path, "fedsm", *settings, "augment=crop_flip")
-    of_images = encoded(open_client(run.task, run.method, 1, run.config), teacher)
+    of_images = teacher_features(open_client(run.task, run.method, 1, run.config), teacher)
     setup, task = encode(run.setup, run.task)
-    of_features = encoded(open_client(task, run.method, 1, setup.config), teacher)
+    of_features = teacher_features(open_client(task, run.method, 1, setup.config), teacher)
     assert of_features.shape == of_images.shape == (len(task.shards[1]), DIM)
     assert of_features.dtype == torch.float16
     # open_clip rounds pixels to 8 bits after resizing

@@ -164,11 +164,11 @@ def test_a_run_says_that_none_of_its_clients_is_small(tmp_path, monkeypatch, mos
         def on_message(self, text, minor=False):
             lines.append(text)
 
-    monkeypatch.setattr("raylt.runs.runner.SAMPLES", most)
+    monkeypatch.setattr("raylt.runs.runner.MAX_STACKED_SAMPLES", most)
     settings = [*SETTINGS, "local.stacked=auto", "local.batch=8"]
     raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=settings, callbacks=[Listener()])
-    said = "local.stacked=auto stacks no client, because each has more than 1 samples" in lines
-    assert said == (most == 1)
+    is_noticed = "local.stacked=auto stacks no client, because each has more than 1 samples" in lines
+    assert is_noticed == (most == 1)
 
 
 def test_more_threads_than_the_cores_bear_are_refused_in_one_process(tmp_path, monkeypatch):

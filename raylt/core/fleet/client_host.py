@@ -18,7 +18,7 @@ from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.wire import Unusable, plain, room_for
 from raylt.core.method import Method
 from raylt.core.setup import Setup, private_entries
-from raylt.core.training.stacked_sgd import SAMPLES, ClientStack, why_alone
+from raylt.core.training.stacked_sgd import MAX_STACKED_SAMPLES, ClientStack, why_alone
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, TaskSpec
 from raylt.errors import RayltError, one_line
@@ -53,8 +53,8 @@ class ClientHost:
         spec: Properties of the task that a method may know.
         test: The balanced test set.
         device: Device that runs the clients' calls.
-        room: Maximum size in bytes of all samples on the device. Beyond it, the host drops the samples of the least
-            recently called client, and that client's next call must supply them again.
+        samples_room: Maximum size in bytes of all samples on the device. Beyond it, the host drops the samples of the
+            least recently called client, and that client's next call must supply them again.
         on_problem: Called with one line of text, once for each text, about a problem from which the host recovers; by
             default a warning.
         any_processor: Whether to use stacks even on processors where the bits of one client depend on the others.
@@ -70,7 +70,7 @@ class ClientHost:
         spec: TaskSpec,
         test: Shard,
         device: torch.device,
-        room: float = math.inf,
+        samples_room: float = math.inf,
         on_problem: Callable[[str], None] = warnings.warn,
         any_processor: bool = False,
     ):
@@ -81,13 +81,13 @@ class ClientHost:
         self.clients: dict[int, Client] = {}
         self.on_problem = on_problem
         self._problems: set[str] = set()
-        self._samples_room = room
+        self._samples_room = samples_room
         self._samples_bytes = 0
         self._initial = tree.snapshot(private_entries(setup.method, self.model))
         self._test = EvaluationSet(test, spec, device)
         self._threads = max(1, int(setup.config.resources.cpus_per_client))
         self.why_alone = why_alone(setup.config, setup.method, self.model, spec, setup.augment, device, any_processor)
-        self._room = room_for(tree.nbytes(dict(self.model.state_dict()) | frozen_entries(self.model)))
+        self._reply_room = room_for(tree.nbytes(dict(self.model.state_dict()) | frozen_entries(self.model)))
 
     def describe(self) -> dict[str, str | None]:
         """Describe the device (`raylt.core.device.describe`) and, as "stacked", the clients that train in stacks.
@@ -166,12 +166,12 @@ class ClientHost:
                 if is_full(error):
                     raise
         try:
-            return self._run(fn, message, round, id, shard, private)
+            return self._run(fn, message, round, call)
         except Exception as error:
             if not (is_full(error) and self.drop(all_but=id)):
                 raise
         # outside the handler, since the error's frames keep their objects alive
-        return self._run(fn, message, round, id, shard, private)
+        return self._run(fn, message, round, call)
 
     @cached_property
     def _stack(self) -> ClientStack:
@@ -195,18 +195,16 @@ class ClientHost:
         for id in self.clients.keys() & set(ids):
             self._release(id)
 
-    def _run(
-        self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None, private: Tree | None
-    ) -> ReplyAndState:
-        client, entries = self._begun(fn, round, ClientCall(id, shard, private))
+    def _run(self, fn: ClientFunction, message: Message, round: int, call: ClientCall) -> ReplyAndState:
+        client, entries = self._begin(fn, round, call)
         arrived = tree.to({"entries": entries, "message": message}, self.device)
         client.receive(arrived["entries"])
         client.watch(arrived["message"])
         set_training(self.model)  # every call starts in the same mode, whatever the previous client left
-        with self._calling(fn, round, id):
-            reply = self._called(lambda: fn(client, arrived["message"]), self.model.state_dict)
+        with self._seeded_call(fn, round, call.id):
+            reply = self._run_work(lambda: fn(client, arrived["message"]), self.model.state_dict)
         client.check_stamps()
-        return plain(reply, {"model": self._private_entries(), "state": dict(client.state)}, self._room)
+        return plain(reply, {"model": self._private_entries(), "state": dict(client.state)}, self._reply_room)
 
     def _private_entries(self) -> StateDict:
         """Return the model's entries that are never sent.
@@ -219,7 +217,7 @@ class ClientHost:
         return {name: entries[name] for name in self._initial}
 
     def _is_stacked(self, fn: ClientFunction, call: ClientCall) -> bool:
-        return self.stacks(fn) and self._size(call) <= SAMPLES
+        return self.stacks(fn) and self._size(call) <= MAX_STACKED_SAMPLES
 
     def _size(self, call: ClientCall) -> int:
         """Return a client's number of samples."""
@@ -229,23 +227,23 @@ class ClientHost:
         self, fn: ClientFunction, message: Message, round: int, calls: Sequence[ClientCall]
     ) -> dict[int, ReplyAndState]:
         method: Method = fn.__self__  # pyright: ignore[reportFunctionMemberAccess]
-        begun = [self._begun(fn, round, call) for call in calls]
+        begun = [self._begin(fn, round, call) for call in calls]
         clients = [client for client, _ in begun]
         entries = {str(client.id): own for client, own in begun}
         arrived = tree.to({"entries": entries, "message": message}, self.device)
         privates = list(arrived["entries"].values())
         clients[0].watch(arrived["message"])  # the stack's clients share it; each is called alone after a change
-        with self._calling(fn, round, calls[0].id):
-            results = self._called(
+        with self._seeded_call(fn, round, calls[0].id):
+            results = self._run_work(
                 lambda: self._stack.train(method, clients, privates, arrived["message"]), lambda: self._stack.first
             )
         outcomes = {}
         for client, (reply, private) in zip(clients, results, strict=True):
             client.check_stamps()
-            outcomes[client.id] = plain(reply, {"model": private, "state": dict(client.state)}, self._room)
+            outcomes[client.id] = plain(reply, {"model": private, "state": dict(client.state)}, self._reply_room)
         return outcomes
 
-    def _begun(self, fn: ClientFunction, round: int, call: ClientCall) -> tuple[Client, Tree]:
+    def _begin(self, fn: ClientFunction, round: int, call: ClientCall) -> tuple[Client, Tree]:
         """Begin a call; return the client and its model's private entries at the start."""
         client = self._admit(call.id, call.shard)
         private = {"model": self._initial, "state": {}} if call.private is None else call.private
@@ -254,7 +252,7 @@ class ClientHost:
         return client, private["model"]
 
     @contextmanager
-    def _calling(self, fn: ClientFunction, round: int, id: int) -> Iterator[None]:
+    def _seeded_call(self, fn: ClientFunction, round: int, id: int) -> Iterator[None]:
         """Set the number of threads and torch's own generators for a call, and restore them afterwards."""
         threads = torch.get_num_threads()
         self._set_threads(self._threads)  # the same number everywhere, since it affects the order of some sums
@@ -269,7 +267,7 @@ class ClientHost:
         if torch.get_num_threads() != number:  # checking is cheaper than setting it again
             torch.set_num_threads(number)
 
-    def _called(self, work: Callable[[], T], entries: Callable[[], StateDict]) -> T:
+    def _run_work(self, work: Callable[[], T], entries: Callable[[], StateDict]) -> T:
         """Run the work of a call; raise an error with the code reply.not-finite if it fails on a diverged model.
 
         Args:

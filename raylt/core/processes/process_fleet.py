@@ -19,7 +19,7 @@ from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.wire import Fault, packed, unpacked
 from raylt.core.processes.forked_workers import ForkedWorkers, Lost
-from raylt.core.training.stacked_sgd import FEW
+from raylt.core.training.stacked_sgd import MIN_TASK_CLIENTS
 from raylt.data.task import Task
 from raylt.errors import ClientError, ClientLost, ConfigError, RayltError, user_fault
 from raylt.machine import cores
@@ -94,21 +94,24 @@ class ProcessFleet(LocalFleet):
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
         name = function_name(fn)
         tasks = deque(_Item(number, cloudpickle.dumps(item)) for number, item in enumerate(items))
-        tries = dict.fromkeys(range(len(items)), self.config.federation.retries)
+        retries_left = dict.fromkeys(range(len(items)), self.config.federation.retries)
         results: dict[int, Tree] = {}
         faults: dict[int, str] = {}
         self.show_items(fn, 0, len(items))
         for task, result in self._workers.run(cloudpickle.dumps(fn), tasks):
-            if isinstance(result, Lost) and tries[task.number]:
-                tries[task.number] -= 1
+            if isinstance(result, Lost) and retries_left[task.number]:
+                retries_left[task.number] -= 1
                 tasks.append(task)
             elif isinstance(result, Lost | Fault):
                 faults[task.number] = LOST if isinstance(result, Lost) else result.text
             else:
                 results[task.number] = from_arrays(result)
                 self.show_items(fn, len(results), len(items))
-        for number, cause in sorted(faults.items()):
-            raise RayltError(f"{name}, item {number}: {cause}", code="server.map-failed", function=name, item=number)
+        if faults:
+            number = min(faults)
+            raise RayltError(
+                f"{name}, item {number}: {faults[number]}", code="server.map-failed", function=name, item=number
+            )
         return [results[number] for number in range(len(items))]
 
     def close(self) -> None:
@@ -121,18 +124,17 @@ class ProcessFleet(LocalFleet):
         until = None if limit is None else time.monotonic() + limit
         size = 1 if until is not None else self._task_size(fn, len(ids))
         tasks = deque(self._calls(ids[start : start + size]) for start in range(0, len(ids), size))
-        tries = dict.fromkeys(ids, self.config.federation.retries)
+        retries_left = dict.fromkeys(ids, self.config.federation.retries)
         answers: dict[int, Answer] = {}
         waiting = deque(ids)
         with closing(self._workers.run(call, tasks, until)) as ended:
             for task, result in ended:
                 for id, outcome in _outcomes_of(task, result):
                     if isinstance(outcome, Lost) and len(task.clients) > 1:
-                        tasks.append(
-                            self._calls([id])
-                        )  # retry one by one, since any of them may have ended the process
-                    elif isinstance(outcome, Lost | Fault) and tries[id]:
-                        tries[id] -= 1
+                        # retry one by one, since any of them may have ended the process
+                        tasks.append(self._calls([id]))
+                    elif isinstance(outcome, Lost | Fault) and retries_left[id]:
+                        retries_left[id] -= 1
                         self.round_stats.retried.append(id)
                         tasks.append(self._calls([id]))
                     else:
@@ -149,7 +151,7 @@ class ProcessFleet(LocalFleet):
         """Return the number of clients of a task."""
         size = asked // (TASKS_PER_PROCESS * len(self._workers))
         if self._host.stacks(fn):
-            size = max(size, min(FEW, asked // len(self._workers)))
+            size = max(size, min(MIN_TASK_CLIENTS, asked // len(self._workers)))
         return max(1, min(BLOCK, size))
 
     def _calls(self, ids: Sequence[int]) -> _Calls:

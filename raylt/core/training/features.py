@@ -45,7 +45,7 @@ def features(client: Client, augment: Augmentation | None = None, pixels: int = 
     return all_z if longest is None else clipped(all_z, longest), torch.cat(y)
 
 
-def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
+def teacher_features(client: Client, teacher: str, projected: bool = True) -> Tensor:
     """Return the teacher's features of a client's images, float16 [n, w], in sample order.
 
     The first call in a process encodes the images in batches, without augmentation, and keeps the features in the

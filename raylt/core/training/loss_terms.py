@@ -44,20 +44,20 @@ class Terms:
         self.norms: dict[str, float] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
-        return added(self._terms(batch))
+        return total_loss(self._terms(batch))
 
     def measured(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, and set `norms` to the terms' gradient norms on this batch."""
         terms = self._terms(batch)
         self.norms = {name: gradient_norm(term, self._params) for name, term in terms.items()}
-        return added(terms)
+        return total_loss(terms)
 
     def split(self, batch: Batch) -> dict[str, Tensor]:
         """Return the terms of a batch by name. The caller sets `norms`."""
         return self._terms(batch)
 
 
-def added(terms: dict[str, Tensor]) -> Tensor:
+def total_loss(terms: dict[str, Tensor]) -> Tensor:
     """Return the sum of loss terms."""
     return reduce(operator.add, terms.values())
 
@@ -67,18 +67,18 @@ def gradient_norm(loss: Tensor, params: Sequence[Tensor]) -> float:
     if not loss.requires_grad:
         return 0.0
     gradients = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
-    return length([g for g in gradients if g is not None])
+    return joint_norm([g for g in gradients if g is not None])
 
 
-def length(gradients: Sequence[Tensor]) -> float:
+def joint_norm(gradients: Sequence[Tensor]) -> float:
     """Return the norm of gradients together; 0 if there are none."""
     return torch.stack([g.norm() for g in gradients]).norm().item() if gradients else 0.0
 
 
-# functions that send the shares from clients to the figures of a round
+# shares of the gradient, on their way from clients to the figures of a round
 
 
-def reply_of(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, float]]:
+def shares_part(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return each loss term's share of the gradient as the reply part `shares`; {} if the loss has no named terms.
 
     The share of a term is the norm of its gradient divided by the sum of all norms. It is zero for a client that took
@@ -89,12 +89,12 @@ def reply_of(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, 
     return {"shares": {name: norms.get(name, 0.0) / total for name in names}} if names else {}
 
 
-def asked_for(names: Sequence[str]) -> dict[str, Reduction]:
+def shares_reduction(names: Sequence[str]) -> dict[str, Reduction]:
     """Return the keyword argument that makes `fleet.ask` request the part `shares`, if the loss has named terms."""
     return {"shares": mean.like(dict.fromkeys(names, 0.0))} if names else {}
 
 
-def figure_of(got: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def shares_figure(got: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return the round's figure `shares`: each loss term's share of the gradient, as a mean over clients.
 
     The shares add up to 1 if any client took a step.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
-from raylt.core.training.loss_terms import Terms, added, length, reply_of
+from raylt.core.training.loss_terms import Terms, joint_norm, shares_part, total_loss
 from raylt.core.training.sgd import autocast, learning_rate
 from raylt.core.training.stacked_optimisers import make_stacked_optimiser
 from raylt.data.augment import is_own
@@ -43,14 +43,14 @@ from raylt.models.stacked import (
 from raylt.models.trainable import FrozenEncoder
 from raylt.tree import nbytes
 
-FEW = 8  # clients per task up to which larger tasks pay, even if each process gets fewer tasks
-SAMPLES = 128  # maximum number of samples of a client that trains in a stack
+MIN_TASK_CLIENTS = 8  # clients per task up to which larger tasks pay, even if each process gets fewer tasks
+MAX_STACKED_SAMPLES = 128  # maximum number of samples of a client that trains in a stack
 MAX_WORK = 40e6  # multiplications of a client's forward pass beyond which a stack is not faster than single clients
 MAX_WEIGHTS = 100_000  # trained numbers of a client beyond which memory bounds a step, not the number of calls
 MAX_CLIENTS = 32  # clients that are computed together
 MAX_SLOTS = 64  # clients in a stack, which wait for each other
-CACHE = 8 * 2**20  # size limit for the outputs of a stack's layers in bytes, which must fit into the processor cache
-WEIGHTS = 256 * 2**20  # size limit for the weights of a stack in bytes
+MAX_OUTPUT_BYTES = 8 * 2**20  # for the outputs of a stack's layers, which must fit into the processor cache
+MAX_WEIGHT_BYTES = 256 * 2**20  # for the weights of a stack
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Workload:
         copied = copy.deepcopy(trained).cpu().eval()
         multiplications = outputs = 0.0
 
-        def see(layer: nn.Module, _: Any, output: Any) -> None:
+        def count(layer: nn.Module, _: Any, output: Any) -> None:
             nonlocal multiplications, outputs
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 multiplications += output.numel() * layer.weight[0].numel()
@@ -81,7 +81,7 @@ class Workload:
                 outputs += output.nbytes
 
         for layer in copied.modules():
-            layer.register_forward_hook(see)
+            layer.register_forward_hook(count)
         with torch.no_grad():
             copied(torch.zeros(1, channels, height, width) if trained is model else torch.zeros(1, model.dim))
         return cls(batch * multiplications, batch * outputs)
@@ -172,8 +172,8 @@ class ClientStack:
 
     def __init__(self, model: SplitModel, spec: TaskSpec, batch: int):
         outputs, weights = Workload.of(model, spec, batch).outputs, nbytes(dict(model.state_dict()))
-        self.slots = max(2, min(int(WEIGHTS / weights), MAX_SLOTS))
-        self.together = max(2, min(int(CACHE / outputs), self.slots, MAX_CLIENTS))
+        self.slots = max(2, min(int(MAX_WEIGHT_BYTES / weights), MAX_SLOTS))
+        self.together = max(2, min(int(MAX_OUTPUT_BYTES / outputs), self.slots, MAX_CLIENTS))
         self._model = model
         self._stack = StackedModel(model, self.slots)
         self._copies = StackedModel(model, self.together)
@@ -217,7 +217,7 @@ class ClientStack:
             reply = client.reply(
                 model={name: entries[name] for name in shared},
                 loss=training.mean_loss(slot),
-                **reply_of(training.objectives[slot], method.terms),
+                **shares_part(training.objectives[slot], method.terms),
             )
             results.append((reply, {name: value for name, value in entries.items() if name not in shared}))
         return results
@@ -357,7 +357,7 @@ class _Training:
                 view.show(x, own_z, own_logits)
             if last and isinstance(objectives[0], Terms):
                 terms = [objective.split(batch) for objective, batch in zip(objectives, batches, strict=True)]
-                losses = torch.stack([added(of_client) for of_client in terms])
+                losses = torch.stack([total_loss(of_client) for of_client in terms])
             else:
                 losses = torch.stack([fn(batch) for fn, batch in zip(objectives, batches, strict=True)])
         params = network.parameters(start, stop)
@@ -374,12 +374,12 @@ class _Training:
     def _copy(self, slots: list[int]) -> None:
         """Copy the entries and the optimiser's state of some slots into the first slots of the copies."""
         chosen = torch.tensor(slots, device=self._totals.device)
-        for values, copied in self._copied():
+        for values, copied in self._rows_and_copies():
             torch.index_select(values, 0, chosen, out=copied[: len(slots)])
 
     def _copy_back(self, slots: list[int]) -> None:
         chosen = torch.tensor(slots, device=self._totals.device)
-        for values, copied in self._copied():
+        for values, copied in self._rows_and_copies():
             values.index_copy_(0, chosen, copied[: len(slots)])
 
     def _inputs(self, images: list[Tensor]) -> list[Tensor]:
@@ -390,7 +390,7 @@ class _Training:
         encoder = self._model.encoder
         return [encoder(x) for x in images] if isinstance(encoder, FrozenEncoder) else images
 
-    def _copied(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _rows_and_copies(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each entry and state of the stack, as rows, with its counterpart among the copies."""
         for name, values in self._stack.entries.items():
             yield as_rows(values), as_rows(self._copies.entries[name])
@@ -442,4 +442,4 @@ class _Training:
             parts = [gradient.reshape(clients, -1) for gradient in gradients if gradient is not None]
             # compute norms client by client: norms of all rows at once round the last rows differently
             for slot in last:
-                self.objectives[slot].norms[name] = length([part[slots.index(slot)] for part in parts])
+                self.objectives[slot].norms[name] = joint_norm([part[slots.index(slot)] for part in parts])

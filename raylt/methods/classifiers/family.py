@@ -112,9 +112,9 @@ class Calibrated(AfterTraining):
         return dict(sorted(got["classes"].items()))
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
-        features = self.virtual * spec.classes
+        count = self.virtual * spec.classes
         duration = about(self.last_phase_seconds(spec, model))
-        return f"calibration of the classifier on {features} features in {self.retrain_epochs} epochs, {duration}"
+        return f"calibration of the classifier on {count} features in {self.retrain_epochs} epochs, {duration}"
 
     def last_phase_seconds(self, spec: TaskSpec, model: SplitModel) -> float:
         return fit_seconds(

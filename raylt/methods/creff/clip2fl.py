@@ -25,7 +25,7 @@ from raylt.config import Config
 from raylt.core.client import Client, Message
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.server import Server
-from raylt.core.training.features import encoded
+from raylt.core.training.features import teacher_features
 from raylt.core.training.loss_terms import Terms
 from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
@@ -115,7 +115,7 @@ class CLIP2FL(CReFF):
         if not self.kd:
             return super().objective(client, message)
         model = client.model
-        similarity = encoded(client, self.teacher).float() @ message["text"].T  # [n, C]
+        similarity = teacher_features(client, self.teacher).float() @ message["text"].T  # [n, C]
         log_q = (self.scale * similarity / self.temperature).log_softmax(1)
 
         def terms(batch: Batch) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from raylt.core.method import Group, Method
 from raylt.core.server import Server
 from raylt.core.training.features import features
 from raylt.core.training.fit_classifier import fit_classifier
-from raylt.core.training.loss_terms import asked_for, figure_of
+from raylt.core.training.loss_terms import shares_figure, shares_reduction
 from raylt.data.task import Task
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.models.split import SplitModel, linear, with_classifier
@@ -86,10 +86,10 @@ class CReFF(Method):
             gradients=total.within(
                 dict.fromkeys(range(model.classes), gradient_like(model.classes, model.dim))
             ).over_samples(gradients_fault),
-            **asked_for(self.terms),
+            **shares_reduction(self.terms),
         )
         server.step(got["model"])
-        server.log(**figure_of(got))
+        server.log(**shares_figure(got))
         with server.timings.time("matching"):
             server.log(loss=got["loss"], cosine=self.match(server, got["gradients"]))
         with server.timings.time("re-training"):

@@ -48,9 +48,9 @@ from raylt.core.fleet.reductions import Reduction, mean, total
 from raylt.core.method import Method, train_model
 from raylt.core.server import Server
 from raylt.core.training.estimates import fit_time
-from raylt.core.training.features import encoded, features
+from raylt.core.training.features import features, teacher_features
 from raylt.core.training.fit_classifier import fit_classifier
-from raylt.core.training.loss_terms import Terms, asked_for, figure_of
+from raylt.core.training.loss_terms import Terms, shares_figure, shares_reduction
 from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import Task, TaskSpec
@@ -58,7 +58,7 @@ from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, check_ends, hp
 from raylt.methods.fedsm.losses import Projection, hint, projection_of
 from raylt.methods.fedsm.mixup import Partner, Similarity, Unit, draw_partners, mix_features, relevance, total_variation
-from raylt.methods.fedsm.monitors import answers, drift, first_rows, some_features, towards, zero_shot
+from raylt.methods.fedsm.monitors import drift, first_rows, some_features, teacher_cosine, teacher_counts, zero_shot
 from raylt.methods.fedsm.tower import ImageTower
 from raylt.models.clip import open_teacher
 from raylt.models.layers import check_linear_classifier
@@ -250,9 +250,9 @@ class FedSM(Method):
         client.state = dict(message)
         if not self.distils:
             return client.reply()
-        e = encoded(client, self.teacher, not self.trains_projection).float()  # [n, w] [2]
+        e = teacher_features(client, self.teacher, not self.trains_projection).float()  # [n, w] [2]
         u = e @ projection_of(client, self.teacher) if self.trains_projection else e
-        return client.reply(teacher=answers(client, u @ self.unit_text(client).T))
+        return client.reply(teacher=teacher_counts(client, u @ self.unit_text(client).T))
 
     def unit_text(self, client: Client) -> Tensor:
         """Return the text features T of Eq. 1, [C, d], with rows of length 1, on the client's device."""
@@ -284,7 +284,7 @@ class FedSM(Method):
                     "hint": self.squares * hint(z, u),
                 }
         else:
-            e = encoded(client, self.teacher)
+            e = teacher_features(client, self.teacher)
             log_q = (self.scale * e.float() @ text.T / self.temperature).log_softmax(1)  # [n, C] [1]
 
             def terms(batch: Batch) -> dict[str, Tensor]:
@@ -310,7 +310,7 @@ class FedSM(Method):
         if self.teacher_trains == "encoder":
             tower = ImageTower(client, self.teacher, self.teacher_lr, unit)
             return lambda batch: tower.step(batch.rows, batch.y, text, self.margin, self.scale)
-        e = encoded(client, self.teacher, False)
+        e = teacher_features(client, self.teacher, False)
         projection = Projection(client, self.teacher, self.teacher_lr, unit)
         return lambda batch: projection.step(e[batch.rows], batch.y, text, self.margin, self.scale)
 
@@ -319,12 +319,12 @@ class FedSM(Method):
         keep_texts(client, message)
         parts = train_model(self, client, message)
         if self.trains_projection:
-            h = encoded(client, self.teacher, False)
-            parts["cosine"] = towards(client, h.float() @ projection_of(client, self.teacher))
+            h = teacher_features(client, self.teacher, False)
+            parts["cosine"] = teacher_cosine(client, h.float() @ projection_of(client, self.teacher))
         elif self.finetune:
             tower = ImageTower(client, self.teacher, self.teacher_lr, unit=False)
             with torch.no_grad():
-                parts["cosine"] = towards(client, tower.features(first_rows(client)))
+                parts["cosine"] = teacher_cosine(client, tower.features(first_rows(client)))
         return parts
 
     def train(self, client: Client, message: Message) -> Reply:
@@ -334,9 +334,9 @@ class FedSM(Method):
     def prototypes(self, client: Client, message: Message) -> Reply:
         """Report the feature sum n_c^k f_c^k and the sample count n_c^k of each class of the client, Eq. 3."""
         client.receive(message["encoder"])
-        return client.reply(classes=self.means(client))
+        return client.reply(classes=self.class_sums(client))
 
-    def of_classes(self, server: Server) -> Reduction:
+    def class_sums_reduction(self, server: Server) -> Reduction:
         """Return the reduction that adds up the clients' feature sums by class.
 
         A client sends only the sums of its own classes.
@@ -346,7 +346,7 @@ class FedSM(Method):
         limits = server.feature_limits | ({"longest": 1.0} if self.norm == "l2" else {})
         return total.within(like).counting("n").over_samples(partial(sums_fault, **limits))
 
-    def means(self, client: Client) -> dict[int, Tree]:
+    def class_sums(self, client: Client) -> dict[int, Tree]:
         """Return the feature sum and sample count of each class of a client, under the client's current encoder."""
         return weighted_class_means(*features(client), self.norm == "l2")
 
@@ -364,7 +364,7 @@ class FedSM(Method):
         client.receive(message["model"])
         parts = self.learn(client, message)
         client.state["trained"] = tree.snapshot(self.shared(client.model))
-        return client.reply(classes=self.means(client), **parts)
+        return client.reply(classes=self.class_sums(client), **parts)
 
     def retrain_next(self, client: Client, message: Message) -> Reply:
         """Re-train the classifier of the model from `train_first` on pseudo-features."""
@@ -397,10 +397,10 @@ class FedSM(Method):
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
         if not self.retrain_rounds:
             return ""
-        features = self.size * spec.classes
-        duration = fit_time(model.dim, spec.classes, features, self.retrain_epochs, self.retrain_batch)
+        count = self.size * spec.classes
+        duration = fit_time(model.dim, spec.classes, count, self.retrain_epochs, self.retrain_batch)
         return (
-            f"re-training at the clients in the last {self.retrain_rounds} rounds, on up to {features} pseudo-features "
+            f"re-training at the clients in the last {self.retrain_rounds} rounds, on up to {count} pseudo-features "
             f"in {self.retrain_epochs} epochs, {duration} for each client and round"
         )
 
@@ -435,7 +435,7 @@ class FedSM(Method):
         parts: dict[str, Reduction] = {}
         if self.distils:
             counts = torch.empty(server.model.classes, dtype=torch.int64, device="meta")
-            parts["teacher"] = total.like({"n": counts, "right": counts}).counting("n").where(answers_fault)
+            parts["teacher"] = total.like({"n": counts, "right": counts}).counting("n").where(teacher_counts_fault)
         got = fleet.ask(self.join, fleet.everyone, message, **parts)
         if self.distils:
             server.state["teacher_accuracy"] = zero_shot(**got["teacher"], thresholds=server.spec.thresholds)
@@ -461,14 +461,14 @@ class FedSM(Method):
         message = self.message(server)
         model = mean.like(message["model"])
         number = mean.like(0.0)
-        parts = {"loss": number} | asked_for(self.terms) | ({"cosine": number} if self.finetune else {})
+        parts = {"loss": number} | shares_reduction(self.terms) | ({"cosine": number} if self.finetune else {})
         if retrain == "before" and self.encoders == "global":
             message |= self.global_prototypes(server, fleet)
             got = trained = fleet.ask(
                 self.train_and_retrain, cohort, message, model=model, retrain_loss=number, drift=number, **parts
             )
         elif retrain == "before":
-            trained = fleet.ask(self.train_first, cohort, message, classes=self.of_classes(server), **parts)
+            trained = fleet.ask(self.train_first, cohort, message, classes=self.class_sums_reduction(server), **parts)
             got = fleet.ask(
                 self.retrain_next,
                 list(trained.weights),
@@ -491,13 +491,15 @@ class FedSM(Method):
             server.state["classifier"] = got["classifier"]
         server.log(
             **{name: trained[name] for name in ("loss", "cosine", "drift") if name in trained},
-            **figure_of(trained),
+            **shares_figure(trained),
             **({"retrain_loss": got["retrain_loss"]} if retrain else {}),
         )
 
     def global_prototypes(self, server: Server, fleet: Fleet) -> Message:
         """Return the global prototypes z^global, float32 [C, d], and a mask, bool [C], of classes with one, Eq. 3."""
-        got = fleet.ask(self.prototypes, fleet.everyone, encoder(server.model), classes=self.of_classes(server))
+        got = fleet.ask(
+            self.prototypes, fleet.everyone, encoder(server.model), classes=self.class_sums_reduction(server)
+        )
         return pooled_means(got["classes"], server.model.classes)
 
     # evaluated models
@@ -523,6 +525,6 @@ def keep_texts(client: Client, message: Message) -> None:
     client.state |= tree.to(message.get("texts", {}), torch.device("cpu"))
 
 
-def answers_fault(teacher: Tree) -> str | None:
+def teacher_counts_fault(teacher: Tree) -> str | None:
     """Return a message if the teacher's correct predictions at a client outnumber the samples, otherwise None."""
     return "has more correct predictions than samples" if (teacher["right"] > teacher["n"]).any() else None

@@ -11,7 +11,7 @@ from raylt.metrics import GROUPS
 from raylt.tree import Tree
 
 
-def answers(client: Client, logits: Tensor) -> Tree:
+def teacher_counts(client: Client, logits: Tensor) -> Tree:
     """Count a client's images (`n`) and the teacher's correct predictions (`right`) per class, int64 [C].
 
     Args:
@@ -31,8 +31,8 @@ def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str
     Classes without a sample and groups without a class are left out.
 
     Args:
-        n: Sum of `n` from `answers` over all clients, int64 [C].
-        right: Sum of `right` from `answers` over all clients, int64 [C].
+        n: Sum of `n` from `teacher_counts` over all clients, int64 [C].
+        right: Sum of `right` from `teacher_counts` over all clients, int64 [C].
         thresholds: Numbers of samples per class that divide the groups, as for `shot_groups`.
     """
     present = n > 0
@@ -57,7 +57,7 @@ def some_features(client: Client) -> tuple[Tensor, Tensor]:
         return client.model.encoder.eval()(batch.x).float(), batch.y
 
 
-def towards(client: Client, teacher: Tensor) -> float:
+def teacher_cosine(client: Client, teacher: Tensor) -> float:
     """Return the mean cosine between the student's and the teacher's features of the client's first images.
 
     Args:

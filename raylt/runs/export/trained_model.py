@@ -254,8 +254,8 @@ def client_models(
     """
     method, task, server = experiment.method, experiment.task, experiment.server
     states = None if saved is None else SavedStates(saved)
-    # room=0 keeps the samples of only one client in memory
-    host = ClientHost(setup, task.spec, task.test, server.device, room=0)
+    # samples_room=0 keeps the samples of only one client in memory
+    host = ClientHost(setup, task.spec, task.test, server.device, samples_room=0)
     message = {"model": judged_entries(server, method)}
     models: list[nn.Module] = []
 

@@ -30,7 +30,7 @@ def host_of(task, **room):
 def test_the_data_of_the_client_whose_call_is_longest_ago_are_dropped(tiny_task):
     # a sample takes 8 * 8 pixels and an int64 label
     sizes = {id: 72 * len(tiny_task.shards[id]) for id in (0, 1, 2)}
-    host = host_of(tiny_task, room=sizes[0] + sizes[1])
+    host = host_of(tiny_task, samples_room=sizes[0] + sizes[1])
     for id, kept in ((0, [0]), (1, [0, 1]), (0, [1, 0]), (2, [0, 2])):
         host.run(loss, {}, 1, id, tiny_task.shards[id], None)
         assert list(host.clients) == kept
@@ -38,7 +38,7 @@ def test_the_data_of_the_client_whose_call_is_longest_ago_are_dropped(tiny_task)
 
 def test_one_client_stays_however_large_it_is_and_results_are_the_same(tiny_task):
     config = configure()
-    roomy, tight = host_of(tiny_task), host_of(tiny_task, room=1)
+    roomy, tight = host_of(tiny_task), host_of(tiny_task, samples_room=1)
     got = []
     for host in (roomy, tight):
         fleet = LocalFleet(config, tiny_task, host)
@@ -90,7 +90,7 @@ def test_dropping_leaves_one_and_says_whether_there_were_others(tiny_task):
 
 
 def test_released_clients_leave_and_others_stay(tiny_task):
-    host = host_of(tiny_task, room=1e9)
+    host = host_of(tiny_task, samples_room=1e9)
     for id in (0, 1, 2):
         host.run(loss, {}, 1, id, tiny_task.shards[id], None)
     host.release([2, 0, 5])

@@ -5,7 +5,7 @@ from tiny import configure, fingerprint, open_client
 from torch import tensor
 from torch.nn import functional as F
 
-from raylt.core.training.loss_terms import Terms, figure_of, gradient_norm, reply_of
+from raylt.core.training.loss_terms import Terms, gradient_norm, shares_figure, shares_part
 from raylt.core.training.sgd import sgd
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.feddecorr import FedDecorr
@@ -45,7 +45,7 @@ def test_shares_are_those_of_the_last_batch_and_the_training_is_that_of_the_plai
     sgd(ours, objective)
     assert len(seen) == 6
     assert list(objective.norms.values()) == pytest.approx(seen[-1], rel=1e-4)
-    shares = reply_of(objective, ("fit", "decay"))["shares"]
+    shares = shares_part(objective, ("fit", "decay"))["shares"]
     assert shares == pytest.approx({"fit": seen[-1][0] / sum(seen[-1]), "decay": seen[-1][1] / sum(seen[-1])}, rel=1e-4)
     assert fingerprint(ours.model.state_dict()) == fingerprint(plain.model.state_dict())
 
@@ -54,12 +54,12 @@ def test_client_without_a_step_counts_for_nothing(tiny_task):
     client = open_client(tiny_task, FedProx(), 3)  # client 3 has one sample
     objective = FedProx().objective(client, {})
     sgd(client, objective)
-    assert reply_of(objective, ("a", "b")) == {"shares": {"a": 0, "b": 0}}
-    assert reply_of(objective, ()) == {}
+    assert shares_part(objective, ("a", "b")) == {"shares": {"a": 0, "b": 0}}
+    assert shares_part(objective, ()) == {}
     # one of two clients took no step: means of (0.75, 0.25) and (0, 0)
-    assert figure_of({"shares": {"a": 0.375, "b": 0.125}}) == {"shares": {"a": 0.75, "b": 0.25}}
-    assert figure_of({"shares": {"a": 0, "b": 0}}) == {"shares": {"a": 0, "b": 0}}
-    assert figure_of({"loss": 1.0}) == {}
+    assert shares_figure({"shares": {"a": 0.375, "b": 0.125}}) == {"shares": {"a": 0.75, "b": 0.25}}
+    assert shares_figure({"shares": {"a": 0, "b": 0}}) == {"shares": {"a": 0, "b": 0}}
+    assert shares_figure({"loss": 1.0}) == {}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from raylt.core.fleet.reductions import each
 from raylt.core.method import Method
 from raylt.core.training import stacked_sgd
 from raylt.core.training.sgd import sgd
-from raylt.core.training.stacked_sgd import MAX_CLIENTS, SAMPLES, ClientStack, Workload, is_stackable
+from raylt.core.training.stacked_sgd import MAX_CLIENTS, MAX_STACKED_SAMPLES, ClientStack, Workload, is_stackable
 from raylt.data.augment import draw_view
 from raylt.data.task import Shard, TaskSpec
 from raylt.errors import TooFewReplies
@@ -63,7 +63,7 @@ def train_stack(host, ids, round=1, message=None, data=shard):
     method = host.setup.method
     message = message or {"model": tree.snapshot(method.shared(host.model))}
     outcomes = host.run_stacks(method.train, message, round, [ClientCall(id, data(id), None) for id in ids])
-    assert sorted(outcomes) == sorted(id for id in ids if SIZES[id] <= SAMPLES)
+    assert sorted(outcomes) == sorted(id for id in ids if SIZES[id] <= MAX_STACKED_SAMPLES)
     return {id: {"reply": reply.tree, "private": private} for id, (reply, private) in outcomes.items()}
 
 
@@ -124,7 +124,7 @@ class Short(Method):
 def test_clients_train_as_alone_whatever_the_lengths_of_their_batches(method, local):
     together = train_stack(make_host(method, **local), range(len(SIZES)))
     alone = train_alone(make_host(method, "off", **local), range(len(SIZES)))
-    assert sorted(together) == [id for id, size in enumerate(SIZES) if size <= SAMPLES]
+    assert sorted(together) == [id for id, size in enumerate(SIZES) if size <= MAX_STACKED_SAMPLES]
     for id, found in together.items():
         assert_close(found, alone[id])
     # the client without a batch sends what it received
@@ -258,7 +258,7 @@ def test_the_size_of_a_stack_follows_from_the_outputs_of_a_step_and_from_the_wei
         2,
     ]
     weights = 4 * sum(value.numel() for value in model.state_dict().values()) + 4  # the counter has 8 bytes
-    monkeypatch.setattr("raylt.core.training.stacked_sgd.WEIGHTS", 10 * weights)
+    monkeypatch.setattr("raylt.core.training.stacked_sgd.MAX_WEIGHT_BYTES", 10 * weights)
     assert ClientStack(model, SPEC, 5).slots == ClientStack(model, SPEC, 5).together == 10
 
 
