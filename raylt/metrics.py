@@ -378,10 +378,14 @@ def _area(positive: np.ndarray, scores: np.ndarray) -> float:
     return float(np.trapezoid(hits / hits[-1], misses / misses[-1]))
 
 
-def client_figures(each: dict[str, list[float | None]]) -> dict[str, dict[str, float]]:
-    """Return the mean over clients, and the mean of the worst tenth, for each metric of `by_client`."""
-    judged = {kind: judged for kind, values in each.items() if (judged := [v for v in values if v is not None])}
-    return {
-        kind: {"mean": sum(values) / len(values), "worst_decile": worst_decile(values)}
-        for kind, values in judged.items()
-    }
+def client_figures(by_kind: dict[str, list[float | None]]) -> dict[str, dict[str, float]]:
+    """Return the mean over clients, and the mean of the worst tenth, for each metric of `by_client`.
+
+    Clients without evaluation do not count. A metric without any evaluated client is left out.
+    """
+    figures = {}
+    for kind, values in by_kind.items():
+        judged = [value for value in values if value is not None]
+        if judged:
+            figures[kind] = {"mean": sum(judged) / len(judged), "worst_decile": worst_decile(judged)}
+    return figures

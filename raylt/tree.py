@@ -59,10 +59,13 @@ def from_leaf_paths(leaves: Mapping[LeafPath, Any]) -> Any:
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
     """Apply `fn` to all tensors of a tree; leave other leaves unchanged."""
-    return {
-        key: map_tensors(fn, value) if isinstance(value, dict) else fn(value) if isinstance(value, Tensor) else value
-        for key, value in tree.items()
-    }
+    mapped = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            mapped[key] = map_tensors(fn, value)
+        else:
+            mapped[key] = fn(value) if isinstance(value, Tensor) else value
+    return mapped
 
 
 def to(tree: Tree, device: torch.device) -> Tree:
@@ -101,10 +104,13 @@ def to_arrays(tree: Tree) -> Tree:
 
 def from_arrays(tree: Tree) -> Tree:
     """Convert the arrays of a tree to tensors without a copy; see `view`."""
-    return {
-        key: from_arrays(value) if isinstance(value, dict) else view(value) if isinstance(value, np.ndarray) else value
-        for key, value in tree.items()
-    }
+    mapped = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            mapped[key] = from_arrays(value)
+        else:
+            mapped[key] = view(value) if isinstance(value, np.ndarray) else value
+    return mapped
 
 
 def nbytes(tree: Tree) -> int:
@@ -113,8 +119,10 @@ def nbytes(tree: Tree) -> int:
     for _, leaf in leaves(tree):
         if isinstance(leaf, Tensor):
             total += leaf.numel() * leaf.element_size()
-        else:
-            total += len(leaf.encode()) if isinstance(leaf, str) else 0 if leaf is None else 8
+        elif isinstance(leaf, str):
+            total += len(leaf.encode())
+        elif leaf is not None:
+            total += 8
     return total
 
 
@@ -124,13 +132,11 @@ def zip_tensors(fn: Callable[..., Any], *trees: Tree) -> Tree:
     Raises:
         KeyError: A tree has no value for a name of the first tree.
     """
-    first = trees[0]
-    return {
-        key: zip_tensors(fn, *(other[key] for other in trees))
-        if isinstance(value, dict)
-        else fn(*(other[key] for other in trees))
-        for key, value in first.items()
-    }
+    combined = {}
+    for key, first in trees[0].items():
+        values = [tree[key] for tree in trees]
+        combined[key] = zip_tensors(fn, *values) if isinstance(first, dict) else fn(*values)
+    return combined
 
 
 def add(a: Tree, b: Tree) -> Tree:
@@ -250,11 +256,14 @@ def _merge(total: Tree, like: Tree, more: Tree, more_like: Tree, maximum: bool) 
 
 
 def _divide(total: Tree, like: Tree, weight: float) -> Tree:
-    return {
-        key: _divide(value, like[key], weight)
-        if isinstance(value, dict)
-        else value / weight
-        if not isinstance(value, Tensor)
-        else (value / weight if value.is_floating_point() else value).to(like[key])
-        for key, value in total.items()
-    }
+    divided = {}
+    for key, value in total.items():
+        if isinstance(value, dict):
+            divided[key] = _divide(value, like[key], weight)
+        elif not isinstance(value, Tensor):
+            divided[key] = value / weight
+        elif value.is_floating_point():
+            divided[key] = (value / weight).to(like[key])
+        else:  # the maximum of a counter
+            divided[key] = value.to(like[key])
+    return divided

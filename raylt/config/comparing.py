@@ -42,7 +42,8 @@ def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """
     tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in recorded.items()}
     for section, name, default in _defaults():
-        (tree.setdefault(section, {}) if section else tree).setdefault(name, default)
+        values = tree.setdefault(section, {}) if section else tree
+        values.setdefault(name, default)
     return tree
 
 
@@ -66,8 +67,8 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], key: str = 
         key: Prefix of the keys.
     """
     for name in {**before, **after}:
-        old, new, whole = before.get(name), after.get(name), f"{key}{name}"
+        old, new = before.get(name), after.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from differences(old, new, f"{whole}.")
+            yield from differences(old, new, f"{key}{name}.")
         elif old != new or type(old) is not type(new):  # distinguish 1 from true
-            yield whole, old, new
+            yield f"{key}{name}", old, new

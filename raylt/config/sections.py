@@ -431,13 +431,13 @@ class LocalConfig(Section):
         size = self.batch if batch is None else batch
         if size < 2:
             raise ValueError(f"batch: batches of {size} sample are dropped, so there are no steps. Give at least 2.")
-        in_a_pass = samples // size + (samples % size > 1)
-        if not in_a_pass:
+        steps_per_epoch = samples // size + (samples % size > 1)
+        if not steps_per_epoch:
             return 0
         if epochs is None and self.steps is not None:
             return self.steps
         passes = self.epochs if epochs is None else epochs
-        return passes * in_a_pass if isinstance(passes, int) else max(1, int(passes * in_a_pass + 0.5))
+        return passes * steps_per_epoch if isinstance(passes, int) else max(1, int(passes * steps_per_epoch + 0.5))
 
 
 class ResourcesConfig(Section):

@@ -199,8 +199,10 @@ class Client:
     def epochs(self) -> float:
         """Return the number of epochs in a round: `local.epochs`, or `local.steps` converted to epochs."""
         local = self.config.local
-        in_a_pass = self.steps(epochs=1)
-        return local.epochs if local.steps is None or not in_a_pass else local.steps / in_a_pass
+        steps_per_epoch = self.steps(epochs=1)
+        if local.steps is None or not steps_per_epoch:
+            return local.epochs
+        return local.steps / steps_per_epoch
 
     def batches(self, epochs: float | None, size: int) -> Iterator[Batch]:
         """Yield shuffled, augmented batches of 2 to `size` samples.

@@ -121,8 +121,8 @@ def branch_to(
             if end.done:  # the last shared step ends this run, so evaluate it as the last step
                 report |= end.judge_again()
 
-    descent = _Descent(run, config, setup, folder, stage, saved, judge_again)
-    return descent.run_rest(fleet, address, quiet, callbacks)
+    continuation = _Continuation(run, config, setup, folder, stage, saved, judge_again)
+    return continuation.run_rest(fleet, address, quiet, callbacks)
 
 
 def _shared_steps(run: Run, config: Config) -> Fork:
@@ -221,8 +221,8 @@ def extend(
         if report["step"] == run.config.federation.rounds:  # it was evaluated as a last round
             _as_any_round(report, config, setup.method, run, folder)
 
-    descent = _Descent(run, config, setup, folder, ROUNDS_STAGE, saved, judge_again)
-    return descent.run_rest(fleet, address, quiet, callbacks)
+    continuation = _Continuation(run, config, setup, folder, ROUNDS_STAGE, saved, judge_again)
+    return continuation.run_rest(fleet, address, quiet, callbacks)
 
 
 def check_extension(run: Run, rounds: int) -> None:
@@ -279,10 +279,12 @@ def _reads_rounds(method: Method) -> bool:
 def _as_any_round(report: ReportDict, config: Config, method: Method, run: Run, folder: Path) -> None:
     """Remove from a report, in place, the figures that only a last round has."""
     step = report["step"]
-    every = config.evaluation
-    shared_due = step % every.every == 0
+    evaluation = config.evaluation
+    shared_due = step % evaluation.every == 0
     own_models = method.personal or config.federation.batchnorm == "local"
-    clients_due = every.personal > 0 and step % every.personal == 0 if own_models else shared_due
+    clients_due = shared_due
+    if own_models:
+        clients_due = evaluation.personal > 0 and step % evaluation.personal == 0
     dropped = ["quality", "answers", "others"]
     if not clients_due or not listed_by_client(report["by_client"] or {}, own_models, last=False):
         dropped.append("by_client")
@@ -291,14 +293,14 @@ def _as_any_round(report: ReportDict, config: Config, method: Method, run: Run, 
     if not clients_due:
         dropped += [*POOLED, "groups", "clients", "shown"]
         report["figures"] = {name: value for name, value in report["figures"].items() if name != "validation"}
-    of_the_last = ("new_clients", "zero_shot")
-    report["figures"] = {name: value for name, value in report["figures"].items() if name not in of_the_last}
+    last_round_only = ("new_clients", "zero_shot")
+    report["figures"] = {name: value for name, value in report["figures"].items() if name not in last_round_only}
     report |= dict.fromkeys(dropped)
     if not report.get("confusion"):
         return
     matrices = run.matrices(step)
-    of_clients = (matrices.clients, matrices.own) if clients_due else ()
-    matrices = Matrices(matrices.shared if shared_due else None, *of_clients)
+    client_matrices = (matrices.clients, matrices.own) if clients_due else ()
+    matrices = Matrices(matrices.shared if shared_due else None, *client_matrices)
     report["confusion"] = matrices.sha256 if matrices else None
     if matrices:
         counts.write(folder, step, matrices)
@@ -307,7 +309,7 @@ def _as_any_round(report: ReportDict, config: Config, method: Method, run: Run, 
 
 
 @dataclass(frozen=True)
-class _Descent:
+class _Continuation:
     """A new run that takes over the first steps of a parent run.
 
     Attributes:

@@ -34,41 +34,8 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
         ConfigError: The runs differ from the first round on or not at all, the changed stage begins with the first
             round, or `evaluation.personal` or `federation.patience` could make earlier rounds differ.
     """
-    before, after = settled(config) | {"method": None}, settled(other_config) | {"method": None}
-    if early := [f"{key}: {then!r} -> {now!r}" for key, then, now in differences(before, after)]:
-        raise ConfigError(
-            f"{'; '.join(early)}: this takes effect from the start. Change only fields of the method that act in a "
-            "later stage, or start a new run.",
-            code="run.not-branchable",
-        )
-    trained, other_trained = (each.trains_as or each.name for each in (method, other))
-    if trained != other_trained:
-        raise ConfigError(
-            f"method: {other.name} does not train as {method.name} does. Start a new run.",
-            code="run.not-branchable",
-            key="method",
-            value=other.name,
-        )
-    stages: set[str] = set() if method.name == other.name else {"finish"}
-    for name, before, after in _changed(method, other):
-        stage = stage_of(type(other), name) or stage_of(type(method), name)
-        if stage is None:
-            raise ConfigError(
-                f"method.{name}: {before!r} -> {after!r} acts from the first round on. Start a new run.",
-                code="run.not-branchable",
-                key=f"method.{name}",
-                value=after,
-            )
-        if stage == JUDGING and config.evaluation.personal:
-            raise ConfigError(
-                f"method.{name}: {before!r} -> {after!r} acts where clients' own models are evaluated, and the run "
-                f"evaluates them every {count_of(config.evaluation.personal, 'round')}. Start a new run, or branch one "
-                "with evaluation.personal=0.",
-                code="run.not-branchable",
-                key=f"method.{name}",
-                value=after,
-            )
-        stages.add(stage)
+    _check_same_start(config, method, other_config, other)
+    stages = _changed_stages(config, method, other)
     if not stages:
         late = ", ".join(name for names in method.later.values() for name in names)
         raise ConfigError(
@@ -94,6 +61,55 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
             stage=first,
         )
     return Fork(first, starts[first])
+
+
+def _check_same_start(config: Config, method: Method, other_config: Config, other: Method) -> None:
+    """Raise ConfigError if two runs differ from the first round on, apart from the fields of their methods."""
+    before = settled(config) | {"method": None}
+    after = settled(other_config) | {"method": None}
+    if early := [f"{key}: {old!r} -> {new!r}" for key, old, new in differences(before, after)]:
+        raise ConfigError(
+            f"{'; '.join(early)}: this takes effect from the start. Change only fields of the method that act in a "
+            "later stage, or start a new run.",
+            code="run.not-branchable",
+        )
+    trained, other_trained = (each.trains_as or each.name for each in (method, other))
+    if trained != other_trained:
+        raise ConfigError(
+            f"method: {other.name} does not train as {method.name} does. Start a new run.",
+            code="run.not-branchable",
+            key="method",
+            value=other.name,
+        )
+
+
+def _changed_stages(config: Config, method: Method, other: Method) -> set[str]:
+    """Return the stages in which the two methods differ.
+
+    Raises:
+        ConfigError: A changed field acts from the first round on, or in evaluations between rounds.
+    """
+    stages: set[str] = set() if method.name == other.name else {"finish"}
+    for name, old, new in _changed(method, other):
+        stage = stage_of(type(other), name) or stage_of(type(method), name)
+        if stage is None:
+            raise ConfigError(
+                f"method.{name}: {old!r} -> {new!r} acts from the first round on. Start a new run.",
+                code="run.not-branchable",
+                key=f"method.{name}",
+                value=new,
+            )
+        if stage == JUDGING and config.evaluation.personal:
+            raise ConfigError(
+                f"method.{name}: {old!r} -> {new!r} acts where clients' own models are evaluated, and the run "
+                f"evaluates them every {count_of(config.evaluation.personal, 'round')}. Start a new run, or branch one "
+                "with evaluation.personal=0.",
+                code="run.not-branchable",
+                key=f"method.{name}",
+                value=new,
+            )
+        stages.add(stage)
+    return stages
 
 
 def stage_of(method: type[Method], field: str) -> str | None:

@@ -84,7 +84,7 @@ class Evaluator:
 
         judged: dict[str, Any] = {}
         if shared is not None:
-            judged |= {name: read(shared.all) for name, read in SHARED.items()}
+            judged |= {name: metric(shared.all) for name, metric in SHARED.items()}
             judged |= of_each_image
         if deployed:
             judged |= self._figures(deployed, self.fleet.ids)
@@ -275,16 +275,16 @@ class Evaluator:
             ids: The clients that use the global model, if `matrices` has none of their own.
         """
         views, owned = self.task.views, torch.from_numpy(self.task.client_counts)
-        everyone = matrices.clients or matrices.shared
-        assert everyone is not None
-        seen = metrics.seen_by_each(everyone, views, ids)
+        counts = matrices.clients or matrices.shared
+        assert counts is not None
+        seen = metrics.seen_by_each(counts, views, ids)
         own = None
         if self.task.own_tests is not None:
             own = metrics.seen_by_each(matrices.own.of(set(ids)), views, ())
         pooled = metrics.pooled(seen.values())
         by_client = metrics.by_client(seen, owned, own)
         return {
-            **{name: read(pooled) for name, read in POOLED.items()},
+            **{name: metric(pooled) for name, metric in POOLED.items()},
             "groups": metrics.group_accuracy(pooled, self.task.groups),
             "clients": metrics.client_figures(by_client),
             "by_client": by_client,

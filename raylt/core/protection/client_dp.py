@@ -130,7 +130,12 @@ class ClientNoise:
         privacy: Any = self.config.privacy
         rate = rate_of(self.config)
         spent = epsilon_of(privacy.noise_multiplier, rate, self.round, privacy.delta)
-        sampled = rate < 1
+        participants = sampled = ""
+        if rate < 1:
+            participants = " and participants"
+            sampled = (
+                "; epsilon assumes that no one sees which clients took part in a round, and metrics.jsonl lists them"
+            )
         return {
             "epsilon": spent,
             "delta": privacy.delta,
@@ -138,11 +143,9 @@ class ClientNoise:
             "unit": "one client, added or removed",
             "covers": f"the models of {count_of(self.round, 'round')}",
             "against": "anyone who sees the models; the server is trusted",
-            "not_covered": f"evaluations{' and participants' * sampled}: accuracies on clients' own data are computed "
-            "without noise, and so are the mean and standard deviation of all training images, unless the data set "
-            "publishes them"
-            + "; epsilon assumes that no one sees which clients took part in a round, and metrics.jsonl lists them"
-            * sampled,
+            "not_covered": f"evaluations{participants}: accuracies on clients' own data are computed without noise, "
+            "and so are the mean and standard deviation of all training images, unless the data set publishes "
+            f"them{sampled}",
         }
 
 

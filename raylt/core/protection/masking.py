@@ -25,6 +25,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 from cryptography.hazmat.primitives import hashes
@@ -79,7 +80,7 @@ class Member:
         self._mask_key, mask_public = _key_pair()
         self._seed = secrets.token_bytes(KEY_BYTES)
         self.keys: Keys = share_public, mask_public  # round 0
-        self._all: Mapping[int, Keys] = {}
+        self._public_keys: Mapping[int, Keys] = {}  # by member
         self._shares: dict[int, tuple[int, int]] = {}  # received shares of each member's seed and mask key
         self.commitment: Commitment | None = None  # set in round 1
 
@@ -90,17 +91,17 @@ class Member:
             all_keys: Public keys by member.
             threshold: Number of shares that recover a secret.
         """
-        self._all = all_keys
+        self._public_keys = all_keys
         numbers = [id + 1 for id in all_keys]
         seeds = split(self._seed, numbers, threshold)
         keys = split(self._mask_key, numbers, threshold)
         self._shares[self.id] = seeds[self.id + 1], keys[self.id + 1]
-        hashes = {
+        share_hashes = {
             (kind, number - 1): hash_of(share)
             for kind, shares in (("seed", seeds), ("key", keys))
             for number, share in shares.items()
         }
-        self.commitment = Commitment(hash_of(int.from_bytes(self._seed, "big")), hashes)
+        self.commitment = Commitment(hash_of(int.from_bytes(self._seed, "big")), share_hashes)
         sealed = {}
         for id in all_keys:
             if id != self.id:
@@ -117,7 +118,7 @@ class Member:
     def mask(self, vector: np.ndarray) -> np.ndarray:
         """Return the vector, uint64 [n], with masks added (round 2)."""
         masked = vector + stream(self._seed, len(vector))
-        for id, (_, public) in self._all.items():
+        for id, (_, public) in self._public_keys.items():
             if id != self.id:
                 add_pair(masked, self.id, id, agree(self._mask_key, public, b"mask"))
         return masked
@@ -128,7 +129,7 @@ class Member:
         return {id: ("seed", seed) if id in sent else ("key", key) for id, (seed, key) in self._shares.items()}
 
     def _share_secret(self, other: int) -> bytes:
-        return agree(self._share_key, self._all[other][0], b"shares")
+        return agree(self._share_key, self._public_keys[other][0], b"shares")
 
     @staticmethod
     def _nonce(sender: int, receiver: int) -> bytes:
@@ -174,9 +175,12 @@ class Collector:
         """
         faults = {survivor: self._fault(survivor, answer) for survivor, answer in answers.items()}
         self.wrong = {survivor: fault for survivor, fault in faults.items() if fault is not None}
-        right = [answer for answer in answers.items() if answer[0] not in self.wrong]
+        right = {survivor: answer for survivor, answer in answers.items() if survivor not in self.wrong}
         if len(right) < threshold:
-            wrong = "".join(f" Client number {survivor} {fault}." for survivor, fault in list(self.wrong.items())[:1])
+            wrong = ""
+            if self.wrong:
+                survivor, fault = next(iter(self.wrong.items()))
+                wrong = f" Client number {survivor} {fault}."
             raise TooFewReplies(
                 f"federation.secure: {len(right)} of {len(self._keys)} clients are left, and {threshold} are needed "
                 f"to remove the masks from a secure sum.{wrong} The run's notes.log says why clients failed; "
@@ -187,10 +191,10 @@ class Collector:
                 asked=len(self._keys),
                 needed=threshold,
             )
-        some = dict(right[:threshold])
+        used = dict(islice(right.items(), threshold))
         result = self._sum.copy()
         for id in self._keys:
-            secret = self._secret(id, {survivor + 1: answer[id][1] for survivor, answer in some.items()})
+            secret = self._secret(id, {survivor + 1: answer[id][1] for survivor, answer in used.items()})
             if id in self._sent:
                 result -= stream(secret, self.length)
             else:

@@ -166,7 +166,11 @@ def _numbers(template: Any) -> Any:
 
 def statement(config: Config, noise: Noise) -> Tree:
     """Return a description of the noise for a run's summary."""
-    budget, trained = config.privacy, config.federation.rounds > 0
+    budget = config.privacy
+    rounds = model = ""
+    if config.federation.rounds > 0:
+        rounds = "earlier rounds and "
+        model = "the model that computes the sums was trained without noise; "
     return {
         "epsilon": budget.epsilon,
         "delta": budget.delta,
@@ -174,8 +178,6 @@ def statement(config: Config, noise: Noise) -> Tree:
         "covers": ", ".join(noise.deviations),
         "unit": "one sample, added or removed",
         "against": "anyone who sees the sum" if config.federation.secure else "anyone who sees an upload",
-        "not_covered": f"{'earlier rounds and ' * trained}numbers of samples: "
-        f"{'the model that computes the sums was trained without noise; ' * trained}each upload has the client's "
-        "number of samples; nor the mean and standard deviation of all training images, unless the data set publishes "
-        "them",
+        "not_covered": f"{rounds}numbers of samples: {model}each upload has the client's number of samples; nor the "
+        "mean and standard deviation of all training images, unless the data set publishes them",
     }

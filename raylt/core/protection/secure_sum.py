@@ -33,7 +33,7 @@ from raylt.tree import LeafPath, Tree, from_leaf_paths, leaf_paths
 # smaller ones. Whole numbers in totals may use all 62 bits.
 MAX_MAGNITUDE = {"mean": 1e6, "total": 1e9}
 BITS = 62
-COUNTER = 2.0**36  # maximum number of batches that a normalisation layer has seen
+MAX_COUNTER = 2.0**36  # maximum number of batches that a normalisation layer has seen
 SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares and their authentication tag
 
 
@@ -253,5 +253,5 @@ def _step_and_largest(like: Any, kind: str, step: float, largest: float, clients
     """
     whole = not like.is_floating_point() if isinstance(like, Tensor) else type(like) is int
     if whole and kind == "mean":
-        return 2.0 ** -math.floor(BITS - math.log2(clients * COUNTER)), COUNTER
+        return 2.0 ** -math.floor(BITS - math.log2(clients * MAX_COUNTER)), MAX_COUNTER
     return (1.0, 2.0**BITS / clients) if whole else (step, largest)

@@ -79,12 +79,12 @@ def with_passes(reaching: Sequence[Reached], costs: Mapping[tuple[str, str], flo
         reaching: Times to the target.
         costs: Passes of a client in a run by cell and arm, as a multiple of FedAvg's.
     """
-    return [
-        each
-        if each.rounds is None or (cost := costs.get((each.cell, each.arm))) is None
-        else replace(each, passes=each.rounds * cost)
-        for each in reaching
-    ]
+    filled = []
+    for each in reaching:
+        cost = costs.get((each.cell, each.arm))
+        passes = None if each.rounds is None or cost is None else each.rounds * cost
+        filled.append(replace(each, passes=passes))
+    return filled
 
 
 def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float, curve: str) -> Reached:

@@ -25,10 +25,10 @@ def client_of(tiny_task, **local):
 
 def test_a_part_of_an_epoch_is_the_beginning_of_a_whole_one(tiny_task):
     whole = order_of(client_of(tiny_task), 2)
-    in_a_pass = len(whole) // 2
-    assert in_a_pass >= 2
-    assert order_of(client_of(tiny_task), 0.5) == whole[: int(in_a_pass / 2 + 0.5)]
-    assert order_of(client_of(tiny_task), 1.5) == whole[: int(1.5 * in_a_pass + 0.5)]
+    steps_per_epoch = len(whole) // 2
+    assert steps_per_epoch >= 2
+    assert order_of(client_of(tiny_task), 0.5) == whole[: int(steps_per_epoch / 2 + 0.5)]
+    assert order_of(client_of(tiny_task), 1.5) == whole[: int(1.5 * steps_per_epoch + 0.5)]
     assert order_of(client_of(tiny_task), 1e-6) == whole[:1]  # at least one step
     assert order_of(client_of(tiny_task, epochs=0.5), None) == order_of(client_of(tiny_task), 0.5)
 
