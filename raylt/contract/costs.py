@@ -76,14 +76,7 @@ class CallCost:
 
 
 def measure(
-    method: Method,
-    factory: ModelFactory,
-    shape: tuple[int, int, int],
-    classes: int,
-    cut: bool = False,
-    epochs: float = 1,
-    finish: bool = True,
-    lacking: int = 0,
+    method: Method, factory: ModelFactory, shape: tuple[int, int, int], classes: int, cut: bool = False
 ) -> list[CallCost]:
     """Measure the calls of a method at one client: before the first round, in the third of 30, and after the last.
 
@@ -94,67 +87,71 @@ def measure(
         classes: Number of classes, C.
         cut: Whether to end the last phase when the server starts a stage that it times, for a method that asks no
             client afterwards.
-        epochs: local.epochs of the run.
-        finish: Whether to measure the last phase too.
-        lacking: Number of classes that each client does not have, at most half of all.
     """
-    steps = _steps(method, factory, shape, classes, cut, epochs, finish, lacking, ROUNDS, TYPICAL_ROUND)
+    steps = _TinyRun(method, factory, shape, classes, cut).steps(TYPICAL_ROUND)
     return [call for number, calls in steps if number in (0, TYPICAL_ROUND, ROUNDS + 1) for call in calls]
 
 
-def _steps(
-    method: Method,
-    factory: ModelFactory,
-    shape: tuple[int, int, int],
-    classes: int,
-    cut: bool,
-    epochs: float,
-    finish: bool,
-    lacking: int,
-    rounds: int,
-    last: int,
-) -> Iterator[tuple[int, list[CallCost]]]:
-    """Yield the number and the calls of each step of a tiny run, from the start (step 0) to the finish.
+@dataclass(frozen=True)
+class _TinyRun:
+    """A tiny run of a method, whose calls are measured.
 
-    Args:
-        method, factory, shape, classes, cut, epochs, finish, lacking: As in `measure`.
+    Attributes:
+        method, factory, shape, classes, cut: As in `measure`.
+        epochs: local.epochs of the run.
+        finish: Whether to run the last phase too.
+        lacking: Number of classes that each client does not have, at most half of all.
         rounds: federation.rounds of the run.
-        last: The last round to run.
     """
-    kind = type(method)
-    short = {name: value for name, value in SHORT.items() if name in kind.model_fields}
-    method = kind(**method.model_dump() | short | REPLACED.get(method.name, {}))
-    task = _task(shape, classes, lacking)
-    config = Config.model_validate(
-        {
-            "method": {"name": method.name, **method.model_dump()},
-            "trainable": learning_part(method),
-            "local": {"batch": IMAGES_PER_CLASS * classes, "epochs": epochs},
-            "federation": {"rounds": rounds},
-            "data": {"clients": CLIENTS},
-        }
-    )
-    setup = Setup(config, method, fitting(factory, method), None)
-    with _counted_passes() as passes:
-        fleet = _Fleet(config, task, _Host(passes, setup, task.spec, task.test, CPU))
-        server = Server(
-            config,
-            task.spec,
-            setup.new_model(task.spec),
-            CPU,
-            method.server_optimiser(),
-            Samples(task.test, task.spec, CPU),
+
+    method: Method
+    factory: ModelFactory
+    shape: tuple[int, int, int]
+    classes: int
+    cut: bool = False
+    epochs: float = 1
+    finish: bool = True
+    lacking: int = 0
+    rounds: int = ROUNDS
+
+    def steps(self, last_round: int) -> Iterator[tuple[int, list[CallCost]]]:
+        """Yield the number and the calls of each step, from the start (step 0) to the finish.
+
+        Args:
+            last_round: The last round to run; later rounds are left out.
+        """
+        kind = type(self.method)
+        short = {name: value for name, value in SHORT.items() if name in kind.model_fields}
+        method = kind(**self.method.model_dump() | short | REPLACED.get(self.method.name, {}))
+        task = _task(self.shape, self.classes, self.lacking)
+        samples = IMAGES_PER_CLASS * self.classes  # of each client
+        config = Config.model_validate(
+            {
+                "method": {"name": method.name, **method.model_dump()},
+                "trainable": learning_part(method),
+                "local": {"batch": samples, "epochs": self.epochs},
+                "federation": {"rounds": self.rounds},
+                "data": {"clients": CLIENTS},
+            }
         )
-        steps = [(0, "join", method.start), *((number, "round", method.round) for number in range(1, last + 1))]
-        if method.finishes and finish:
-            steps.append((rounds + 1, "finish", method.finish))
-        for number, when, step in steps:
-            server.round, server.timings = number, _Cut() if when == "finish" and cut else Timings()
-            fleet.begin(number)
-            passes.counts.clear()
-            with suppress(_ServerOnly):
-                step(server, fleet)
-            yield number, list(_calls(when, fleet, passes, IMAGES_PER_CLASS * classes))
+        setup = Setup(config, method, fitting(self.factory, method), None)
+        with _counted_passes() as passes:
+            fleet = _Fleet(config, task, _Host(passes, setup, task.spec, task.test, CPU))
+            model = setup.new_model(task.spec)
+            auxiliary = Samples(task.test, task.spec, CPU)
+            server = Server(config, task.spec, model, CPU, method.server_optimiser(), auxiliary)
+            steps = [(0, "join", method.start)]
+            steps += [(number, "round", method.round) for number in range(1, last_round + 1)]
+            if method.finishes and self.finish:
+                steps.append((self.rounds + 1, "finish", method.finish))
+            for number, when, step in steps:
+                server.round = number
+                server.timings = _Cut() if when == "finish" and self.cut else Timings()
+                fleet.begin(number)
+                passes.counts.clear()
+                with suppress(_ServerOnly):
+                    step(server, fleet)
+                yield number, list(_calls(when, fleet, passes, samples))
 
 
 def relative_cost(
@@ -183,10 +180,13 @@ def relative_cost(
     """
     lacking = MISSING_CLASSES if classes >= 2 * MISSING_CLASSES else 0
 
-    def cost(whole: int) -> float:
-        steps = _steps(method, factory, shape, classes, False, whole, asked is not None, lacking, rounds, rounds)
+    def cost(whole_epochs: int) -> float:
+        finish = asked is not None
+        run = _TinyRun(
+            method, factory, shape, classes, epochs=whole_epochs, finish=finish, lacking=lacking, rounds=rounds
+        )
         once = in_rounds = 0.0
-        for number, calls in steps:
+        for number, calls in run.steps(rounds):
             passes = sum((3 * call.trained + call.read) / 3 for call in calls)
             if 1 <= number <= rounds:
                 in_rounds += passes

@@ -12,7 +12,6 @@ of BatchNorm and linear layers must be multiples of `WIDTH`, and another kernel 
 """
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -152,14 +151,9 @@ class StackedModel:
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._bound: tuple[int, int] | None = None
 
-    def slot(self, slot: int, names: Iterable[str] | None = None) -> StateDict:
-        """Return one client's entries, which share the stack's memory.
-
-        Args:
-            slot: Number of the client's slot.
-            names: Names of the entries; by default all.
-        """
-        return {name: self.entries[name][slot] for name in (self.entries if names is None else names)}
+    def slot(self, slot: int) -> StateDict:
+        """Return the entries of the client in a slot, which share the stack's memory."""
+        return {name: values[slot] for name, values in self.entries.items()}
 
     @torch.no_grad()
     def load(self, slots: slice, values: StateDict) -> None:

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from raylt.errors import ConfigError
 
+LENGTH = 0.1  # target length of the rows of the sparse variant, as in FedLoGe's code
+
 
 def simplex_etf(classes: int, dim: int, generator: torch.Generator) -> Tensor:
     """Return C randomly rotated unit vectors with pairwise cosines -1 / (C - 1), float32 [C, d].
@@ -40,13 +42,11 @@ def sparse_etf(
     zeros: float,
     steps: int,
     generator: torch.Generator,
-    *,
-    length: float = 0.1,
     lr: float = 1e-4,
 ) -> Tensor:
     """Return a simplex frame in which some entries are 0 and the others are re-optimised, float32 [C, d].
 
-    As in FedLoGe's code, Adam changes the entries so that rows get the given length and the angle between each row and
+    As in FedLoGe's code, Adam changes the entries so that rows get the length LENGTH and the angle between each row and
     its nearest row grows.
 
     Args:
@@ -55,7 +55,6 @@ def sparse_etf(
         zeros: Fraction of the entries that are 0, chosen at random.
         steps: Number of Adam steps.
         generator: Random generator on the CPU.
-        length: Target length of the rows.
         lr: Learning rate of Adam.
     """
     e = simplex_etf(classes, dim, generator)
@@ -67,7 +66,7 @@ def sparse_etf(
     for _ in range(steps):
         unit = F.normalize(e, dim=1)
         nearest = (unit @ unit.T).masked_fill(diagonal, -1.0).amax(1).clamp(-0.99999, 0.99999)
-        loss = (e.norm(dim=1) - length).square().sum() - nearest.acos().mean()
+        loss = (e.norm(dim=1) - LENGTH).square().sum() - nearest.acos().mean()
         optimiser.zero_grad()
         loss.backward()
         assert e.grad is not None

@@ -1,10 +1,15 @@
 """Feature inversion: a decoder network that inverts an encoder, trained on images that no client has (SFD, Fig. 6)."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt.seeds import seeded
+
+MAP_CHANNELS = 64  # of the decoder's first map
+BATCH = 64
 
 
 class Decoder(nn.Module):
@@ -17,20 +22,19 @@ class Decoder(nn.Module):
     Args:
         dim: Width of a feature, d.
         shape: Height, width and channels of an image.
-        width: Channels of the first map.
     """
 
-    def __init__(self, dim: int, shape: tuple[int, int, int], width: int = 64):
+    def __init__(self, dim: int, shape: tuple[int, int, int]):
         super().__init__()
         self.height, self.width, channels = shape
-        self.start = width, -(-self.height // 4), -(-self.width // 4)
+        self.start = MAP_CHANNELS, -(-self.height // 4), -(-self.width // 4)
         self.first = nn.Sequential(nn.Linear(dim, self.start[0] * self.start[1] * self.start[2]), nn.ReLU())
         self.rest = nn.Sequential(
-            nn.ConvTranspose2d(width, width // 2, 4, stride=2, padding=1),
+            nn.ConvTranspose2d(MAP_CHANNELS, MAP_CHANNELS // 2, 4, stride=2, padding=1),
             nn.ReLU(),
-            nn.ConvTranspose2d(width // 2, width // 4, 4, stride=2, padding=1),
+            nn.ConvTranspose2d(MAP_CHANNELS // 2, MAP_CHANNELS // 4, 4, stride=2, padding=1),
             nn.ReLU(),
-            nn.Conv2d(width // 4, channels, 3, padding=1),
+            nn.Conv2d(MAP_CHANNELS // 4, channels, 3, padding=1),
             nn.Sigmoid(),
         )
 
@@ -47,20 +51,19 @@ class Inverter:
         x: The images, float32 [n, channels, H, W] in [0, 1].
         epochs: Number of epochs of Adam at 1e-3 with a cosine schedule, on the squared error.
         seed: Seed of weights and batches.
-        batch: Batch size.
     """
 
-    def __init__(self, z: Tensor, x: Tensor, epochs: int = 60, seed: int = 0, batch: int = 64):
+    def __init__(self, z: Tensor, x: Tensor, epochs: int = 60, seed: int = 0):
         self.mean = z.mean(0)
         self.std = z.std(0).clamp(min=1e-6)
         with seeded(seed, "decoder", device=z.device):
             self.decoder = Decoder(z.shape[1], (x.shape[2], x.shape[3], x.shape[1])).to(z.device)
             optimiser = torch.optim.Adam(self.decoder.parameters(), 1e-3)
-            steps = epochs * -(-len(z) // batch)
+            steps = epochs * math.ceil(len(z) / BATCH)
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
             z = (z - self.mean) / self.std
             for _ in range(epochs):
-                for rows in torch.randperm(len(z), device=z.device).split(batch):
+                for rows in torch.randperm(len(z), device=z.device).split(BATCH):
                     optimiser.zero_grad()
                     F.mse_loss(self.decoder(z[rows]), x[rows]).backward()
                     optimiser.step()

@@ -23,6 +23,7 @@ from raylt.core.round_stats import StageProgress
 from raylt.methods.sfd.fourier import fourier
 
 RAW_JITTER = 1e-6  # Jitter of the features' covariance, which is well conditioned; Appendix B states no value.
+MAX_JITTER = 1e-2
 Start = Literal["noise", "scaled", "mean"]
 CHUNK_SIZE = 128  # Fourier columns per chunk on a CPU: [M, 128] floats are 1 MB at M = 2000.
 
@@ -74,27 +75,26 @@ def bank_sizes(counts: list[int], smallest: int, largest: int) -> list[int]:
     return [round(largest - ranks[n] * step) for n in counts]
 
 
-def cholesky(cov: Tensor, jitter: float, limit: float = 1e-2) -> tuple[Tensor, float]:
+def cholesky(cov: Tensor, jitter: float) -> tuple[Tensor, float]:
     """Return the Cholesky factor L with L L^T = cov + jitter I, and the jitter that was used.
 
-    The jitter is raised tenfold until the matrix is positive definite.
+    The jitter is raised tenfold, up to MAX_JITTER, until the matrix is positive definite.
 
     Args:
         cov: Covariance, float64 [d, d], symmetric.
         jitter: The first jitter to try.
-        limit: The last jitter to try.
 
     Raises:
-        ValueError: The matrix is not positive definite with the last jitter.
+        ValueError: The matrix is not positive definite with MAX_JITTER.
     """
     eye = torch.eye(len(cov), dtype=cov.dtype, device=cov.device)
     tried = jitter
-    while tried <= limit * (1 + 1e-9):
+    while tried <= MAX_JITTER * (1 + 1e-9):
         factor, info = torch.linalg.cholesky_ex(cov + tried * eye)
         if not info.item():
             return factor, tried
         tried *= 10
-    raise ValueError(f"a covariance is not positive definite, not even with {limit:g} on its diagonal")
+    raise ValueError(f"a covariance is not positive definite, not even with {MAX_JITTER:g} on its diagonal")
 
 
 def align(raw: Tensor, target: Target) -> Tensor:

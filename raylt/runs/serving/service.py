@@ -33,6 +33,7 @@ from raylt.runs.serving.model import OpenedModel
 MAX_BODY_BYTES = 10 * 2**20
 MAX_PIXELS = 2**25  # a decoded image takes at least one byte per pixel
 MAX_ADDRESSES = 10_000  # number of addresses whose rates are remembered
+MAX_NAMED_CLIENTS = 20  # in an error's text
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src blob:; connect-src 'self'"
 HEADERS = {
     "Content-Security-Policy": f"{POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -284,5 +285,5 @@ def _as_json(status: int, tree: Any) -> Answer:
     return Answer(status, json.dumps(tree).encode(), headers=headers)
 
 
-def _listed(names: list[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (" ..." if len(names) > most else "")
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMED_CLIENTS]) + (" ..." if len(names) > MAX_NAMED_CLIENTS else "")
