@@ -81,18 +81,18 @@ class PlacementPlan:
     reasons: dict[str, str]
 
 
-def place(config: Config, clients: int, have: Mapping[str, float]) -> Placement:
+def place(config: Config, clients: int, resources: Mapping[str, float]) -> Placement:
     """Plan the client actors of a run on the summed resources of all nodes.
 
     Args:
         config: Configuration of the run.
         clients: Number of clients, K.
-        have: Resources as returned by `ray.cluster_resources()`.
+        resources: Resources as returned by `ray.cluster_resources()`.
 
     Raises:
         ConfigError: The settings ask for more resources than available.
     """
-    return plan(config, clients, [Node(have.get("CPU", 0.0), have.get("GPU", 0.0))]).placement
+    return plan(config, clients, [Node(resources.get("CPU", 0.0), resources.get("GPU", 0.0))]).placement
 
 
 def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None = None) -> PlacementPlan:
@@ -131,21 +131,21 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
         share = _gpu_share(wanted, homes, limits, actors)
     server_gpus, server_labels, server_why = _server(nodes, on_gpus)
     if wanted.device == "cuda" and not (share and server_gpus):
-        who = "the server" if share else "client actors"
+        lacking = "the server" if share else "client actors"
         raise ConfigError(
-            f"resources.device: is cuda, but {who} would be on nodes without GPUs (the cluster has {_total(nodes)}). "
-            "Add GPUs there, or set resources.device=auto.",
+            f"resources.device: is cuda, but {lacking} would be on nodes without GPUs (the cluster has "
+            f"{_total(nodes)}). Add GPUs there, or set resources.device=auto.",
             code="device.not-found",
             key="resources.device",
             value="cuda",
         )
-    each = math.ceil(clients / actors)
+    clients_per_actor = math.ceil(clients / actors)
     bound = min(limits[0], key=lambda name: limits[0][name])
     reasons = {
         "nodes": f"{sum(node.count for node in nodes)}: {_total(nodes)}",
         "client actors": f"{actors} on {where}; {why}; {count_of(slots, 'slot')}, limited by {bound}",
-        "clients per actor": f"{each}; "
-        + ("each client has its own" if each == 1 else "an idle actor takes over a waiting client"),
+        "clients per actor": f"{clients_per_actor}; "
+        + ("each client has its own" if clients_per_actor == 1 else "an idle actor takes over a waiting client"),
         "each actor": f"{count_of(wanted.cpus_per_client, 'CPU')} and {count_of(share, 'GPU')}"
         + (f"; {math.floor(1 / share)} share a GPU with room for the server" if 0 < share < 1 else ""),
         "server": server_why,
@@ -225,8 +225,10 @@ def reserve(placement: Placement, actors: int) -> Any:
     """
     from ray.util.placement_group import placement_group  # Not at the top, because `raylt plan` does not import Ray.
 
-    each = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus > 0 else {})
-    return placement_group([each] * actors, strategy="SPREAD", bundle_label_selector=[dict(placement.labels)] * actors)
+    bundle = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus > 0 else {})
+    return placement_group(
+        [bundle] * actors, strategy="SPREAD", bundle_label_selector=[dict(placement.labels)] * actors
+    )
 
 
 def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, str], str]:
@@ -296,16 +298,16 @@ def _gpu_share(
     """Return the share of a GPU that each client actor gets."""
     if wanted.gpu_share != "auto":
         return _share(wanted.gpu_share, 1)[1]
-    # the smallest number of actors per GPU for which all actors and the server fit
-    each = next(
-        each
-        for each in range(1, actors + 1)
-        if actors
-        <= sum(
-            node.count * min(*limit.values(), each * int(node.gpus)) for node, limit in zip(homes, limits, strict=True)
+
+    def fitting(per_gpu: int) -> int:
+        """Return the number of actors that fit if at most `per_gpu` of them share a GPU."""
+        return sum(
+            node.count * min(*limit.values(), per_gpu * int(node.gpus))
+            for node, limit in zip(homes, limits, strict=True)
         )
-    )
-    return _rounded(1 - SERVER_GPUS, each)
+
+    fewest_per_gpu = next(per_gpu for per_gpu in range(1, actors + 1) if fitting(per_gpu) >= actors)
+    return _rounded(1 - SERVER_GPUS, fewest_per_gpu)
 
 
 def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str], str]:
@@ -333,8 +335,8 @@ def _share(wanted: float, gpus: float) -> tuple[int, float]:
                 value=wanted,
             )
         return max(0, math.floor((gpus - SERVER_GPUS) / wanted)), wanted
-    each = math.floor(1 / wanted + 1e-9)
-    return int(gpus) * each, min(wanted, _rounded(1 - SERVER_GPUS, each))
+    per_gpu = math.floor(1 / wanted + 1e-9)
+    return int(gpus) * per_gpu, min(wanted, _rounded(1 - SERVER_GPUS, per_gpu))
 
 
 def _rounded(whole: float, parts: int) -> float:

@@ -22,20 +22,21 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     Tensors that are copied together to the GPU share one block of memory, which is freed with the last of them.
     Tensors that are copied to the CPU have separate memory.
     """
-    up = device.type != "cpu"
-    together = [
-        place
-        for place, tensor in enumerate(tensors)
-        if (tensor.device.type == "cpu") == up and _is_dense(tensor) and not tensor.requires_grad
+    to_gpu = device.type != "cpu"
+    gathered = [
+        index
+        for index, tensor in enumerate(tensors)
+        if (tensor.device.type == "cpu") == to_gpu and _is_dense(tensor) and not tensor.requires_grad
     ]
     arrived: dict[int, Tensor] = {}
-    for places in _parcels(tensors, together):
-        parcel = [tensors[place] for place in places]
-        arrived.update(zip(places, _BUFFER.send(parcel, device) if up else _BUFFER.receive(parcel), strict=True))
+    for indices in _parcels(tensors, gathered):
+        parcel = [tensors[index] for index in indices]
+        copies = _BUFFER.send(parcel, device) if to_gpu else _BUFFER.receive(parcel)
+        arrived.update(zip(indices, copies, strict=True))
     # non-blocking only to the GPU: after a copy from the GPU the host could read a tensor before it has arrived
     return [
-        arrived[place] if place in arrived else tensor.to(device, non_blocking=up)
-        for place, tensor in enumerate(tensors)
+        arrived[index] if index in arrived else tensor.to(device, non_blocking=to_gpu)
+        for index, tensor in enumerate(tensors)
     ]
 
 
@@ -52,34 +53,35 @@ class Buffer:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            end += _aligned(tensor.nbytes)
         with self._lock:
             memory = self._free(end)
             for start, tensor in zip(starts, tensors, strict=True):
                 memory[start : start + tensor.nbytes].copy_(_flat(tensor).view(torch.uint8))
-            there = torch.empty(end, dtype=torch.uint8, device=device)
-            there.copy_(memory, non_blocking=True)
+            gathered = torch.empty(end, dtype=torch.uint8, device=device)
+            gathered.copy_(memory, non_blocking=True)
             self._read = torch.get_device_module(device).Event()
             self._read.record()
         # .data gives each tensor a version counter of its own, as single copies have
-        return [_part(there, start, tensor).data for start, tensor in zip(starts, tensors, strict=True)]
+        return [_part(gathered, start, tensor).data for start, tensor in zip(starts, tensors, strict=True)]
 
     def receive(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copy tensors from a GPU to the CPU."""
         # the widest types first, so that every tensor starts at a multiple of its width
         kinds = sorted({tensor.dtype for tensor in tensors}, key=lambda kind: (-kind.itemsize, str(kind)))
         starts, end = {}, 0
-        there = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=tensors[0].device)
+        gathered = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=tensors[0].device)
         for kind in kinds:
-            first, alike = end, [place for place, tensor in enumerate(tensors) if tensor.dtype == kind]
-            for place in alike:
-                starts[place] = end
-                end += tensors[place].nbytes
-            torch.cat([_flat(tensors[place]) for place in alike], out=there[first:end].view(kind))
+            first = end
+            of_kind = [index for index, tensor in enumerate(tensors) if tensor.dtype == kind]
+            for index in of_kind:
+                starts[index] = end
+                end += tensors[index].nbytes
+            torch.cat([_flat(tensors[index]) for index in of_kind], out=gathered[first:end].view(kind))
         with self._lock:
             memory = self._free(end)
-            memory.copy_(there)
-            return [_part(memory, starts[place], tensor).clone() for place, tensor in enumerate(tensors)]
+            memory.copy_(gathered)
+            return [_part(memory, starts[index], tensor).clone() for index, tensor in enumerate(tensors)]
 
     def _free(self, size: int) -> Tensor:
         """Return `size` bytes of the buffer, once the GPU has read the previous transfer."""
@@ -94,26 +96,31 @@ class Buffer:
 _BUFFER = Buffer()  # The only buffer of this process.
 
 
-def _parcels(tensors: Sequence[Tensor], places: list[int]) -> Iterator[list[int]]:
+def _aligned(size: int) -> int:
+    """Return a size in bytes, rounded up to a multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _parcels(tensors: Sequence[Tensor], indices: list[int]) -> Iterator[list[int]]:
     """Yield groups of indices of the tensors to copy together.
 
     A group has at least two tensors and at most MAX_COPY_BYTES bytes. Tensors in no group are copied separately.
 
     Args:
         tensors: All tensors.
-        places: Indices of the tensors that may be copied together.
+        indices: Indices of the tensors that may be copied together.
     """
     parcel: list[int] = []
     size = 0
-    for place in places:
-        more = -(-tensors[place].nbytes // ALIGNMENT) * ALIGNMENT
+    for index in indices:
+        more = _aligned(tensors[index].nbytes)
         if more > MAX_COPY_BYTES:
             continue
         if size + more > MAX_COPY_BYTES:
             if len(parcel) > 1:
                 yield parcel
             parcel, size = [], 0
-        parcel.append(place)
+        parcel.append(index)
         size += more
     if len(parcel) > 1:
         yield parcel

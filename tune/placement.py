@@ -33,7 +33,7 @@ def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:
 
 
 def place_trial(
-    config: Config, clients: int, trials: float, have: Mapping[str, float], most: float = math.inf
+    config: Config, clients: int, trials: float, resources: Mapping[str, float], most: float = math.inf
 ) -> Placement:
     """Plan the client actors of one trial. With `auto`, all trials share the cluster evenly.
 
@@ -41,14 +41,14 @@ def place_trial(
         config: Settings of the trial.
         clients: Number of clients that have samples.
         trials: Maximum number of parallel trials.
-        have: Resources of the cluster.
+        resources: Resources of the cluster.
         most: Maximum number of processes (client actors and servers of trials) that share a GPU, if it was measured.
 
     Raises:
         ConfigError: The settings ask for GPUs and there are none, or for more actors than fit into GPU memory.
     """
     wanted = config.resources
-    cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
+    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     if wanted.device == "cuda" and not gpus:
         raise ConfigError(
             "resources.device: is cuda, but the cluster has no GPU. Join a cluster with GPUs, or set "
@@ -88,8 +88,8 @@ def place_trial(
     share = 0.0
     if gpus:
         at_once = _largest(min(at_once, slots // actors), lambda count: fit(count, actors))
-        servers, each = _on_gpu(at_once, actors, gpus)
-        share = int((1 - SERVER_GPUS * servers) / each * 1e4) / 1e4
+        servers, actors_per_gpu = _on_gpu(at_once, actors, gpus)
+        share = int((1 - SERVER_GPUS * servers) / actors_per_gpu * 1e4) / 1e4
     return Placement(actors, wanted.cpus_per_client, share)
 
 
@@ -98,9 +98,9 @@ def _share_with_servers(share: float) -> float:
 
     This assumes that a GPU holds as many trials with one client actor each as `share` allows.
     """
-    each = math.floor(1 / share + 1e-9) if 0 < share <= 1 else 0
-    room = 1 - SERVER_GPUS * each
-    return min(share, int(room / each * 1e4) / 1e4) if each and room > 0 else share
+    per_gpu = math.floor(1 / share + 1e-9) if 0 < share <= 1 else 0
+    room = 1 - SERVER_GPUS * per_gpu
+    return min(share, int(room / per_gpu * 1e4) / 1e4) if per_gpu and room > 0 else share
 
 
 def _on_gpu(trials: int, actors: int, gpus: float) -> tuple[int, int]:
@@ -154,20 +154,23 @@ def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], m
         return count
     clients = bundles[1:]
     asked = {key: sum(bundle.get(key, 0) for bundle in bundles) for key in ("CPU", "GPU")}
-    have = {key: sum(node.get(key, 0) for node in nodes) for key in ("CPU", "GPU")}
-    largest = max((node.get("CPU", 0), node.get("GPU", 0)) for node in nodes) if nodes else (0, 0)
+    available = {key: sum(node.get(key, 0) for node in nodes) for key in ("CPU", "GPU")}
+    largest_node = {"CPU": 0.0, "GPU": 0.0}
+    if nodes:
+        cpus, gpus = max((node.get("CPU", 0), node.get("GPU", 0)) for node in nodes)
+        largest_node = {"CPU": cpus, "GPU": gpus}
     raise ConfigError(
         f"resources: the cluster is too small for a trial of {len(clients)} client actors "
         f"({count_of(asked['CPU'], 'CPU')} and {count_of(asked['GPU'], 'GPU')}). "
         f"Each actor takes {count_of(clients[0].get('CPU', 0), 'CPU')} and "
-        f"{count_of(clients[0].get('GPU', 0), 'GPU')}. The cluster has {count_of(have['CPU'], 'CPU')} and "
-        f"{count_of(have['GPU'], 'GPU')}; "
-        f"its largest node has {largest[0]:g} and {largest[1]:g}. Lower resources.actors, resources.cpus_per_client "
-        "or resources.gpus_per_client.",
+        f"{count_of(clients[0].get('GPU', 0), 'GPU')}. The cluster has {count_of(available['CPU'], 'CPU')} and "
+        f"{count_of(available['GPU'], 'GPU')}; "
+        f"its largest node has {largest_node['CPU']:g} and {largest_node['GPU']:g}. "
+        "Lower resources.actors, resources.cpus_per_client or resources.gpus_per_client.",
         code="cluster.too-small",
         trial=asked,
-        cluster=have,
-        largest_node={"CPU": largest[0], "GPU": largest[1]},
+        cluster=available,
+        largest_node=largest_node,
     )
 
 

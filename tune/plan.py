@@ -25,7 +25,7 @@ from tune.records import SEARCH_PLAN_JSON, Metric, Scheduler, Searcher, TrialRec
 from tune.report.pareto import pareto_front
 from tune.space import Grid, Space, combinations, configure, draw, parse, readable, to_text
 
-SAMPLES = 20
+DEFAULT_SAMPLES = 20
 VALIDATION = 0.2  # share of the training samples for validation where data.validation is 0
 OVER = "over"  # No more trials will start.
 WAIT = "wait"  # The next trial depends on trials that are running.
@@ -56,7 +56,7 @@ class SearchPlan:
 
     base: Config
     spaces: dict[str, Space]
-    samples: int | None = SAMPLES
+    samples: int | None = DEFAULT_SAMPLES
     budget: int | None = None
     count: Count = "steps"
     searcher: Searcher = "tpe"
@@ -285,8 +285,8 @@ def cost_of(config: Config, sizes: list[int], count: Count) -> int:
     local, federation = config.local, config.federation
     epochs = local.epochs
     if local.steps is not None:
-        in_a_pass = [local.step_count(n, epochs=1) for n in sizes if n]
-        epochs = local.steps * len(in_a_pass) / sum(in_a_pass)
+        steps_per_epoch = [local.step_count(n, epochs=1) for n in sizes if n]
+        epochs = local.steps * len(steps_per_epoch) / sum(steps_per_epoch)
     return round(steps * passes_of_settings(config.method, epochs, federation.rounds))
 
 
@@ -300,9 +300,9 @@ def client_steps(config: Config, sizes: list[int]) -> int:
         sizes: Number of samples of each client that trains. Clients without samples are never asked.
     """
     federation = config.federation
-    each = [config.local.step_count(n) for n in sizes if n]
-    asked = min(len(each), math.ceil(federation.participation * len(sizes) - 1e-9))
-    return round(federation.rounds * asked * sum(each) / len(each))
+    steps_per_round = [config.local.step_count(n) for n in sizes if n]  # of each client
+    asked = min(len(steps_per_round), math.ceil(federation.participation * len(sizes) - 1e-9))
+    return round(federation.rounds * asked * sum(steps_per_round) / len(steps_per_round))
 
 
 def _progress(record: TrialRecord) -> TrialProgress:

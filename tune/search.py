@@ -33,7 +33,16 @@ from raylt.store import Folder, folder_for, followed
 from raylt.studies.running.tuning import Count
 from tune.checks import check_arguments, check_metrics, check_plan, check_spaces, check_tracked
 from tune.loop import SearchLoop, forget_tasks, holders, sizes
-from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState, default_metric, front_of, with_validation
+from tune.plan import (
+    DEFAULT_SAMPLES,
+    Scheduler,
+    Searcher,
+    SearchPlan,
+    SearchState,
+    default_metric,
+    front_of,
+    with_validation,
+)
 from tune.records import PLAN, Metric, TrialRecord
 from tune.report import results
 from tune.space import Space
@@ -154,7 +163,7 @@ def search(
     config = with_validation(config)
     by_method = _spaces_by_method(config, spaces)
     if samples is None and budget is None:
-        samples = SAMPLES
+        samples = DEFAULT_SAMPLES
     if metric is None:
         metric = default_metric(config, by_method)
     metrics: tuple[Any, ...] = (metric,) if isinstance(metric, str) else tuple(metric)

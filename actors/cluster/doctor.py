@@ -65,13 +65,13 @@ def examine(address: str | None) -> Diagnosis:
     with session(address) as cluster:
         import ray
 
-        have = ray.cluster_resources()
+        resources = ray.cluster_resources()
         board = ray.get_runtime_context().worker.node.webui_url or ""
         findings |= {
             "cluster": str(cluster),
             "nodes": len([n for n in ray.nodes() if n["Alive"]]),
-            "CPUs (Ray)": have.get("CPU", 0),
-            "GPUs (Ray)": have.get("GPU", 0),
+            "CPUs (Ray)": resources.get("CPU", 0),
+            "GPUs (Ray)": resources.get("GPU", 0),
             "dashboard": _dashboard(board) or "off",
             "authentication": "token" if cluster.token else "off",
             "TLS": "on" if tls() else "off",
@@ -92,10 +92,10 @@ def outdated(version_of: Callable[[str], str | None]) -> list[str]:
     """Return a warning for each installed package that is older than its minimum version."""
     installed = {name: version_of(name) for name in MIN_VERSIONS}
     return [
-        f"{name} {has} is older than {MIN_VERSIONS[name]}, below which vulnerabilities are known: pip install -U "
-        f"'{name}>={MIN_VERSIONS[name]}'"
-        for name, has in installed.items()
-        if has is not None and Version(has) < Version(MIN_VERSIONS[name])
+        f"{name} {installed_version} is older than {MIN_VERSIONS[name]}, below which vulnerabilities are known: pip "
+        f"install -U '{name}>={MIN_VERSIONS[name]}'"
+        for name, installed_version in installed.items()
+        if installed_version is not None and Version(installed_version) < Version(MIN_VERSIONS[name])
     ]
 
 

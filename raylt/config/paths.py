@@ -64,5 +64,5 @@ def _teacher(teacher: str, start: Path) -> str:
 
 def _path(text: str, start: Path) -> str:
     path = Path(text).expanduser()
-    there = start / path
-    return str(path.absolute() if path.exists() and not there.exists() else there)
+    from_start = start / path
+    return str(path.absolute() if path.exists() and not from_start.exists() else from_start)

@@ -38,10 +38,8 @@ KEY_BYTES = 16
 CHECKSUM_BYTES = 8
 FIXED_VIEWS = 64  # images whose views identify an augmentation; enough to show one that changes few images
 
-Report = Callable[[str], object]
 
-
-def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tuple[Setup, Task]:
+def encode(setup: Setup, task: Task, report: Callable[[str], object] = lambda text: None) -> tuple[Setup, Task]:
     """Replace a task's images by precomputed features if the encoder is frozen.
 
     Otherwise the setup and the task are returned unchanged.
@@ -98,7 +96,7 @@ class FeatureFiles:
     def __len__(self) -> int:
         return len(self._places)
 
-    def look(self, folder: Folder) -> None:
+    def read_new_keys(self, folder: Folder) -> None:
         """Read the keys of the file pairs that this or another process added to the folder since the last call.
 
         Raises:
@@ -123,7 +121,7 @@ class FeatureFiles:
         """Return the features of the given keys that are in the cache.
 
         Raises:
-            DataError: A file that `look` read cannot be read any more, or a feature differs from its checksum.
+            DataError: A file that `read_new_keys` read cannot be read any more, or a feature differs from its checksum.
         """
         wanted: dict[Path, dict[bytes, tuple[int, bytes]]] = {}
         for key in keys:
@@ -226,18 +224,19 @@ class FeatureCache:
     def _view(self, images: np.ndarray, keys: list[bytes], view: int) -> np.ndarray:
         """Return the features of one view of images, float32 [n, d], from the cache where possible."""
         with folder_for(self.path) as folder:
-            self._files.look(folder)
+            self._files.read_new_keys(folder)
             cached = self._files.get(keys)
-            absent = [key for key in dict.fromkeys(keys) if key not in cached]
-            self.from_cache += len(keys) - len(absent)
-            if absent:
+            missing = [key for key in dict.fromkeys(keys) if key not in cached]
+            self.from_cache += len(keys) - len(missing)
+            if missing:
                 lock = folder.lock("lock", wait=True)  # arms that start together encode once
                 assert lock is not None
                 try:
-                    self._files.look(folder)
-                    cached |= self._files.get(absent)
-                    missing = [key for key in absent if key not in cached]
-                    self.from_cache += len(absent) - len(missing)
+                    self._files.read_new_keys(folder)
+                    cached_meanwhile = self._files.get(missing)
+                    self.from_cache += len(cached_meanwhile)
+                    cached |= cached_meanwhile
+                    missing = [key for key in missing if key not in cached]
                     cached |= self._compute(folder, images, keys, missing, view)
                 finally:
                     os.close(lock)
@@ -249,18 +248,21 @@ class FeatureCache:
         if not missing:
             return {}
         position = {key: row for row, key in enumerate(keys)}
-        pictures = torch.from_numpy(np.stack([images[position[key]] for key in missing]))
+        missing_images = torch.from_numpy(np.stack([images[position[key]] for key in missing]))
         if view:
             assert self.setup.augment is not None
-            pictures = torch.cat(
-                [_augmented(x, key, self.setup.augment) for x, key in zip(pictures, missing, strict=True)]
+            missing_images = torch.cat(
+                [_augmented(x, key, self.setup.augment) for x, key in zip(missing_images, missing, strict=True)]
             )
-        features = np.concatenate([self._run(part) for part in pictures.split(BATCH)])
+        features = np.concatenate([self._run(part) for part in missing_images.split(BATCH)])
         self.computed += len(missing)
         _write(folder, missing, features)
-        of = f"features of {self.setup.config.model}"
-        self._files.look(folder)
-        about = {"of": of, "images": len(self._files), "size": max(self.spec.shape[:2])}
+        self._files.read_new_keys(folder)
+        about = {
+            "of": f"features of {self.setup.config.model}",
+            "images": len(self._files),
+            "size": max(self.spec.shape[:2]),
+        }
         folder.write(ABOUT, json.dumps(about))
         return dict(zip(missing, features, strict=True))
 

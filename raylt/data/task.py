@@ -261,9 +261,9 @@ def build_task(config: DataConfig, split: Split | None = None, start: Path | Non
 
 def _open(config: DataConfig, start: Path | None) -> Source:
     """Open the source, with relative paths from `start`. The source keeps its configured name."""
-    there = located_data(config, start)
-    source = open_source(there)
-    return replace(source, name=config.source) if source.name == there.source else source
+    located = located_data(config, start)
+    source = open_source(located)
+    return replace(source, name=config.source) if source.name == located.source else source
 
 
 def _check_lengths(owner: str, names: Sequence[str]) -> None:

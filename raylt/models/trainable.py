@@ -194,10 +194,10 @@ def _may_depend_on_mode(module: nn.Module) -> bool:
     Modules of other libraries and of users may, and so may hooks: they draw dropout in functional form, or update
     buffers. Such a module must not pass its own mode on to a child that learns.
     """
-    of = type(module).__module__
-    if of.startswith("raylt."):
+    origin = type(module).__module__
+    if origin.startswith("raylt."):
         return False
-    return isinstance(module, MODES) or not of.startswith("torch.nn.modules.") or bool(module._forward_pre_hooks)
+    return isinstance(module, MODES) or not origin.startswith("torch.nn.modules.") or bool(module._forward_pre_hooks)
 
 
 def stay_in_evaluation(module: nn.Module, _: Any) -> None:

@@ -1,8 +1,10 @@
 """`prepare`: the checks and the encoding between the plan of a run and its first step."""
 
+from collections.abc import Callable
+
 from raylt.core.checkpoint.checkpoint import Checkpoint
 from raylt.core.checkpoint.frozen import check_frozen
-from raylt.core.encoding import Report, encode
+from raylt.core.encoding import encode
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import own_function
@@ -10,7 +12,7 @@ from raylt.models.split import SplitModel
 
 
 def prepare(
-    setup: Setup, task: Task, saved: Checkpoint | None = None, report: Report = lambda text: None
+    setup: Setup, task: Task, saved: Checkpoint | None = None, report: Callable[[str], object] = lambda text: None
 ) -> tuple[Setup, Task, SplitModel]:
     """Let the method check and fetch what it needs, then encode the images if the encoder is frozen.
 

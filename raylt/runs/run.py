@@ -171,12 +171,12 @@ class Run:
         try:
             task = build_task(self.config.data, self.split, self._start)
         except DataError as error:
-            kind, _, place = located_data(self.config.data, self._start).source.partition(":")
-            if error.code != "data.not-found" or kind not in ("folder", "npz") or Path(place).exists():
+            kind, _, address = located_data(self.config.data, self._start).source.partition(":")
+            if error.code != "data.not-found" or kind not in ("folder", "npz") or Path(address).exists():
                 raise
             raise DataError(
-                f"{self.folder}: its data are not where they were ({Path(place).absolute()}). Put them back there, or "
-                "a link to them.",
+                f"{self.folder}: its data are not where they were ({Path(address).absolute()}). Put them back there, "
+                "or a link to them.",
                 code=error.code,
                 **error.details | {"run": str(self.folder)},
             ) from None

@@ -83,16 +83,18 @@ def test_features_are_those_of_the_encoder(tiny_task, tmp_path):
 
 
 def test_an_image_is_encoded_once(tiny_task, tmp_path):
-    said = []
-    _, first = encode(setup_for(tmp_path), tiny_task, said.append)
+    notices = []
+    _, first = encode(setup_for(tmp_path), tiny_task, notices.append)
     before = encoded_batches
     # the same images, with other clients, another order and another method
     shards = tuple(replace(shard, x=shard.x[::-1], y=shard.y[::-1]) for shard in reversed(tiny_task.shards))
-    _, second = encode(setup_for(tmp_path, method={"name": "scaffold"}), replace(tiny_task, shards=shards), said.append)
+    _, second = encode(
+        setup_for(tmp_path, method={"name": "scaffold"}), replace(tiny_task, shards=shards), notices.append
+    )
     assert encoded_batches == before + 1  # one batch: the fixed images that identify the encoder
     images = size_of(tiny_task)
-    assert f"{images} images encoded, 0 found" in said[0]
-    assert f"0 images encoded, {images} found" in said[1]
+    assert f"{images} images encoded, 0 found" in notices[0]
+    assert f"0 images encoded, {images} found" in notices[1]
     for a, b in zip(reversed(first.shards), second.shards, strict=True):
         assert np.array_equal(features_of(a)[::-1], features_of(b))
 
@@ -121,13 +123,13 @@ def test_features_of_another_encoder_are_not_used(tiny_task, tmp_path, change):
     task = replace(tiny_task, mean=(0.1,)) if change == "normalisation" else tiny_task
     parts = {"local": {"precision": "bfloat16"}} if change == "precision" else {}
     other = setup_for(tmp_path, seed=1 if change == "weights" else 0, **parts)
-    said = []
-    encode(other, task, said.append)
+    notices = []
+    encode(other, task, notices.append)
     judged = len(task.test)
     if change == "precision":  # the test set is judged in float32, so its features are found
-        assert f"{size_of(task) - judged} images encoded, {judged} found" in said[0]
+        assert f"{size_of(task) - judged} images encoded, {judged} found" in notices[0]
     else:
-        assert f"{size_of(task)} images encoded, 0 found" in said[0]
+        assert f"{size_of(task)} images encoded, 0 found" in notices[0]
 
 
 def test_models_are_judged_on_validation_features_in_float32(tiny_task, tmp_path):
@@ -180,9 +182,9 @@ def test_views_follow_from_the_pixels_and_batches_take_one_of_them(tiny_task, tm
 
 
 def test_a_frozen_encoder_of_random_weights_is_said(tiny_task, tmp_path):
-    said = []
-    encode(setup_for(tmp_path), tiny_task, said.append)
-    assert said[0].endswith("; its weights are random, since weights is not set")
+    notices = []
+    encode(setup_for(tmp_path), tiny_task, notices.append)
+    assert notices[0].endswith("; its weights are random, since weights is not set")
 
 
 @pytest.mark.parametrize(
@@ -196,42 +198,42 @@ def test_a_frozen_encoder_of_random_weights_is_said(tiny_task, tmp_path):
     ],
 )
 def test_views_without_effect_are_said(tmp_path, settings, said_so):
-    said = []
+    notices = []
 
     class Messages(raylt.Callback):
         def on_message(self, text, minor=False):
-            said.append(text)
+            notices.append(text)
 
     config = make_tiny_run(tmp_path, "fedavg", *settings, f"data.root={tmp_path}", name="first").config
     raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[Messages()])
-    assert any(text.startswith("views = 2 has no effect, ") for text in said) == said_so
+    assert any(text.startswith("views = 2 has no effect, ") for text in notices) == said_so
 
 
 @pytest.mark.parametrize("trainable", ["lora:2", "all"])
 def test_frozen_parts_of_random_weights_are_said_where_images_are_not_encoded(tmp_path, trainable):
-    said = []
+    notices = []
 
     class Messages(raylt.Callback):
         def on_message(self, text, minor=False):
-            said.append(text)
+            notices.append(text)
 
     config = make_tiny_run(tmp_path, "fedavg", f"model={NAME}", f"trainable={trainable}", name="first").config
     raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[Messages()])
-    random = [text for text in said if "random" in text]
+    random = [text for text in notices if "random" in text]
     assert random == [f"the frozen parts of {NAME} are random, since weights is not set"] * (trainable == "lora:2")
 
 
 def test_views_of_an_own_augmentation_that_changed_are_not_reused(tiny_task, tmp_path, monkeypatch):
     def encoded(augmentation):
         monkeypatch.setitem(AUGMENTATIONS, "own", augmentation)
-        said = []
-        _, task = encode(setup_for(tmp_path, augment="own", views=1), tiny_task, said.append)
-        return features_of(task.shards[0]), said[0]
+        notices = []
+        _, task = encode(setup_for(tmp_path, augment="own", views=1), tiny_task, notices.append)
+        return features_of(task.shards[0]), notices[0]
 
     light, _ = encoded(lambda x, y, generator: (x, y))
-    dark, said = encoded(lambda x, y, generator: (x // 2, y))
+    dark, notice = encoded(lambda x, y, generator: (x // 2, y))
     views = sum(len(shard) for shard in tiny_task.shards)
-    assert f"{views} images encoded" in said
+    assert f"{views} images encoded" in notice
     assert np.array_equal(light[:, 0], dark[:, 0])
     assert not np.array_equal(light[:, 1], dark[:, 1])
     assert "0 images encoded" in encoded(lambda x, y, generator: (x // 2, y))[1]
@@ -299,7 +301,7 @@ def test_keys_of_features_are_read_once_and_those_of_other_processes_are_found(t
         for known in (2, 4):
             _write(folder, keys[known - 2 : known], features[known - 2 : known])  # as another process does
             for _ in range(2):
-                files.look(folder)
+                files.read_new_keys(folder)
             found = files.get(keys)
             assert list(found) == keys[:known]
             assert np.array_equal(list(found.values()), features[:known])
@@ -314,7 +316,7 @@ def test_no_file_of_features_stays_open(tmp_path):
         for key in keys:
             _write(folder, [key], rows)
         before = len(os.listdir("/proc/self/fd"))
-        files.look(folder)
+        files.read_new_keys(folder)
         features = files.get(keys)
         assert len(features) == 40
         assert len(os.listdir("/proc/self/fd")) == before
@@ -324,7 +326,7 @@ def test_a_file_that_is_lost_after_its_keys_were_read_is_named(tmp_path):
     key, files = bytes(KEY_BYTES), FeatureFiles()
     with folder_for(tmp_path) as folder:
         _write(folder, [key], np.ones((1, 2), np.float32))
-        files.look(folder)
+        files.read_new_keys(folder)
         (file,) = tmp_path.glob("features.*")
         file.unlink()
         with refused("data.cache-unreadable", DataError, key="data.root", path=str(file)):

@@ -51,7 +51,7 @@ def search(
     """
     from tune.changes import check_exchangeable
     from tune.checks import check_judged, check_metrics, check_trials
-    from tune.plan import SAMPLES, default_metric, with_validation
+    from tune.plan import DEFAULT_SAMPLES, default_metric, with_validation
     from tune.search import already_exists
     from tune.space import to_text
 
@@ -89,7 +89,7 @@ def search(
             space={key: to_text(axis) for key, axis in space.items()},
             metric=metrics[0],
             other_metrics=tuple(metrics[1:]),
-            **{**fields, "samples": fields["samples"] or SAMPLES},
+            **{**fields, "samples": fields["samples"] or DEFAULT_SAMPLES},
         )
         trials = "all trials of the grid" if plan.searcher == "grid" else count_of(plan.samples, "trial")
         err.print(f"search of {method} with Ray's {plan.scheduler}: {trials}, folder {target}", soft_wrap=True)

@@ -7,6 +7,7 @@ itself be in memory. It has no name, so it vanishes with its last view or with i
 """
 
 import mmap
+import os
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -51,23 +52,28 @@ class ValueStore:
     def _in_file(self, tree: Tree) -> Tree:
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="raylt-")  # noqa: SIM115
-        start = -(-self._file.seek(0, 2) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        start = _rounded_up(self._file.seek(0, os.SEEK_END), mmap.ALLOCATIONGRANULARITY)
         length = 0
-        places: dict[int, int] = {}
+        offsets: dict[int, int] = {}  # by the identity of a tensor, after `start`
         for _, leaf in leaves(tree):
             if isinstance(leaf, Tensor) and leaf.numel():
                 self._file.seek(start + length)
                 self._file.write(leaf.contiguous().flatten().view(torch.uint8).numpy().data)
-                places[id(leaf)] = length
-                length += -(-leaf.nbytes // ALIGNED) * ALIGNED
+                offsets[id(leaf)] = length
+                length += _rounded_up(leaf.nbytes, ALIGNED)
         self._file.truncate(start + length)
         # copy on write: a change in place is visible in its view only, as in memory
         mapped = mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
 
         def view(leaf: Tensor) -> Tensor:
-            if id(leaf) not in places:
+            if id(leaf) not in offsets:
                 return leaf
-            flat = torch.frombuffer(mapped, dtype=leaf.dtype, count=leaf.numel(), offset=places[id(leaf)])
+            flat = torch.frombuffer(mapped, dtype=leaf.dtype, count=leaf.numel(), offset=offsets[id(leaf)])
             return flat.view(leaf.shape)
 
         return map_tensors(view, tree)
+
+
+def _rounded_up(size: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit

@@ -290,8 +290,8 @@ def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -
         raise ValueError(
             "a type of more than 16 bits, which has no usual full scale: set data.depth to the bits of a pixel"
         )
-    full_scale = 1.0 if pixels.dtype.kind == "f" else float(2**bits - 1)
-    white = full_scale if depth is None else float(2**depth - 1)
+    usual_white = 1.0 if pixels.dtype.kind == "f" else float(2**bits - 1)
+    white = usual_white if depth is None else float(2**depth - 1)
     if high > white:
         raise ValueError(
             f"greys from {low:g} to {high:g}, outside of 0..{white:g}: set data.depth to the bits of a pixel"

@@ -167,8 +167,8 @@ class BPFed(Method):
         def permuted(rows: Tensor) -> Batch:
             batch = client.batch(rows)
             order = torch.from_numpy(rng.permutation(len(rows))).to(client.device)
-            one = torch.full_like(batch.y, rng.beta(self.alpha, self.alpha), dtype=torch.float32)
-            return mix(batch, Batch(*(part[order] for part in batch)), one, classes)
+            batch_lam = torch.full_like(batch.y, rng.beta(self.alpha, self.alpha), dtype=torch.float32)
+            return mix(batch, Batch(*(part[order] for part in batch)), batch_lam, classes)
 
         return pairs if self.mixup == "round" else permuted
 
@@ -183,12 +183,17 @@ class BPFed(Method):
         if self.fa:
             d = server.model.dim
             scatter = torch.empty(d * (d + 1) // 2, device="meta")
-            possible = partial(scatter_fault, classes=server.model.classes, weight=self.cov_weight)
+            fault = partial(
+                scatter_fault,
+                classes=server.model.classes,
+                weight=self.cov_weight,
+                longest=server.config.privacy.longest,
+            )
             got = fleet.ask(
                 self.covariance,
                 fleet.everyone,
                 message,
-                scatter=total.like(scatter).over_samples(partial(possible, longest=server.config.privacy.longest)),
+                scatter=total.like(scatter).over_samples(fault),
                 n=total.like(0),
             )
             covariance = got["scatter"] / max(got["n"], 1)  # M_glo, Eq. 16

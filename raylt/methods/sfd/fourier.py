@@ -83,8 +83,8 @@ def bootstrap_floor(phi: Tensor, omega: Tensor, mean: Tensor, cov: Tensor, size:
     omega = omega.double()
     scale = math.sqrt(len(omega))  # phi is (cos, sin) / sqrt(D/2)
     cosine, sine = (scale * phi.double()).chunk(2)  # [D/2]
-    both = (1 - cosine.square() - sine.square()).clamp(min=0)  # Var cos + Var sin
-    twice = (2 * omega @ mean).cos() * (-2 * ((omega @ cov) * omega).sum(1)).exp()  # E cos(2 angle)
-    less = (twice - cosine.square() + sine.square()).clamp(-both, both)  # Var cos - Var sin
-    deviations = ((both + less) / 2).sqrt() + ((both - less) / 2).sqrt()
+    total = (1 - cosine.square() - sine.square()).clamp(min=0)  # Var cos + Var sin
+    double_angle = (2 * omega @ mean).cos() * (-2 * ((omega @ cov) * omega).sum(1)).exp()  # E cos(2 angle)
+    difference = (double_angle - cosine.square() + sine.square()).clamp(-total, total)  # Var cos - Var sin
+    deviations = ((total + difference) / 2).sqrt() + ((total - difference) / 2).sqrt()
     return (math.sqrt(2 / math.pi / size) * deviations.sum() / scale).item()

@@ -272,7 +272,7 @@ def _diverged(records: Sequence[RunRecord]) -> list[str]:
     groups: dict[tuple[str, str, str | None], list[RunRecord]] = {}
     for record in records:
         groups.setdefault((record.cell, record.arm, record.error), []).append(record)
-    return [of_arm(runs, f"failed: {runs[0].problem}") for runs in groups.values()]
+    return [line_of_arm(runs, f"failed: {runs[0].problem}") for runs in groups.values()]
 
 
 def _unpaired(rows: Sequence[Row], reference: str, measure: str) -> list[str]:
@@ -516,7 +516,7 @@ def _values(done: Sequence[RunRecord], measure: str, at: At) -> tuple[Values, li
             lacking.setdefault((record.cell, record.arm), []).append(record)
         else:
             values.setdefault((record.arm, record.cell), {})[record.seed] = value
-    return values, [of_arm(runs, lacking_text(measure, at)) for runs in lacking.values()]
+    return values, [line_of_arm(runs, lacking_text(measure, at)) for runs in lacking.values()]
 
 
 def lacking_text(measure: str, at: At) -> str:
@@ -526,7 +526,7 @@ def lacking_text(measure: str, at: At) -> str:
     return f"no {measure}"
 
 
-def of_arm(runs: Sequence[RunRecord], problem: str) -> str:
+def line_of_arm(runs: Sequence[RunRecord], problem: str) -> str:
     """Return a line about runs of one arm and cell that names the first run and the number of the others."""
     first = runs[0].folder
     others = len(runs) - 1

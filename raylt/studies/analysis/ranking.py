@@ -19,7 +19,7 @@ import numpy as np
 from scipy import stats
 
 from raylt.errors import ConfigError, count_of
-from raylt.studies.analysis.comparison import check_at, lacking_text, of_arm, unfinished, whose_models
+from raylt.studies.analysis.comparison import check_at, lacking_text, line_of_arm, unfinished, whose_models
 from raylt.studies.analysis.costs import client_passes
 from raylt.studies.analysis.measures import At, measure_of, value_of
 from raylt.studies.analysis.statistics import Interval
@@ -192,7 +192,7 @@ def _left_out(studies: Mapping[str, Sequence[RunRecord]], measure: str, at: At) 
             elif of_seed[record.cell, record.seed] == 1:
                 alone = "no other arm has this figure with the same seed"
                 uncounted.setdefault((record.cell, record.arm, alone), []).append(record)
-        lines += [f"{name}, {of_arm(runs, problem)}" for (_, _, problem), runs in uncounted.items()]
+        lines += [f"{name}, {line_of_arm(runs, problem)}" for (_, _, problem), runs in uncounted.items()]
     return lines
 
 

@@ -268,8 +268,8 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
             continue
         if not mix_versions and record.made.get("codes") != [current]:
             other_code.append(record)
-        elif changed := _differences(record, plan):
-            other_settings.append((record, changed))
+        elif differing := _differences(record, plan):
+            other_settings.append((record, differing))
         else:
             taken[_key(record)] = record
     passed_over = []
@@ -279,10 +279,10 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
             f"Use them with {spoken('--mix-versions', 'mix_versions=True')}."
         )
     if other_settings:
-        first, changed = other_settings[0]
+        first, differing = other_settings[0]
         passed_over.append(
             f"{path}: {len(other_settings)} recorded runs had other settings and are repeated. "
-            f"The first is {first.folder} ({changed})."
+            f"The first is {first.folder} ({differing})."
         )
     return Recorded(taken, holdings if taken else {}, passed_over)
 

@@ -296,11 +296,11 @@ def joined(outcomes: Outcomes, more: Outcomes) -> Outcomes:
 
 def searched(outcomes: Outcomes) -> dict[str, set[str]]:
     """Return, by arm, the dotted keys of the settings that were tuned."""
-    settings: dict[str, set[str]] = {}
+    keys_by_arm: dict[str, set[str]] = {}
     for arms in outcomes.values():
         for arm, outcome in arms.items():
-            settings.setdefault(arm, set()).update(outcome["values"])
-    return settings
+            keys_by_arm.setdefault(arm, set()).update(outcome["values"])
+    return keys_by_arm
 
 
 def describe(cell: str, arm: str, outcome: Tuned, metric: Metric | None) -> str:
