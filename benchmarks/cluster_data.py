@@ -43,9 +43,9 @@ def follow(run: Run) -> tuple[list[float], list[int]]:
         labels = np.array(report["figures"].get("clusters", []))
         if len(set(labels.tolist())) > 1:
             ids = report["figures"].get("clustered", report["participants"])
-            mine = distances[np.ix_(ids, ids)]
-            random = [within(rng.permutation(labels), mine) for _ in range(DRAWS)]
-            beaten.append(float(np.mean(within(labels, mine) < np.array(random))))
+            between = distances[np.ix_(ids, ids)]
+            random = [within(rng.permutation(labels), between) for _ in range(DRAWS)]
+            beaten.append(float(np.mean(within(labels, between) < np.array(random))))
             kappas.append(report["figures"]["kappa"])
     return beaten, kappas
 

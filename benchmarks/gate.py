@@ -644,9 +644,9 @@ def use_runs(folder: Path, fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
     import raylt
 
     found: dict[str, Any] = {}
-    here = Path(tempfile.mkdtemp(prefix="gate-old-"))
-    shutil.copytree(folder, here / "runs")
-    with chdir(here / "runs"):
+    copied = Path(tempfile.mkdtemp(prefix="gate-old-"))
+    shutil.copytree(folder, copied / "runs")
+    with chdir(copied / "runs"):
         write_images(Path("images"))
         found["ls"] = attempt(
             lambda: {
@@ -685,7 +685,7 @@ def use_runs(folder: Path, fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 "exported before": attempt(lambda name=name: predictions(Path(f"{name}.safetensors"))),
             }
         found["pt2 exported before"] = attempt(lambda: predictions(Path("fedavg.pt2")))
-    shutil.rmtree(here)
+    shutil.rmtree(copied)
     return found
 
 

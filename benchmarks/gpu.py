@@ -131,10 +131,10 @@ def findings_of(command: list[str], limit: float) -> Iterator[Finding]:
 
     watch = threading.Timer(limit, end)
     watch.start()
-    said: list[str] = []
+    errors: list[str] = []
     assert process.stdout is not None
     assert process.stderr is not None
-    reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
+    reader = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
     reader.start()
     try:
         for line in process.stdout:
@@ -148,7 +148,7 @@ def findings_of(command: list[str], limit: float) -> Iterator[Finding]:
     if late.is_set():
         yield {"problem": f"not done after {limit:.0f} s"}
     elif code:
-        yield {"problem": said[-1].strip() if said else f"exit code {code}"}
+        yield {"problem": errors[-1].strip() if errors else f"exit code {code}"}
 
 
 # the parts: generators of findings, that stop when their seconds are over
@@ -223,8 +223,8 @@ def steps(
     epochs: tuple[int, int] = (1, 6),
 ) -> Iterator[Finding]:
     """Measure the milliseconds of a training step, from the difference between rounds of many and of few epochs."""
-    there = [name for name in methods if "classification" in METHODS[name].problems]
-    for name, recorded in until(seconds, [(name, recorded) for recorded in ("auto", "off") for name in there]):
+    classifying = [name for name in methods if "classification" in METHODS[name].problems]
+    for name, recorded in until(seconds, [(name, recorded) for recorded in ("auto", "off") for name in classifying]):
         settings = (f"resources.device={device}", f"model={model}", f"resources.graphs={recorded}")
         try:
             ms = step_ms(name, settings, samples, epochs)

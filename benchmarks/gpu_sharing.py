@@ -111,8 +111,8 @@ def _tell_daemon(command: list[str], environment: Environment, log: Path, text: 
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{CONTROL}: {error}"
-    said = log.read_text().strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-    return f"{CONTROL}: {said[0]}" if done.returncode else None
+    last_lines = log.read_text().strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    return f"{CONTROL}: {last_lines[0]}" if done.returncode else None
 
 
 def together(command: list[str], count: int, environment: Environment, seconds: float) -> Iterator[Finding]:
@@ -149,8 +149,8 @@ def together(command: list[str], count: int, environment: Environment, seconds: 
                     "steps_per_second": steps / took,
                 }
         except (BrokenPipeError, EOFError):
-            said = [line for stream in errors for line in _last_line(stream)]
-            yield {"processes": count, "problem": [*said, "ended, or was ended for want of time"][0]}
+            last_lines = [line for stream in errors for line in _last_line(stream)]
+            yield {"processes": count, "problem": [*last_lines, "ended, or was ended for want of time"][0]}
         finally:
             watch.cancel()
             for process in started:

@@ -180,32 +180,32 @@ class _Mode(TorchDispatchMode):
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], counts: Counts | None) -> Any:
     flat, spec = pytree.tree_flatten((args, kwargs))
-    there = [x for x in flat if isinstance(x, Held)]
-    here = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, Held)]
+    on_device = [x for x in flat if isinstance(x, Held)]
+    on_cpu = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, Held)]
     target = kwargs.get("device")
     target = None if target is None else torch.device(target).type
-    if not there and target != NAME:
+    if not on_device and target != NAME:
         _check_generator(flat, "cpu", func)
         if kwargs.get("pin_memory"):
             return page_locked.kept(func(*args, **kwargs | {"pin_memory": False}))
         return func(*args, **kwargs)
     packet = func.overloadpacket
-    if there and packet not in MOVES:
-        _check_devices(func, args, here)
-    to = target or (NAME if there else "cpu")
+    if on_device and packet not in MOVES:
+        _check_devices(func, args, on_cpu)
+    to = target or (NAME if on_device else "cpu")
     if packet is aten.copy_:
         to = NAME if isinstance(args[0], Held) else "cpu"
     _check_generator(flat, to, func)
     if counts is not None:
-        _count(counts, func, args, kwargs, bool(there), bool(here), to)
+        _count(counts, func, args, kwargs, bool(on_device), bool(on_cpu), to)
     plain_args, plain_kwargs = pytree.tree_unflatten([x.held if isinstance(x, Held) else x for x in flat], spec)
     if plain_kwargs.get("device") is not None:
         plain_kwargs["device"] = torch.device("cpu")
     if packet is aten._to_copy and to == NAME and "memory_format" not in plain_kwargs:
         plain_kwargs["memory_format"] = torch.preserve_format
     if _TAPE is not None:
-        _TAPE.check(func, args, flat, here, to)
-    if packet is aten.copy_ and to == NAME and _blocks_not(args, kwargs) and here and page_locked.holds(here[0]):
+        _TAPE.check(func, args, flat, on_cpu, to)
+    if packet is aten.copy_ and to == NAME and _blocks_not(args, kwargs) and on_cpu and page_locked.holds(on_cpu[0]):
         page_locked.copy_late(plain_args[0], plain_args[1])
         return args[0]
     if not func.is_view:
@@ -218,12 +218,12 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], counts: Counts 
     if to != NAME or packet is aten._local_scalar_dense:
         return out
     wrapped = pytree.tree_map_only(torch.Tensor, Held, out)
-    if target is not None or not there:
+    if target is not None or not on_device:
         return wrapped
     return return_and_correct_aliasing(func, tuple(args), kwargs, wrapped)
 
 
-def _check_devices(func: Any, args: Sequence[Any], here: list[torch.Tensor]) -> None:
+def _check_devices(func: Any, args: Sequence[Any], on_cpu: list[torch.Tensor]) -> None:
     """Raise if an operation mixes devices as a GPU would refuse; allow numbers in pointwise operations.
 
     Indices on the CPU are refused too: a GPU would copy them without notice, and the host would wait.
@@ -238,7 +238,7 @@ def _check_devices(func: Any, args: Sequence[Any], here: list[torch.Tensor]) -> 
         if a.alias_info and a.alias_info.is_write
         for x in (value if isinstance(value, list | tuple) else [value])
     }
-    strange = [x for x in here if x.dim() or not by_place or id(x) in written]
+    strange = [x for x in on_cpu if x.dim() or not by_place or id(x) in written]
     if strange:
         shapes = [list(x.shape) for x in strange]
         raise RuntimeError(f"{func}: some tensors are on {NAME}, others ({shapes}) on the CPU")
@@ -256,10 +256,10 @@ def _blocks_not(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _count(
-    counts: Counts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], there: bool, here: bool, to: str
+    counts: Counts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], on_device: bool, on_cpu: bool, to: str
 ) -> None:
     name, packet = func.name().removeprefix("aten::"), func.overloadpacket
-    moved = packet in MOVES and (there != (to == NAME) or here)
+    moved = packet in MOVES and (on_device != (to == NAME) or on_cpu)
     if moved:
         counts.transfers["to" if to == NAME else "from"] += 1
     if moved and not _blocks_not(args, kwargs):
@@ -286,13 +286,13 @@ class _Tape:
         self.entries: list[Entry] = []
         self._generator = None if generator is None else generator._cdata
 
-    def check(self, func: Any, args: Sequence[Any], flat: list[Any], here: list[torch.Tensor], to: str) -> None:
+    def check(self, func: Any, args: Sequence[Any], flat: list[Any], on_cpu: list[torch.Tensor], to: str) -> None:
         packet = func.overloadpacket
         masked = packet in INDEXED and any(
             isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] or []
         )
         strange = {x._cdata for x in flat if isinstance(x, torch._C.Generator)} - {self._generator}
-        if packet in WAITS or masked or to != NAME or here or strange:
+        if packet in WAITS or masked or to != NAME or on_cpu or strange:
             error = torch.AcceleratorError(f"{func}: operation not permitted when stream is capturing")
             error.error_code = 900
             raise error

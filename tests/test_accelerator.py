@@ -252,20 +252,20 @@ def test_held_out_images_are_judged_on_the_device(device, tmp_path, name):
 
 def test_what_a_gpu_refuses_is_refused():
     with pretend.accelerator():
-        there, here, places = torch.ones(3, device=pretend.NAME), torch.ones(3), torch.tensor([1, 2])
+        on_device, on_cpu, places = torch.ones(3, device=pretend.NAME), torch.ones(3), torch.tensor([1, 2])
         with pytest.raises(RuntimeError, match="some tensors are on pretend, others"):
-            there[places]
+            on_device[places]
         with pytest.raises(RuntimeError, match="indices on pretend, the indexed tensor on the CPU"):
-            here[places.to(pretend.NAME)]
+            on_cpu[places.to(pretend.NAME)]
         with pytest.raises(TypeError, match="a tensor on pretend is sent to another process"):
-            pickle.dumps(there)
+            pickle.dumps(on_device)
         with pytest.raises(RuntimeError, match="some tensors are on pretend, others"):
-            there + here
+            on_device + on_cpu
         with pytest.raises(RuntimeError, match="draws on pretend with a generator of cpu"):
             torch.rand(3, device=pretend.NAME, generator=torch.Generator())
         with pytest.raises(TypeError, match="can't convert a tensor on pretend to numpy"):
-            there.numpy()
-        assert (there.cpu() + here).tolist() == [2, 2, 2]
+            on_device.numpy()
+        assert (on_device.cpu() + on_cpu).tolist() == [2, 2, 2]
 
 
 def test_what_is_launched_and_waited_for_is_counted():

@@ -116,8 +116,8 @@ def top(imported: Import) -> str:
 
 
 def edges() -> Iterator[tuple[str, str, Import]]:
-    for module, its in modules().items():
-        for imported in its:
+    for module, imports in modules().items():
+        for imported in imports:
             reached = target(imported)
             if reached is not None and reached != module:
                 yield module, reached, imported
@@ -128,11 +128,11 @@ def loaded_by(module: str) -> set[str]:
     found: set[str] = set()
     waiting = [module]
     while waiting:
-        here = waiting.pop()
-        if here and here not in found:
-            found.add(here)
-            waiting += [here.rpartition(".")[0]]
-            waiting += [reached for i in modules().get(here, ()) if not i.lazy and (reached := target(i))]
+        current = waiting.pop()
+        if current and current not in found:
+            found.add(current)
+            waiting += [current.rpartition(".")[0]]
+            waiting += [reached for i in modules().get(current, ()) if not i.lazy and (reached := target(i))]
     return found
 
 
@@ -198,7 +198,11 @@ def test_imports_are_acyclic():
 
 
 def test_nothing_under_raylt_imports_ray():
-    wrong = [name for name, its in modules().items() if name.startswith("raylt") and any(top(i) == "ray" for i in its)]
+    wrong = [
+        name
+        for name, imports in modules().items()
+        if name.startswith("raylt") and any(top(imported) == "ray" for imported in imports)
+    ]
     assert wrong == []
 
 

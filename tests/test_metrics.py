@@ -221,11 +221,11 @@ def test_figures_of_maps_with_ignored_pixels_equal_brute_force_and_scikit_learn(
     labelled = truth != 255
     ious, accuracies = [], []
     for c in range(C):
-        mine, its = labelled & (truth == c), labelled & (predicted == c)
-        if (mine | its).any():
-            ious.append((mine & its).sum() / (mine | its).sum())
-        if mine.any():
-            accuracies.append((mine & its).sum() / mine.sum())
+        of_class, as_class = labelled & (truth == c), labelled & (predicted == c)
+        if (of_class | as_class).any():
+            ious.append((of_class & as_class).sum() / (of_class | as_class).sum())
+        if of_class.any():
+            accuracies.append((of_class & as_class).sum() / of_class.sum())
     assert len(ious) == 6
     assert mean_iou(matrix) == pytest.approx(np.mean(ious), abs=1e-12)
     assert macro(matrix) == pytest.approx(np.mean(accuracies), abs=1e-12)

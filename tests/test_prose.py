@@ -25,6 +25,7 @@ LONGEST = 25  # words of a sentence
 QUESTION = re.compile(r"(What|Of|Whose|How|Whether|Who)\b")
 HEADLESS = re.compile(r"(of|what|whose|how|when|whether|with)\b", re.IGNORECASE)
 NAMES = {"told", "said", "found", "its", "mine", "theirs", "held", "here", "known", "whose"}
+NAMES_IN_TESTS = {"told", "said", "its", "mine", "here", "there"}
 PHRASES = (
     "Nobody here can be",
     "does late again",
@@ -298,6 +299,18 @@ def test_variables_say_what_they_hold():
         for file, tree in sources().items()
         for line, name in assigned_names(tree)
         if name.strip("_") in NAMES
+    ] == []
+
+
+@pytest.mark.slow
+def test_variables_of_tests_and_benchmarks_say_what_they_hold():
+    assert [
+        f"{file}:{line} {name}"
+        for folder in ("tests", "benchmarks")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if ".env" not in file.parts  # packages that benchmarks/peers installs
+        for line, name in assigned_names(ast.parse(file.read_text()))
+        if name.strip("_") in NAMES_IN_TESTS
     ] == []
 
 

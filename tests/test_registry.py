@@ -287,7 +287,7 @@ def test_models_of_other_libraries(name, shape, dim):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "problem"),
     [
         ("torchvision:resnet19", "torchvision has no classifier 'resnet19'"),
         ("timm:resnet19x", "timm has no model 'resnet19x'"),
@@ -300,8 +300,8 @@ def test_models_of_other_libraries(name, shape, dim):
         ("timm:vit_tiny_patch16_224", r"does not accept images of 32x32 .* Set input=224, or use another model"),
     ],
 )
-def test_models_of_other_libraries_that_cannot_be_had_are_named(name, said):
-    with pytest.raises(ConfigError, match=said):
+def test_models_of_other_libraries_that_cannot_be_had_are_named(name, problem):
+    with pytest.raises(ConfigError, match=problem):
         build_model(name, 7, (32, 32, 3))
 
 
@@ -361,8 +361,8 @@ def test_a_distilled_model_starts_from_a_file_but_for_both_its_classifiers(tmp_p
 def test_weights_that_cannot_be_had_are_one_line(tmp_path, name):
     torch.save({"something": torch.zeros(2)}, tmp_path / "other.pth")
     (tmp_path / "no.pth").write_text("no weights")
-    for file, said in (("gone.pth", "no such file"), ("other.pth", "^weights: "), ("no.pth", "^weights: ")):
-        with pytest.raises(ConfigError, match=said) as raised:
+    for file, problem in (("gone.pth", "no such file"), ("other.pth", "^weights: "), ("no.pth", "^weights: ")):
+        with pytest.raises(ConfigError, match=problem) as raised:
             build_model(name, 7, (32, 32, 3), str(tmp_path / file))
         assert "\n" not in str(raised.value)
 

@@ -122,10 +122,10 @@ def test_signals_that_come_together_stop_a_run_once_and_without_a_traceback(tmp_
     process = started(tmp_path)
     for number in signals:
         process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.splitlines()[-1] == f"stopped; continue with raylt resume {tmp_path / 'r'}"
-    assert "Traceback" not in said
+    assert err.splitlines()[-1] == f"stopped; continue with raylt resume {tmp_path / 'r'}"
+    assert "Traceback" not in err
 
 
 TWICE = """
@@ -144,9 +144,9 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize(("patience", "code", "said"), [(0, 130, ""), (60, 0, "cleaned up\n")])
-def test_a_second_signal_ends_a_command_at_once_unless_it_came_with_the_first(patience, code, said):
+@pytest.mark.parametrize(("patience", "code", "out"), [(0, 130, ""), (60, 0, "cleaned up\n")])
+def test_a_second_signal_ends_a_command_at_once_unless_it_came_with_the_first(patience, code, out):
     done = subprocess.run(
         [sys.executable, "-c", TWICE.format(patience=patience)], capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, "")

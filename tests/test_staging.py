@@ -44,13 +44,13 @@ def same(a, b):
 
 
 def test_many_tensors_cross_in_one_copy_each_way_with_their_bits_and_strides(device):  # noqa: F811
-    there = staging.moved(some(), THERE)
+    on_device = staging.moved(some(), THERE)
     assert (dict(device.transfers), dict(device.waits)) == ({"to": 1}, {})
     device.clear()
-    back = staging.moved(there, CPU)
+    back = staging.moved(on_device, CPU)
     assert (dict(device.transfers), dict(device.waits)) == ({"from": 1}, {"copy_ from": 1})
     assert all(map(same, back, some()))
-    assert all(tensor.device.type == pretend.NAME for tensor in there)
+    assert all(tensor.device.type == pretend.NAME for tensor in on_device)
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in back)
 
 
@@ -62,12 +62,12 @@ def test_each_lies_as_if_it_had_been_copied_by_itself(device):  # noqa: F811
 
 def test_what_is_not_dense_or_has_a_gradient_or_is_alone_goes_by_itself(device):  # noqa: F811
     odd = [torch.zeros(4, 4)[:, 1], torch.zeros(0), torch.ones(2, requires_grad=True), torch.ones(3)]
-    there = staging.moved(odd, THERE)
+    on_device = staging.moved(odd, THERE)
     assert device.transfers["to"] == len(odd)
     device.clear()
-    assert all(torch.equal(*pair) for pair in zip(staging.moved(there[1:], CPU), odd[1:], strict=True))
+    assert all(torch.equal(*pair) for pair in zip(staging.moved(on_device[1:], CPU), odd[1:], strict=True))
     assert device.waits["_to_copy from"] == len(odd) - 1  # nothing is read before it has arrived
-    assert there[2].requires_grad
+    assert on_device[2].requires_grad
 
 
 def test_the_buffer_is_not_filled_again_before_it_was_read(device):  # noqa: F811
@@ -101,11 +101,11 @@ def test_what_is_too_much_for_one_copy_goes_in_several(device, monkeypatch):  # 
     monkeypatch.setattr(staging, "MAX_COPY_BYTES", 2 * staging.ALIGNMENT)
     tensors = [torch.full((100,), float(i)) for i in range(5)]
     tensors.insert(1, torch.ones(1000))
-    there = staging.moved(tensors[:-1], THERE)
+    on_device = staging.moved(tensors[:-1], THERE)
     # one copy for the first and third tensor, one for two more, and one for the large tensor
     assert device.transfers["to"] == 3
-    there += staging.moved(tensors[-1:], THERE)
-    back = staging.moved(there, CPU)
+    on_device += staging.moved(tensors[-1:], THERE)
+    back = staging.moved(on_device, CPU)
     assert device.transfers["from"] == 4  # one more copy for the remaining tensor
     assert all(torch.equal(*pair) for pair in zip(back, tensors, strict=True))
 

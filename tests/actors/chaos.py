@@ -34,7 +34,7 @@ class Runs:
                 del self.drivers[name]
             elif code is not None:
                 # killed itself, or its server died three times in one step, or a client actor died while it started
-                assert code == -9 or (code == 1 and " died" in self.said(name).splitlines()[-1]), self.said(name)
+                assert code == -9 or (code == 1 and " died" in self.output(name).splitlines()[-1]), self.output(name)
                 begun = (self.folder / name / "config.yaml").is_file()
                 self.drivers[name] = self.start(name, "resume", self.folder / name) if begun else self.run(name)
         while more and len(self.drivers) < AT_ONCE:
@@ -55,7 +55,7 @@ class Runs:
                 stderr=out,
             )
 
-    def said(self, name):
+    def output(self, name):
         return (self.folder / f"{name}.txt").read_text()
 
     def steps(self):

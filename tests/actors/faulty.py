@@ -125,10 +125,10 @@ class Crowded(Method):
 
 def fill(client: Client, message: Message) -> Reply:
     """Raise an out-of-memory error as long as more than `message["fit"]` live processes have been here."""
-    here = Path(message["folder"], f"at-{os.getpid()}")
-    here.touch()
+    mark = Path(message["folder"], f"at-{os.getpid()}")
+    mark.touch()
     time.sleep(0.3)
-    full = len([file for file in here.parent.glob("at-*") if _lives(file)]) > message["fit"]
+    full = len([file for file in mark.parent.glob("at-*") if _lives(file)]) > message["fit"]
     if full:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return client.reply(id=client.id)
@@ -166,8 +166,8 @@ def break_device(client: Client, message: Message) -> Reply:
 
 def need_room(client: Client, message: Message) -> Reply:
     """Raise an out-of-memory error if the process still holds the data of other clients and `alone` is set."""
-    here = [other for other in gc.get_objects() if isinstance(other, Client) and other.id != client.id]
-    if message["alone"] and here:
+    others = [other for other in gc.get_objects() if isinstance(other, Client) and other.id != client.id]
+    if message["alone"] and others:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return client.reply(id=client.id)
 

@@ -122,21 +122,21 @@ def lost() -> dict[str, object]:
         "data.clients=2",
         "resources.gpus_per_client=1",
     )
-    there = raylt.run(config, out=marks.parent, name="lost", quiet=True)
+    disturbed = raylt.run(config, out=marks.parent, name="lost", quiet=True)
     leases = {who: [json.loads(mark.read_text()) for mark in marks.glob(f"{who}-*")] for who in ("client", "server")}
-    here = raylt.run(config, out=marks.parent, name="undisturbed", fleet="local", quiet=True)
-    retried = [int(id) for report in there.reports for id in report["retried"]]
+    undisturbed = raylt.run(config, out=marks.parent, name="undisturbed", fleet="local", quiet=True)
+    retried = [int(id) for report in disturbed.reports for id in report["retried"]]
     return {
         "leases": leases,
-        "same": there.summary["model_sha256"] == here.summary["model_sha256"],
+        "same": disturbed.summary["model_sha256"] == undisturbed.summary["model_sha256"],
         "retried": retried,
         "gpus": free_gpus(),
     }
 
 
 def tell(name: str, result: dict[str, object]) -> None:
-    with Path(sys.argv[1], "told.jsonl").open("a") as told:
-        told.write(json.dumps({name: result}) + "\n")
+    with Path(sys.argv[1], "results.jsonl").open("a") as results:
+        results.write(json.dumps({name: result}) + "\n")
 
 
 FREE = Path(sys.argv[1]) / "gpus-compute-as-cpus"

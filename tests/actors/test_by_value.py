@@ -36,14 +36,14 @@ def test_on_two_nodes_killed_and_resumed_and_through_a_search(tmp_path):
 
     options = ["--num-cpus=2", "--num-gpus=0"]
     with nodes(tmp_path.parent / "g", env, [*options, "--include-dashboard=false"], options) as address:
-        there = ["--out", runs, "--address", address]
+        on_cluster = ["--out", runs, "--address", address]
         alone = raylt("run", *SETTINGS, "federation.rounds=6", "--out", runs, "--name", "alone", "--fleet", "local")
         assert (
-            raylt("run", *SETTINGS, "federation.rounds=6", "--name", "there", *there)["model_sha256"]
+            raylt("run", *SETTINGS, "federation.rounds=6", "--name", "there", *on_cluster)["model_sha256"]
             == alone["model_sha256"]
         )
 
-        command = [*RAYLT, "run", *SETTINGS, "federation.rounds=6", "--name", "killed", *there, *how]
+        command = [*RAYLT, "run", *SETTINGS, "federation.rounds=6", "--name", "killed", *on_cluster, *how]
         with (tmp_path / "killed.txt").open("w") as out:
             driver = subprocess.Popen([str(part) for part in command], env=env, stdout=out, stderr=out)
             lines, end = runs / "killed" / "metrics.jsonl", time.monotonic() + 90
@@ -68,7 +68,7 @@ def test_on_two_nodes_killed_and_resumed_and_through_a_search(tmp_path):
             "none",
             "--name",
             "search",
-            *there,
+            *on_cluster,
         )
         assert len(search["trials"]) == 2
     best = raylt("run", runs / "search" / "best.yaml", "--out", runs, "--name", "best", "--fleet", "local")

@@ -54,7 +54,7 @@ def test_kills_change_no_model(cluster, tmp_path, capsys):
                 goal = runs.steps() + 1 if chance.random() < 0.7 else 0
                 pause = time.monotonic() + chance.uniform(0.1, 2.0)
             time.sleep(0.05)
-            assert time.monotonic() - began < LIMIT_S, {name: runs.said(name) for name in runs.drivers}
+            assert time.monotonic() - began < LIMIT_S, {name: runs.output(name) for name in runs.drivers}
     finally:
         for process in runs.drivers.values():
             process.kill()

@@ -107,12 +107,12 @@ def test_a_search_killed_at_random_moments_ends_with_the_same_trials(cluster, tm
     folder = tmp_path / "out/s"
 
     def command(_):
-        there = (
+        arguments = (
             ["--resume", folder]
             if (folder / "search.json").exists()
             else [*asked, "--out", folder.parent, "--name", "s"]
         )
-        return [*RAYLT, "tune", *there, "--address", cluster.address]
+        return [*RAYLT, "tune", *arguments, "--address", cluster.address]
 
     kill_at_random(command, folder, kills=2, seed=472, log=tmp_path / "log")
     config = load(None, settings)
@@ -138,7 +138,7 @@ def test_nodes_lost_at_random_moments_change_no_model(cluster, tmp_path):
                 cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20)
                 losses, seen, pause = losses - 1, runs.steps() + 1, 0.0
             time.sleep(0.05)
-            assert time.monotonic() < end, {name: runs.said(name) for name in runs.drivers}
+            assert time.monotonic() < end, {name: runs.output(name) for name in runs.drivers}
     finally:
         for process in runs.drivers.values():
             process.kill()
@@ -192,12 +192,12 @@ def test_an_actor_that_ray_kills_for_its_memory_is_replaced(bare, tmp_path):
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     settings = ["--plugin", HERE / "greedy.py", "method=greedy", *SETTINGS]
     try:
-        said = run_on(made, tmp_path, *settings, f"method.folder={tmp_path}")
+        output = run_on(made, tmp_path, *settings, f"method.folder={tmp_path}")
     finally:
         made.shutdown()
     assert not psutil.pid_exists(int((tmp_path / "greedy").read_text()))
     reports = raylt.Run.open(tmp_path / "r").reports
-    assert any(report["retried"] for report in reports) or "died" in said
+    assert any(report["retried"] for report in reports) or "died" in output
     assert not any(report["lost"] for report in reports)
     straight = subprocess.run(
         [*RAYLT, "run", *map(str, settings), "--fleet", "local", "--out", tmp_path, "--name", "alone"], check=False

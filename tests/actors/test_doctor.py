@@ -43,9 +43,9 @@ def test_an_installation_of_today_is_above_the_floors():
 
 
 def test_a_node_with_other_versions_is_named():
-    here = {"python": "3.11.7", "torch": "2.15.0"}
-    nodes = {"10.0.0.1": here, "10.0.0.2": {"python": "3.11.7", "torch": "2.14.1"}, "10.0.0.3": "did not answer"}
-    assert differences(here, nodes) == [
+    local = {"python": "3.11.7", "torch": "2.15.0"}
+    nodes = {"10.0.0.1": local, "10.0.0.2": {"python": "3.11.7", "torch": "2.14.1"}, "10.0.0.3": "did not answer"}
+    assert differences(local, nodes) == [
         "node 10.0.0.2: torch 2.14.1 instead of 2.15.0; install the same versions on all nodes and here",
         "node 10.0.0.3: did not answer",
     ]

@@ -168,7 +168,7 @@ def test_a_run_survives_kills(machines, undisturbed, matrix, tmp_path, victim, s
         wait_for((tmp_path / f"{stage}-reached").exists, process, tmp_path)
         assert len(committed(tmp_path)) == round - 1
         client = int((tmp_path / "client.pid").read_text())
-        said, killed = told(tmp_path, victim), time.monotonic()
+        progress, killed = progress_of(tmp_path, victim), time.monotonic()
         if victim == "client":
             os.kill(client, signal.SIGKILL)
         elif victim == "server":
@@ -184,7 +184,7 @@ def test_a_run_survives_kills(machines, undisturbed, matrix, tmp_path, victim, s
         meets = round if stage in ("train", "upload") or victim in ("server", "driver") else round + 1
         noticed = None  # the death of a driver is noticed by its user alone
         if victim != "driver":
-            wait_for(lambda said=said: told(tmp_path, victim) > said, process, tmp_path)
+            wait_for(lambda progress=progress: progress_of(tmp_path, victim) > progress, process, tmp_path)
             noticed = time.monotonic() - killed
         wait_for(lambda meets=meets: len(committed(tmp_path)) >= meets, process, tmp_path)
         moments[stage] = noticed, time.monotonic() - killed
@@ -197,7 +197,7 @@ def test_a_run_survives_kills(machines, undisturbed, matrix, tmp_path, victim, s
     assert not [line for line in committed(tmp_path) if line["lost"]]
 
 
-def told(folder, victim):
+def progress_of(folder, victim):
     """Count the lost processes that the run reported: the driver reports the server, the server reports clients."""
     file = folder / ("err.txt" if victim == "server" else "r/notes.log")
     return file.read_text().count("process died") if file.exists() else 0
@@ -246,8 +246,8 @@ def test_clients_that_misbehave_are_left_out_and_named(machines, tmp_path):
     assert first[0] == "1"
     assert first[1].endswith("is not finite")
     assert ", most replies have " in lines[3]["rejected"]["1"]
-    said = (tmp_path / "err.txt").read_text()
-    assert "round 5, client 0: no reply" in said
+    errors = (tmp_path / "err.txt").read_text()
+    assert "round 5, client 0: no reply" in errors
 
     # a run in one process that leaves out the same clients has the same model
     other = tmp_path / "local"

@@ -57,5 +57,5 @@ def test_fleets_agree_on_hostile_clients(
 
     for method, kinds in ((Hostile, replies), (Judged, judgements)):
         for kind in kinds:
-            here = finish(make_experiment(config, tiny_task, tmp_path, method(kind=kind)))
-            assert on_ray(method(kind=kind)) == here, kind
+            local = finish(make_experiment(config, tiny_task, tmp_path, method(kind=kind)))
+            assert on_ray(method(kind=kind)) == local, kind

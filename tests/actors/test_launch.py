@@ -139,13 +139,13 @@ def test_settings_that_do_not_fit_are_refused_before_anything_starts(monkeypatch
     left = []
 
     @contextmanager
-    def here(address):
+    def joined(address):
         try:
             yield Cluster("here", True, False)
         finally:
             left.append(address)
 
-    monkeypatch.setattr("actors.launch.session", here)
+    monkeypatch.setattr("actors.launch.session", joined)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     config = Config.model_validate({"method": "fedavg", "resources": {"actors": 5}})
     experiment = open_experiment(resolve(config), tiny_task, tmp_path, None)

@@ -55,14 +55,14 @@ class Lab:
             (home / ".venv-raylt").symlink_to(sys.prefix)  # the machines have no network to install from
         save_token(folder / "home-1")
         config = (ROOT / "cluster-local.yaml").read_text()
-        for set_here, here in {
+        for example, value in {
             "head_ip: 192.168.1.10 ": "head_ip: 10.77.0.2 ",
             "ssh_user: you": "ssh_user: root",
             "192.168.1.11, 192.168.1.12": "10.77.0.3, 10.77.0.4",
             "~/.ssh/id_ed25519": f"{folder}/key",
         }.items():
-            assert config.count(set_here) == 1
-            config = config.replace(set_here, here)
+            assert config.count(example) == 1
+            config = config.replace(example, value)
         (folder / "cluster.yaml").write_text(config)
         # lab.sh gets its own session and is killed: it ignores SIGTERM, and its end ends all processes inside
         self.process = subprocess.Popen(
@@ -107,9 +107,9 @@ class Lab:
 
     def call(self, *command, timeout=150.0, **variables):
         process = self.start(*command, **variables)
-        said, _ = process.communicate(timeout=timeout)
-        assert process.returncode == 0, said
-        return said
+        output, _ = process.communicate(timeout=timeout)
+        assert process.returncode == 0, output
+        return output
 
     def exec(self, line, **more):
         return self.call("ray", "exec", self.folder / "cluster.yaml", line, **more)
@@ -162,24 +162,24 @@ def test_a_cluster_of_ones_own_machines(lab):
         assert token.read_text() == (lab.folder / "home-1/.ray/auth_token").read_text()
         assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
         assert (lab.folder / f"home-{number}/raylt/raylt/data/task.py").is_file()
-    said = lab.exec("raylt doctor")  # the command exits with 1 if it finds a problem
-    assert "joined the Ray cluster at auto (RAYLT_ADDRESS)" in said
+    output = lab.exec("raylt doctor")  # the command exits with 1 if it finds a problem
+    assert "joined the Ray cluster at auto (RAYLT_ADDRESS)" in output
 
     # a job is sent through the tunnel of `ray dashboard`
     lab.start("ray", "dashboard", yaml)
     job = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
     wait_for(lambda: lab.start("curl", "-s", "http://127.0.0.1:8265/api/authentication_mode").wait(20) == 0)
-    said = lab.call(*job, *RUN.split(), "federation.rounds=2", "--name", "job", RAY_AUTH_MODE="token")
-    assert "joined the Ray cluster at auto (RAYLT_ADDRESS), 3: 6 CPUs" in said
+    output = lab.call(*job, *RUN.split(), "federation.rounds=2", "--name", "job", RAY_AUTH_MODE="token")
+    assert "joined the Ray cluster at auto (RAYLT_ADDRESS), 3: 6 CPUs" in output
 
     # a machine is lost in the middle of a run, whose result stays the same
     run = lab.start("ray", "exec", yaml, f"{RUN} federation.rounds=30 --name run")
     record = lab.folder / "shared/runs/run/metrics.jsonl"
     wait_for(lambda: record.exists() and record.read_text().count("\n") >= 3, run, seconds=90)
     lab.lose(4)
-    said, _ = run.communicate(timeout=150)
-    assert run.returncode == 0, said
-    assert "joined the Ray cluster at auto (RAYLT_ADDRESS), 3: 6 CPUs" in said
+    output, _ = run.communicate(timeout=150)
+    assert run.returncode == 0, output
+    assert "joined the Ray cluster at auto (RAYLT_ADDRESS), 3: 6 CPUs" in output
     lab.exec(f"{RUN} federation.rounds=30 --name alone --fleet local")
     assert "its process died" in (record.parent / "notes.log").read_text()
     assert summary(lab, "run")["model_sha256"] == summary(lab, "alone")["model_sha256"]

@@ -37,16 +37,16 @@ def run_doomed(folder, times):
 
 def test_a_server_that_dies_as_it_starts_is_started_again_to_the_same_model(tmp_path):
     undisturbed = raylt.run(load(None, SETTINGS), out=tmp_path, name="undisturbed", fleet="local", quiet=True)
-    code, said = run_doomed(tmp_path, 1)
-    assert code == 0, said
-    assert said.count(f"{DIED}starting it again from the last checkpoint") == 1
+    code, lines = run_doomed(tmp_path, 1)
+    assert code == 0, lines
+    assert lines.count(f"{DIED}starting it again from the last checkpoint") == 1
     assert raylt.Run(tmp_path / "doomed").summary["model_sha256"] == undisturbed.summary["model_sha256"]
 
 
 def test_one_that_always_does_is_given_up_in_one_line(tmp_path):
-    code, said = run_doomed(tmp_path, 99)
+    code, lines = run_doomed(tmp_path, 99)
     assert code == 1
-    assert said[-1] == f"error [server.lost]: {DIED}continue with raylt resume"
-    assert [line.startswith(DIED) for line in said].count(True) == MAX_SERVER_DEATHS - 1
-    assert not any("Traceback" in line for line in said)
+    assert lines[-1] == f"error [server.lost]: {DIED}continue with raylt resume"
+    assert [line.startswith(DIED) for line in lines].count(True) == MAX_SERVER_DEATHS - 1
+    assert not any("Traceback" in line for line in lines)
     assert not (tmp_path / "doomed/summary.json").exists()

@@ -100,9 +100,9 @@ def test_the_one_client_of_a_probe_takes_part_whatever_is_sampled(ray_session, t
 def test_a_probe_that_fails_leaves_the_driver_alive(ray_session, tiny_task, monkeypatch):
     cancelled = []
     monkeypatch.setattr(ray, "cancel", lambda *run, **how: cancelled.append(run))
-    told = []
-    assert probe(make_setup(configure(), Unable()), tiny_task, 0, told.append) is None
-    assert "no kernel for this device" in told[0]
+    notes = []
+    assert probe(make_setup(configure(), Unable()), tiny_task, 0, notes.append) is None
+    assert "no kernel for this device" in notes[0]
     assert cancelled == []  # the task has ended: if it were cancelled, Ray would abort the process sooner or later
 
 

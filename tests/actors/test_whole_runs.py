@@ -103,11 +103,11 @@ def test_every_fleet_gives_the_same_model(tmp_path):
     for name, more in kinds.items():
         summary = finish(tmp_path, "run", *SETTINGS, *more, "--out", str(tmp_path), "--name", name)
         found[name] = summary["model_sha256"], accuracies(tmp_path / name)
-        said = (tmp_path / "err.txt").read_text().splitlines()
+        lines = (tmp_path / "err.txt").read_text().splitlines()
         # standard error has no lines of Ray's own and no warnings
-        assert re.fullmatch(r"fedavg on digits, run folder \S+", said[0])
-        assert "training images (66%) are left out" in said[1]
-        assert [re.sub(r"accuracy .*", "", line).strip() for line in said[2:]] == [f"round {r}/3" for r in (1, 2, 3)]
+        assert re.fullmatch(r"fedavg on digits, run folder \S+", lines[0])
+        assert "training images (66%) are left out" in lines[1]
+        assert [re.sub(r"accuracy .*", "", line).strip() for line in lines[2:]] == [f"round {r}/3" for r in (1, 2, 3)]
     assert len(found["ray"][1]) == 3
     assert found["ray"] == found["local"]
 
@@ -156,8 +156,8 @@ def test_a_killed_server_is_started_again_with_the_same_result(tmp_path, undistu
     (server,) = [p for p in family(process.pid) if "ServerActor" in " ".join(p.cmdline())]
     server.kill()
     assert process.wait(200) == 0
-    said = (tmp_path / "err.txt").read_text().splitlines()
-    assert "the server's process died (ActorDiedError); starting it again from the last checkpoint" in said
+    lines = (tmp_path / "err.txt").read_text().splitlines()
+    assert "the server's process died (ActorDiedError); starting it again from the last checkpoint" in lines
     summary = json.loads((tmp_path / "r/summary.json").read_text())
     assert (summary["model_sha256"], accuracies(tmp_path / "r")) == undisturbed
 
@@ -180,12 +180,12 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, number, fleet):
     else:
         process.send_signal(number)
     assert process.wait(60) == 130
-    said = (tmp_path / "err.txt").read_text().splitlines()
-    assert said[-1] == f"stopped; continue with raylt resume {tmp_path / 'r'}"
+    lines = (tmp_path / "err.txt").read_text().splitlines()
+    assert lines[-1] == f"stopped; continue with raylt resume {tmp_path / 'r'}"
     # Ctrl-C also reaches the server's process, whose end may be noticed first
     assert all(
         line.startswith(("fedavg on", "995 of 1,497 training images", "round ", "the server's process died"))
-        for line in said[:-1]
+        for line in lines[:-1]
     )
     wait_for(lambda: all_gone(started), 10)
     assert not (tmp_path / "r/summary.json").exists()
@@ -204,16 +204,16 @@ def test_a_plan_that_is_interrupted_while_it_looks_for_a_cluster_says_only_that_
 
 
 @pytest.mark.parametrize(
-    ("setting", "code", "said", "before"),
+    ("setting", "code", "last_line", "before"),
     [
         ("resources.actors=99", 2, "error [cluster.", ["fedavg on ", "995 of "]),
         ("local.lr=1e6", 1, "error [training.diverged]: ", ["fedavg on ", "995 of ", "raylt debug "]),
     ],
 )
-def test_what_goes_wrong_on_the_cluster_is_one_line(tmp_path, setting, code, said, before):
+def test_what_goes_wrong_on_the_cluster_is_one_line(tmp_path, setting, code, last_line, before):
     got, out, err = run(tmp_path, "run", *SETTINGS, setting, "--out", str(tmp_path), "--name", "r")
     assert (got, out) == (code, "")
-    assert all(map(str.startswith, err, [*before, said]))
+    assert all(map(str.startswith, err, [*before, last_line]))
     assert len(err) == len(before) + 1
     assert not (tmp_path / "r/summary.json").exists()
 

@@ -74,10 +74,13 @@ def save_images(folder: Path, name: str, classes: int, side: int) -> list[Path]:
 def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return images, and features of them from a stand-in that was fitted to other images."""
     folder = tmp_path_factory.mktemp("standin")
-    other, (mine, texts) = save_images(folder, "other", 6, 16), save_images(folder, "mine", 4, 8)
-    said = script("standin", *other, mine, texts, folder / "out.npz", "--model", "small", "--epochs", 2, "--batch", 32)
-    assert "zero-shot accuracy on the test set of mine" in said
-    return mine, folder / "out.npz"
+    other = save_images(folder, "other", 6, 16)
+    target, texts = save_images(folder, "mine", 4, 8)
+    output = script(
+        "standin", *other, target, texts, folder / "out.npz", "--model", "small", "--epochs", 2, "--batch", 32
+    )
+    assert "zero-shot accuracy on the test set of mine" in output
+    return target, folder / "out.npz"
 
 
 @pytest.mark.slow
@@ -155,9 +158,9 @@ def test_the_gpus_benchmark_refuses_in_one_line_where_there_is_none(gpu, monkeyp
     with pytest.raises(SystemExit) as refused:
         gpu.main()
     assert refused.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: resources.device = cuda: a GPU is asked for, and torch cannot use it")
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: resources.device = cuda: a GPU is asked for, and torch cannot use it")
+    assert error.count("\n") == 1
     assert not (tmp_path / "gpu.json").exists()
 
 

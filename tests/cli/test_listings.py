@@ -93,7 +93,7 @@ def test_one_method_is_shown_with_its_fields_what_it_sends_and_what_it_costs(ray
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "problem"),
     [
         (["--model", "small", "--image", "8x8"], "--image: is not HEIGHTxWIDTHxCHANNELS (8x8)"),
         (["--model", "small", "--image", "99999x99999x3"], "--image: one image of each of 10 classes has more than"),
@@ -106,10 +106,10 @@ def test_one_method_is_shown_with_its_fields_what_it_sends_and_what_it_costs(ray
         (["--model", "cnn"], "16x16 (8x8)"),
     ],
 )
-def test_what_methods_cannot_be_measured_with_is_refused(raylt, arguments, said):
+def test_what_methods_cannot_be_measured_with_is_refused(raylt, arguments, problem):
     code, _, err = raylt("methods", "fedavg", *arguments)
     assert code == 2
-    assert said in err
+    assert problem in err
     assert len(err.splitlines()) == 1
 
 

@@ -167,8 +167,8 @@ def test_damaged_images_are_left_out_where_that_is_asked_for(raylt, personal, ne
     code, out, err = raylt(*evaluate)
     found = json.loads(out)
     assert code == 0
-    told = " ".join(err.split())
-    assert told.startswith(f"left out: {len(damaged)} images cannot be decoded: ")
+    notice = " ".join(err.split())
+    assert notice.startswith(f"left out: {len(damaged)} images cannot be decoded: ")
     assert len(found["left_out"]) == len(damaged)
     assert found["clients"]["wien"] == {"images": 0, "accuracy": None, "macro": None}
     assert found["clients"]["graz"] == whole["clients"]["graz"]

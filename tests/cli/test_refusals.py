@@ -235,7 +235,7 @@ def test_a_command_of_ten_thousand_letters_is_a_short_line(raylt):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "problem"),
     [
         (["tune", "--samples", "0"], "--samples: is too small (0). Give a number >= 1."),
         (["compare", "runs", "--level", "2"], "--level: is too large (2). Give a number <= 0.999."),
@@ -243,11 +243,11 @@ def test_a_command_of_ten_thousand_letters_is_a_short_line(raylt):
         (["compare", "runs", "--level", "most"], "--level: is not a number (most). Give what"),
     ],
 )
-def test_an_option_that_is_no_such_number_is_named_with_its_value(raylt, arguments, said):
+def test_an_option_that_is_no_such_number_is_named_with_its_value(raylt, arguments, problem):
     ended = raylt(*arguments)
     assert ended.code == 2
     (line,) = ended.err.splitlines()
-    assert line.startswith(f"error [command.usage]: {said}")
+    assert line.startswith(f"error [command.usage]: {problem}")
 
 
 def test_nodes_and_the_address_of_a_cluster_exclude_each_other(raylt):

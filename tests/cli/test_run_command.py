@@ -51,9 +51,9 @@ def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
     again = "stopped before it began; repeat the same command\n"
     assert raylt("run", "method=fedavg") == Outcome(130, "", again)
     monkeypatch.setattr("raylt.studies.definition.read_definition", interrupt)
-    code, out, said = raylt("study", "some.yaml")
+    code, out, err = raylt("study", "some.yaml")
     assert (code, out) == (130, "")
-    assert said == "stopped; continue with the same command\n"
+    assert err == "stopped; continue with the same command\n"
     monkeypatch.setattr("raylt.runs.run.Run.open", interrupt)
     assert raylt("debug", "study", "--round", 1, "--client", 0) == Outcome(130, "", "stopped\n")
 
@@ -73,12 +73,12 @@ def test_interrupted_run_or_search_is_named(raylt, monkeypatch, tmp_path):
     monkeypatch.setattr("raylt.runs.continuation.branch", interrupt_run)
     monkeypatch.setattr("tune.resume", interrupt_search)
     for arguments in (["run", "method=fedavg"], ["branch", tmp_path, "method.x=1"]):
-        code, _, said = raylt(*arguments)
+        code, _, err = raylt(*arguments)
         assert code == 130
-        assert said == f"stopped; continue with raylt resume '{tmp_path / 'my run'}'\n"
-    code, _, said = raylt("tune", "--resume", tmp_path / "search")
+        assert err == f"stopped; continue with raylt resume '{tmp_path / 'my run'}'\n"
+    code, _, err = raylt("tune", "--resume", tmp_path / "search")
     assert code == 130
-    assert said.endswith(f"stopped; continue with raylt tune --resume {tmp_path / 'search'}\n")
+    assert err.endswith(f"stopped; continue with raylt tune --resume {tmp_path / 'search'}\n")
 
 
 def test_without_a_command_help_is_shown_and_no_error(raylt):

@@ -61,10 +61,10 @@ class Listens(Callback):
     """Keeps all messages."""
 
     def __init__(self):
-        self.said = []
+        self.messages = []
 
     def on_message(self, text, minor=False):
-        self.said.append(text)
+        self.messages.append(text)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,16 @@ def test_evaluations_of_clients_models_have_an_effect_only_if_clients_have_some(
         callbacks=[listens],
     )
     because = "has no effect, because clients of fedavg use the global model"
-    assert [text for text in listens.said if "evaluation." in text] == [f"{setting} {because}" for setting in expected]
+    assert [text for text in listens.messages if "evaluation." in text] == [
+        f"{setting} {because}" for setting in expected
+    ]
 
 
 def test_a_run_says_which_of_its_settings_has_no_effect(tmp_path):
     listens = Listens()
     changes = {"data.partition": "iid", "data.alpha": 0.1, "federation.rounds": 1, "local.epochs": 1}
     raylt.run("fedavg", data="digits", fleet="local", out=tmp_path, callbacks=[listens], overrides=changes)
-    assert "data.alpha = 0.1 has no effect, because data.partition = iid does not use it" in listens.said
+    assert "data.alpha = 0.1 has no effect, because data.partition = iid does not use it" in listens.messages
 
 
 def test_fields_that_act_on_the_encoder_have_no_effect_if_it_is_frozen(tmp_path):
@@ -105,7 +107,7 @@ def test_fields_that_act_on_the_encoder_have_no_effect_if_it_is_frozen(tmp_path)
     settings = ("federation.rounds=1", "method.weight=0.5")
     make_tiny_run(tmp_path, "rucr", "trainable=classifier", *settings, callbacks=[listens])
     because = "because trainable = classifier leaves nothing of the encoder to train"
-    assert [text for text in listens.said if "method." in text] == [f"method.weight = 0.5 has no effect, {because}"]
+    assert [text for text in listens.messages if "method." in text] == [f"method.weight = 0.5 has no effect, {because}"]
     listens = Listens()
     make_tiny_run(tmp_path, "rucr", *settings, name="whole", callbacks=[listens])
-    assert not [text for text in listens.said if "has no effect" in text]
+    assert not [text for text in listens.messages if "has no effect" in text]

@@ -321,21 +321,21 @@ def test_cutout_blackens_a_square_about_a_drawn_pixel(shape):
     ],
 )
 def test_an_augmentation_of_ones_own_that_returns_other_data_is_named(change, words):
-    mine = Checked("mine", lambda x, y, generator: change(x, y))
+    augment = Checked("mine", lambda x, y, generator: change(x, y))
     x = torch.randint(0, 256, (6, 5, 4, 3), generator=seeded(0)).to(torch.uint8)
     with refused("plugin.failed", ConfigError, key="augment", value="mine") as caught:
-        in_turn([mine, OWN["crop_flip"]])(x, torch.arange(6), seeded(1))
+        in_turn([augment, OWN["crop_flip"]])(x, torch.arange(6), seeded(1))
     assert words in str(caught.value)
 
 
 def test_an_augmentation_of_ones_own_may_return_floats_and_soft_labels():
     x = torch.randint(0, 256, (6, 5, 4, 3), generator=seeded(0)).to(torch.uint8)
-    mine = Checked("mine", lambda x, y, generator: (x + 0.4, F.one_hot(y).float()))
-    images, labels = mine(x, torch.arange(6), seeded(1))
+    augment = Checked("mine", lambda x, y, generator: (x + 0.4, F.one_hot(y).float()))
+    images, labels = augment(x, torch.arange(6), seeded(1))
     assert images.dtype == labels.dtype == torch.float32
-    assert not is_recordable(mine)
+    assert not is_recordable(augment)
     assert is_recordable(Checked("mine", OWN["crop_flip"]))
-    assert not is_own(mine)
+    assert not is_own(augment)
 
 
 CALLS = iter(range(1, 9))

@@ -85,8 +85,8 @@ def test_on_ray_and_in_one_process_the_same_hash(shops, tmp_path):
             *settings(shops[0], "data.bad=skip"),
         ],
     )
-    here, there = (raylt.run(config, out=tmp_path, name=fleet, fleet=fleet, quiet=True) for fleet in ("local", "ray"))
-    assert there.summary["model_sha256"] == here.summary["model_sha256"]
-    assert there.summary["split_sha256"] == here.summary["split_sha256"]
-    assert there.reports[-1]["by_client"] == here.reports[-1]["by_client"]
-    assert there.matrices().sha256 == here.matrices().sha256
+    local, on_ray = (raylt.run(config, out=tmp_path, name=fleet, fleet=fleet, quiet=True) for fleet in ("local", "ray"))
+    assert on_ray.summary["model_sha256"] == local.summary["model_sha256"]
+    assert on_ray.summary["split_sha256"] == local.summary["split_sha256"]
+    assert on_ray.reports[-1]["by_client"] == local.reports[-1]["by_client"]
+    assert on_ray.matrices().sha256 == local.matrices().sha256

@@ -50,11 +50,11 @@ def put(file: Path, content: bytes | str) -> Path:
     elif content == "pipe":
         os.mkfifo(file)
     elif content == "socket":
-        here = os.getcwd()
+        before = os.getcwd()
         os.chdir(file.parent)  # a socket's path must be short
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(file.name)
-        os.chdir(here)
+        os.chdir(before)
     elif content == "folder":
         file.mkdir()
     elif content == "loop":
@@ -569,7 +569,7 @@ def test_signatures(fixture, folder):
 
     def act(content):
         put(folder / "results.json.sig", content)
-        return lambda: check_signature(file), lambda said: False
+        return lambda: check_signature(file), lambda _: False
 
     return contents, act
 

@@ -58,10 +58,10 @@ def test_missing_classes_are_distilled_from_the_received_model(tiny_task):
     objective = BalanceFL(**fields).objective(client, {})
     batch = client.samples.batch(torch.arange(9))
     with torch.no_grad():
-        told = (client.model.eval()(batch.x)[:, [0, 2, 3]] / 4).softmax(1)
+        target = (client.model.eval()(batch.x)[:, [0, 2, 3]] / 4).softmax(1)
         client.model.classifier.weight += torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
         logits = client.model(batch.x)[:, [0, 2, 3]] / 4
-        expected = 3 * -(told * logits.log_softmax(1)).sum(1).mean()
+        expected = 3 * -(target * logits.log_softmax(1)).sum(1).mean()
     # with one owned class the cross-entropy is 0
     assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)
 

@@ -156,8 +156,10 @@ def naive_round(task, model, buffer, shared_of, method):
             if buffer is None:
                 logits = upper(local, a)
                 with torch.no_grad():
-                    told = received(x[rows])
-                return F.cross_entropy(logits, y[rows]) + 0.5 * kl(told, logits) + 3 * distance_correlation(x[rows], a)
+                    target = received(x[rows])
+                return (
+                    F.cross_entropy(logits, y[rows]) + 0.5 * kl(target, logits) + 3 * distance_correlation(x[rows], a)
+                )
             drawn = torch.randint(len(buffer["y"]), (len(rows),), generator=call)
             other, labels = buffer["a"][drawn], buffer["y"][drawn]
             lam = torch.rand(len(rows), 3, generator=call).sort(1).values[:, 1]
@@ -166,8 +168,8 @@ def naive_round(task, model, buffer, shared_of, method):
             soft = -(lam * mixed[torch.arange(len(rows)), y[rows]] + (1 - lam) * mixed[torch.arange(len(rows)), labels])
             plain = F.cross_entropy(upper(local, a), y[rows])
             with torch.no_grad():
-                told = upper(received, other)
-            return plain + soft.mean() + kl(told, upper(local, other)) + 3 * distance_correlation(x[rows], a)
+                target = upper(received, other)
+            return plain + soft.mean() + kl(target, upper(local, other)) + 3 * distance_correlation(x[rows], a)
 
         epochs = naive.EPOCHS * (3 if buffer is None else 1)
         naive.train(local, naive.epochs_of(len(y), call, epochs), loss)

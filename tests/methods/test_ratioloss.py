@@ -62,12 +62,12 @@ def naive_weights(task, model, alpha=1.0, beta=0.1, clip=5000.0):
     own, others = [0.0] * task.classes, [0.0] * task.classes
     for i in range(pulls[0].shape[0]):
         for j in range(pulls[0].shape[1]):
-            here = [pull[i, j].item() for pull in pulls]
-            best = max(range(len(here)), key=here.__getitem__)
-            near = [v for v in here if (v == 0 if here[best] == 0 else abs(v) > 0.8 * abs(here[best]))]
+            values = [pull[i, j].item() for pull in pulls]
+            best = max(range(len(values)), key=values.__getitem__)
+            near = [v for v in values if (v == 0 if values[best] == 0 else abs(v) > 0.8 * abs(values[best]))]
             if len(near) < 2:
-                own[best] += here[best]
-                others[best] += (sum(here) - here[best]) / (len(here) - 1)
+                own[best] += values[best]
+                others[best] += (sum(values) - values[best]) / (len(values) - 1)
     return tensor([alpha + beta * min(abs(a) / abs(b) if b else 10.0, clip) for a, b in zip(own, others, strict=True)])
 
 

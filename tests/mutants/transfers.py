@@ -184,8 +184,8 @@ def faults() -> list[str]:
     missing = [f"{file} does not exist" for file in dict.fromkeys(files) if not (ROOT / file).exists()]
     definitions = {one.definition for one in everything()}
     missing += [f"{name} holds no transfer" for name in WORDS if name not in definitions]
-    there = {(one.function, one.code) for one in everything()}
-    return missing + [f"{function} holds no {code}" for function, code in EXPLAINED if (function, code) not in there]
+    existing = {(one.function, one.code) for one in everything()}
+    return missing + [f"{function} holds no {code}" for function, code in EXPLAINED if (function, code) not in existing]
 
 
 def main(number: str = "60", seed: str = "0", word: str = "") -> int:

@@ -199,14 +199,14 @@ def test_classes_of_a_script_travel_whatever_names_they_use_or_are_refused_by_th
     assert len(messages) == len(MESSAGES)
     for line, expected in zip(messages, MESSAGES, strict=True):
         assert re.match(f"ConfigError {expected}", line), line
-    there = subprocess.run(
+    opened = subprocess.run(
         [sys.executable, "-P", "-c", OPEN],
         input=(tmp_path / "shipped").read_bytes(),
         capture_output=True,
         check=False,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
     )
-    assert there.stdout.decode().split() == ["0.0"], there.stderr.decode()
+    assert opened.stdout.decode().split() == ["0.0"], opened.stderr.decode()
 
 
 def test_a_module_that_does_not_import_elsewhere_is_named_with_its_line(tmp_path):

@@ -331,9 +331,9 @@ def test_holders_of_the_rarest_third_are_guessed_from_numbers_of_samples():
     attacker = object.__new__(_Attacker)
     attacker.experiment = SimpleNamespace(task=SimpleNamespace(counts=held.sum(0), classes=7, client_counts=held))
     attacker.private = SimpleNamespace(client=tensor([0, 0, 1]))
-    [told] = attacker._holders("counts", {id: {5: {"n": 1}} for id in (0, 1)})
-    assert told.guessed == 1
-    assert "the rarest 2," in told.what
+    [finding] = attacker._holders("counts", {id: {5: {"n": 1}} for id in (0, 1)})
+    assert finding.guessed == 1
+    assert "the rarest 2," in finding.what
     # each client's part of the sum is 1 and 0.4 samples
     [summed] = attacker._holders("counts", {-1: {5: {"n": 2}, 6: {"n": 0.8}}})
     assert summed.guessed == 1

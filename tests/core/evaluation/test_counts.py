@@ -106,8 +106,8 @@ def test_counts_on_each_clients_own_images_are_those_of_its_images_alone(shape):
     judged.cpu()
     assert list(judged.own) == [0, 1, 2]
     for id, matrix in judged.own.items():
-        mine = owners == id
-        assert torch.equal(matrix, metrics.confusion(predicted[mine], y[mine], 4, IGNORED))
+        owned = owners == id
+        assert torch.equal(matrix, metrics.confusion(predicted[owned], y[owned], 4, IGNORED))
     assert torch.equal(judged.all, metrics.confusion(predicted, y, 4, IGNORED))
 
 

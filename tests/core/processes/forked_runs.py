@@ -145,22 +145,22 @@ def test_a_client_whose_process_is_killed_is_asked_again_with_the_same_result(ru
 
 
 @pytest.mark.parametrize(
-    ("method", "code", "said"),
+    ("method", "code", "cause"),
     [
         (Doomed, "client.lost", "its process ended before it answered"),
         (Failing, "client.failed", "ValueError: no such luck"),
         (Leaving, "client.failed", "SystemExit: 3"),
     ],
 )
-def test_a_client_that_fails_again_and_again_is_left_out_and_named(run, method, code, said):
-    with pytest.warns(RuntimeWarning, match=f"client 2, round 1, train: {said}"):  # the note about the client
+def test_a_client_that_fails_again_and_again_is_left_out_and_named(run, method, code, cause):
+    with pytest.warns(RuntimeWarning, match=f"client 2, round 1, train: {cause}"):  # the note about the client
         trace = run(forked(federation={"quorum": 0.5, "retries": 1}), method())
     assert [(report.lost, report.retried) for report in trace.reports] == [([2], [2]), ([], [])]
     with pytest.raises(RayltError) as caught:
         run(forked(federation={"quorum": 1.0, "retries": 0}), method())
     assert caught.value.details["cause"] == code
     assert "client 2, round 1, train: " in str(caught.value)
-    assert said in str(caught.value)
+    assert cause in str(caught.value)
 
 
 def test_clients_that_share_a_task_with_a_client_that_ends_its_process_lose_nothing(run, monkeypatch):

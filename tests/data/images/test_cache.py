@@ -123,10 +123,10 @@ def test_brackets_in_names_and_causes_do_not_divide_images_of_one_cause():
 def test_broken_images_can_be_left_out(tree, tmp_path):
     (tree / "3.png").write_bytes(b"not a picture")
     for _ in range(2):  # the second time reads the cache
-        x, rows, told = decode_tree("it", tree, FILES, How(8, bad="skip"), tmp_path / "cache")
+        x, rows, notes = decode_tree("it", tree, FILES, How(8, bad="skip"), tmp_path / "cache")
         assert rows.tolist() == [0, 1, 2, 4, 5]
         assert x.load()[:, 0, 0, 0].tolist() == [0, 40, 80, 160, 200]
-        assert told == (
+        assert notes == (
             f"left out: 1 image cannot be decoded: {tree}/3.png (not an image, or of an unsupported format)",
         )
 
@@ -146,8 +146,8 @@ def test_an_image_that_this_machine_cannot_read_at_present_is_not_left_out(tree,
         assert caught.value.code == "file.unreadable"
         assert "3.png" in str(caught.value)
     monkeypatch.undo()
-    x, rows, told = decode_tree("it", tree, FILES, How(8, bad="skip"), tmp_path / "cache")
-    assert (len(rows), told) == (6, ())
+    x, rows, notes = decode_tree("it", tree, FILES, How(8, bad="skip"), tmp_path / "cache")
+    assert (len(rows), notes) == (6, ())
     assert x.load()[:, 0, 0, 0].tolist() == [0, 40, 80, 120, 160, 200]
 
 

@@ -95,9 +95,9 @@ def test_a_cache_has_the_same_bytes_made_by_one_process_or_several(many, tmp_pat
     found = []
     for worth, folder in ((1e-9, "one"), (1e9, "other")):
         monkeypatch.setattr(cache_builder, "WORTH_S", worth)
-        x, rows, told = decode_tree("it", tmp_path / "images", files, How(8, channels, bad="skip"), tmp_path / folder)
+        x, rows, notes = decode_tree("it", tmp_path / "images", files, How(8, channels, bad="skip"), tmp_path / folder)
         assert isinstance(x, Mapped)
-        found.append((Path(x.path).read_bytes(), rows.tolist(), told))
+        found.append((Path(x.path).read_bytes(), rows.tolist(), notes))
     assert many == [2]
     assert found[0] == found[1]
     assert files[30] in found[0][2][0]
@@ -224,8 +224,8 @@ def script(tmp_path):
     ],
 )
 def test_scripts_without_a_guard_and_daemons_decode_too(script, tmp_path, last):
-    said, complained = script(0, last).communicate(timeout=100)
-    assert (said, complained) == ("once\n", "")
+    out, err = script(0, last).communicate(timeout=100)
+    assert (out, err) == ("once\n", "")
     assert np.load(tmp_path / "cache" / "images.npy")[:, 0, 0].tolist() == [*range(40)]
     assert len([*tmp_path.glob("*.pid")]) == 2
 

@@ -34,8 +34,8 @@ def config(tmp_path):
 def test_index_lists_are_the_lists_that_were_given():
     lists = [np.array([3, 5]), np.array([], dtype=np.int64), np.array([1]), np.array([0, 2, 9])]
     made = pickle.loads(pickle.dumps(IndexLists.of(lists)))
-    assert [its.tolist() for its in made] == [its.tolist() for its in lists]
-    assert [its.tolist() for its in made[1:3]] == [[], [1]]
+    assert [rows.tolist() for rows in made] == [rows.tolist() for rows in lists]
+    assert [rows.tolist() for rows in made[1:3]] == [[], [1]]
     assert (made[-1].tolist(), made.sizes.tolist(), len(made)) == ([0, 2, 9], [2, 0, 1, 3], 4)
     assert made[3].base is made.flat
     with pytest.raises(IndexError):
@@ -46,7 +46,7 @@ def test_index_lists_are_the_lists_that_were_given():
 def test_grouped_finds_the_places_of_each_id_in_order_and_no_others():
     rng = np.random.default_rng(0)
     ids, known = rng.integers(0, 30, 400), np.array([-1, 0, 3, 4, 29, 40])
-    assert [its.tolist() for its in grouped(ids, known)] == [np.flatnonzero(ids == one).tolist() for one in known]
+    assert [rows.tolist() for rows in grouped(ids, known)] == [np.flatnonzero(ids == one).tolist() for one in known]
 
 
 @pytest.mark.parametrize("make", [make_task, make_scenes])

@@ -237,8 +237,8 @@ def test_clients_whose_smoothed_labels_tell_less_are_reported(tmp_path, fields, 
         configure(data={"clients": 3}, federation={"rounds": 1}), task, tmp_path, BPFed(**fields)
     )
     experiment.step()
-    told = experiment.step().figures
-    assert (told["undecided"], told["halved_clients"], told["blind_clients"]) == pytest.approx(figures)
+    reported = experiment.step().figures
+    assert (reported["undecided"], reported["halved_clients"], reported["blind_clients"]) == pytest.approx(figures)
 
 
 def test_client_with_two_classes_of_equal_size_is_driven_to_tell_nothing():

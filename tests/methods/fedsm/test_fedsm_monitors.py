@@ -18,8 +18,8 @@ from raylt.methods.fedsm.monitors import drift, zero_shot
 
 def test_zero_shot_accuracy_counts_every_class_the_same():
     # right: 30/60, 10/10, 3/4, and a class without samples; many: above 50, few: below 5
-    told = zero_shot(tensor([60, 10, 4, 0]), tensor([30, 10, 3, 0]), (5, 50))
-    assert told == pytest.approx({"all": (0.5 + 1 + 0.75) / 3, "many": 0.5, "medium": 1.0, "few": 0.75})
+    accuracies = zero_shot(tensor([60, 10, 4, 0]), tensor([30, 10, 3, 0]), (5, 50))
+    assert accuracies == pytest.approx({"all": (0.5 + 1 + 0.75) / 3, "many": 0.5, "medium": 1.0, "few": 0.75})
     assert zero_shot(tensor([60, 10]), tensor([30, 10]), (5, 50)).keys() == {"all", "many", "medium"}
 
 
@@ -96,15 +96,15 @@ def test_drift_is_that_of_local_training_on_the_first_batch(tiny_task, npz):
     before, y = (part[:8] for part in features(twin))
     sgd(twin, method.objective(twin, {}))
     after = features(twin)[0][:8]
-    told = method.train_and_retrain(client, message).tree["drift"]
-    assert told > 0.01
-    assert told == pytest.approx(drift(before, after, y, means[[0, 1, 3]]), rel=1e-4)
+    reported = method.train_and_retrain(client, message).tree["drift"]
+    assert reported > 0.01
+    assert reported == pytest.approx(drift(before, after, y, means[[0, 1, 3]]), rel=1e-4)
 
 
 def test_rounds_report_drift_where_prototypes_are_those_of_another_encoder(tiny_task, tmp_path, npz):
-    for fields, told in [({}, True), ({"encoders": "trained"}, False), ({"retrain": "after"}, False)]:
+    for fields, has_drift in [({}, True), ({"encoders": "trained"}, False), ({"retrain": "after"}, False)]:
         _, reports = run(tiny_task, tmp_path, FedSM(teacher=npz, **QUICK | fields))
-        assert ("drift" in reports[-1].figures) == told
+        assert ("drift" in reports[-1].figures) == has_drift
         assert math.isfinite(reports[-1].figures["retrain_loss"])
 
 

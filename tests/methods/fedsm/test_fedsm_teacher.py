@@ -194,11 +194,11 @@ def test_cosine_is_to_the_encoder_as_the_client_has_trained_it(tiny_task, clip_f
 
 def test_teacher_that_is_fine_tuned_answers_through_its_projection(tiny_task, clip_folder):
     fields = {"teacher": f"local-dir:{clip_folder}"}
-    told = []
+    counts = []
     for method in (FedSM(**fields), FedSM(**fields, finetune=True)):
         client = open_client(tiny_task, method)
-        told.append(method.join(client, states_of(tiny_task)).tree["teacher"])
-    plain, tuned = told
+        counts.append(method.join(client, states_of(tiny_task)).tree["teacher"])
+    plain, tuned = counts
     assert torch.equal(plain["n"], tuned["n"])
     assert torch.equal(plain["right"], tuned["right"])
     assert 0 < plain["right"].sum() < plain["n"].sum()
@@ -230,14 +230,14 @@ def test_student_that_is_fine_tuned_comes_to_point_where_its_teacher_does(tiny_t
 
 
 def test_cosine_of_students_to_their_teachers_rises_from_round_to_round(tiny_task, tmp_path, npz):
-    told = {}
+    cosines = {}
     for squares in (0.0, 1.0):
         method = FedSM(teacher=npz, finetune=True, squares=squares, **QUICK)
         _, reports = run(tiny_task, tmp_path, method, federation={"rounds": 5}, local={"epochs": 4})
-        told[squares] = [report.figures["cosine"] for report in reports]
-    assert told[1.0] == sorted(told[1.0])
-    assert told[1.0][-1] > told[1.0][0] + 0.1
-    assert told[1.0][-1] > told[0.0][-1] + 0.2
+        cosines[squares] = [report.figures["cosine"] for report in reports]
+    assert cosines[1.0] == sorted(cosines[1.0])
+    assert cosines[1.0][-1] > cosines[1.0][0] + 0.1
+    assert cosines[1.0][-1] > cosines[0.0][-1] + 0.2
     _, reports = run(tiny_task, tmp_path, FedSM(teacher=npz, **QUICK))
     assert "cosine" not in reports[-1].figures
 

@@ -19,15 +19,15 @@ def finished(task, tmp_path_factory) -> tuple[Experiment, list]:
 
 
 @pytest.fixture
-def client(task, tmp_path):
+def open_client(task, tmp_path):
     """Return a function that opens a client which lacks classes, in the middle of a round, with its message."""
 
-    def open_client(**fields):
+    def opened(**fields):
         experiment = open_experiment(configure(**fields), task, tmp_path, Keeper)
         experiment.step()
         host = experiment.fleet._host
-        mine = next(c for c in host.clients.values() if 1 < (c.counts > 0).sum() < 10 and len(c) > 40)
-        mine.begin("train", 2)
-        return experiment, mine, host.message
+        client = next(c for c in host.clients.values() if 1 < (c.counts > 0).sum() < 10 and len(c) > 40)
+        client.begin("train", 2)
+        return experiment, client, host.message
 
-    return open_client
+    return opened

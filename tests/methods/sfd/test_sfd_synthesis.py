@@ -78,9 +78,9 @@ def test_gradient_is_that_of_finite_differences(target):
     for row, column in [(0, 0), (3, 7), (20, 23), (47, 5)]:
         moved = []
         for sign in (1, -1):
-            there = raw.float().double()
-            there[row, column] += sign * step
-            moved.append(synthesis_loss(align(there, target), target, terms).item())
+            rounded = raw.float().double()
+            rounded[row, column] += sign * step
+            moved.append(synthesis_loss(align(rounded, target), target, terms).item())
         assert gradient[row, column].item() == pytest.approx((moved[0] - moved[1]) / (2 * step), rel=1e-3, abs=1e-5)
 
 
