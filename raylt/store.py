@@ -336,18 +336,18 @@ def folder_for(path: Path) -> Folder:
 
 def read(path: Path, limit: int = MAX_BYTES) -> bytes:
     """Return the content of a file that the user named. The path may be a symbolic link."""
-    path = followed(path)
+    path = resolved_path(path)
     with Folder.open(path.parent) as folder:
         return folder.read(path.name, limit)
 
 
-def plain(path: Path, limit: int | None = None) -> Path:
+def plain_file(path: Path, limit: int | None = None) -> Path:
     """Resolve the path of a plain file that the user named, for libraries that read by path.
 
     Raises:
         CheckpointError: The path does not exist, is not a plain file, or has more than `limit` bytes.
     """
-    path = followed(path)
+    path = resolved_path(path)
     with Folder.open(path.parent) as folder, folder.stream(path.name) as stream:
         size = os.fstat(stream.fileno()).st_size
     if limit is not None and size > limit:
@@ -385,7 +385,7 @@ def check_archive(path: Path) -> None:
         )
 
 
-def followed(path: Path) -> Path:
+def resolved_path(path: Path) -> Path:
     """Make a path absolute and resolve its symbolic links.
 
     Raises:

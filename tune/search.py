@@ -29,7 +29,7 @@ from raylt.registry import Plugin, plugins
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import observer
 from raylt.runs.runner import check_fleet
-from raylt.store import Folder, folder_for, followed
+from raylt.store import Folder, folder_for, resolved_path
 from raylt.studies.running.tuning import Count
 from tune.checks import check_arguments, check_metrics, check_plan, check_spaces, check_tracked
 from tune.loop import SearchLoop, forget_tasks, holders, sizes
@@ -211,7 +211,7 @@ def resume(
         RayltError: No trial reached its end.
     """
     check_tracked(track, fleet)
-    folder = followed(Path(folder))
+    folder = resolved_path(Path(folder))
     if not exists(folder / PLAN):
         raise CheckpointError(
             f"{folder}: not the folder of a search (it has no search.json). Give the folder that raylt tune made.",
@@ -241,7 +241,7 @@ def _new_folder(out: Path, name: str | None, methods: Iterable[str]) -> Path:
     """Return the folder of a new search, by default named after its methods and the time, or raise CheckpointError."""
     if name is not None:
         check_name(name, spoken("--name", "name"))
-    folder = followed(out) / (name or f"search-{'-'.join(methods)}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3])
+    folder = resolved_path(out) / (name or f"search-{'-'.join(methods)}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3])
     if (folder / PLAN).exists():
         raise already_exists(folder)
     return folder

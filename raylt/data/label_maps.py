@@ -39,7 +39,7 @@ def label_chunks(labels: Stored) -> Iterator[np.ndarray]:
         yield load(take(labels, rows))
 
 
-def shown(maps: Stored, classes: int) -> np.ndarray:
+def present_classes(maps: Stored, classes: int) -> np.ndarray:
     """Return a mask of the classes that each image contains, bool [N, C]."""
     return np.stack([class_counts(take(maps, np.array([row])), classes) > 0 for row in range(len(maps))])
 

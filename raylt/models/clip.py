@@ -266,7 +266,7 @@ class OpenClip(Teacher):
         try:
             with torch.device("cpu"):  # the caller's default device may be "meta"
                 for each in files:
-                    store.check_archive(store.plain(each))
+                    store.check_archive(store.plain_file(each))
                 if self.tag is None:
                     check_number_of_parameters(self._config(), max(each.stat().st_size for each in files))
                 # open_clip draws initial weights before it loads the file, which must not affect the caller's draws

@@ -69,7 +69,7 @@ def read(path: Path, model: str) -> dict[str, Tensor]:
             value=str(path),
         )
     try:
-        state = _load(store.plain(path))
+        state = _load(store.plain_file(path))
     except Exception as error:  # torch's unpickler raises many types for a damaged file
         raise ConfigError(
             f"weights: {path} is not a file of weights that can be read ({_reason(error)}). "

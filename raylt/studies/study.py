@@ -39,7 +39,7 @@ from raylt.studies.definition import Definition, Planned, define, read_definitio
 from raylt.studies.records import recorded_runs
 from raylt.studies.records.record import RunRecord, read_run
 from raylt.studies.records.recorded_runs import Holdings, Recorded
-from raylt.studies.report.comparison_tables import shown, unit
+from raylt.studies.report.comparison_tables import formatter, unit
 from raylt.studies.report.listing import run_folders
 from raylt.studies.running import scheduler
 from raylt.studies.running.time_left import Pace
@@ -291,7 +291,7 @@ class Study:
                     cell,
                     arm,
                     ", ".join(f"{count} {state}" for state, count in states.items()),
-                    shown(measure)(fmean(values)) if values else "-",
+                    formatter(measure)(fmean(values)) if values else "-",
                 ]
             )
         return html_table(["cell", "arm", "runs", f"{measure}, mean, {unit(measure)}"], rows, repr(self), right=[3])

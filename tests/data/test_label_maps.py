@@ -3,7 +3,7 @@ import pytest
 from refusals import refused
 
 from raylt.config import DataConfig
-from raylt.data.label_maps import VOID, class_counts, class_views, relabel, shown
+from raylt.data.label_maps import VOID, class_counts, class_views, present_classes, relabel
 from raylt.data.splits.partitions import by_class, partition
 from raylt.data.splits.split import Split
 from raylt.data.task import build_task
@@ -30,7 +30,7 @@ def test_counts_of_large_maps_are_those_of_numpy():
 
 
 def test_shown_says_which_classes_an_image_has():
-    assert shown(MAPS, 3).tolist() == [[True, True, False], [False, False, True], [True, True, False]]
+    assert present_classes(MAPS, 3).tolist() == [[True, True, False], [False, False, True], [True, True, False]]
 
 
 def test_views_keep_beta_classes_in_a_ring_and_make_the_rest_background():

@@ -38,7 +38,7 @@ from tune.plan import with_validation
 from tune.ray_tune.space import param_space
 from tune.ray_tune.trainable import trainable
 from tune.records import Metric, Searcher
-from tune.report.drawing import draw_pareto, shown
+from tune.report.drawing import draw_pareto, value_text
 from tune.report.pareto import pareto_front
 from tune.report.results import csv_table
 from tune.search import already_exists, no_result
@@ -218,7 +218,7 @@ class _EndedTrials(ray_tune.Callback):
         figures = trial.last_result
         first, *others = (percent(figures.get(name)) for name in self._metrics)
         scores = "".join([first, *(f"  {name} {text}" for name, text in zip(self._metrics[1:], others, strict=True))])
-        values = " ".join(f"{key}={shown(value)}" for key, value in trial.config.items())
+        values = " ".join(f"{key}={value_text(value)}" for key, value in trial.config.items())
         print(f"{trial.trial_id}  ended after round {figures.get('round', 0)}  {scores}  {values}", file=sys.stderr)
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:

@@ -103,7 +103,7 @@ def _draw_scores(
         for method in plan.methods:
             panel.plot([], [], color=colour[method], label=method)
         panel.legend(frameon=False, fontsize=8, loc="lower right")
-    plain(panel)
+    style_panel(panel)
 
 
 def _draw_slice(
@@ -125,7 +125,7 @@ def _draw_slice(
             markerfacecolor=colour[record.method] if record.outcome.state == "done" else PAPER,
         )
     if discrete:
-        panel.set_xticks(range(len(axis.values)), [shown(v) for v in axis.values])
+        panel.set_xticks(range(len(axis.values)), [value_text(v) for v in axis.values])
         panel.set_xlim(-0.5, len(axis.values) - 0.5)
     elif isinstance(axis, LogUniform):
         panel.set_xscale("log")
@@ -133,10 +133,10 @@ def _draw_slice(
         panel.set_xticks([axis.low, middle, axis.high], [f"{v:.2g}" for v in (axis.low, middle, axis.high)])
         panel.minorticks_off()
     panel.margins(y=0.12)
-    plain(panel)
+    style_panel(panel)
 
 
-def plain(panel: Any) -> None:
+def style_panel(panel: Any) -> None:
     """Remove the box of a plot's panel and draw faint grid lines."""
     panel.spines[["top", "right"]].set_visible(False)
     for side in ("left", "bottom"):
@@ -185,12 +185,12 @@ def draw_pareto(trials: Sequence[Mapping[str, Any]], metrics: Sequence[str], nam
         if number == 0:
             title = f"on the Pareto front: {len(front)} of {count_of(len(trials), 'trial')}"
             panel.set_title(title, loc="left", fontsize=10, color=INK)
-        plain(panel)
+        style_panel(panel)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=130)
     return picture.getvalue()
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Format a setting's value for a table or a plot."""
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

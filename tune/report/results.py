@@ -21,7 +21,7 @@ from raylt.studies.report.text_table import TextTable
 from raylt.typed_json import as_json
 from tune.plan import SearchPlan, SearchState, front_of
 from tune.records import TrialRecord
-from tune.report.drawing import draw, draw_pareto, shown
+from tune.report.drawing import draw, draw_pareto, value_text
 from tune.report.importance import importance
 
 SEAL = "seal.json"  # Hashes of the other files that `write` writes.
@@ -213,7 +213,7 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> TextTable:
             *(in_percent(record.figures.get(name)) for name in plan.other_metrics),
             in_percent(cells.get("test_accuracy")),
             *(f"{cells['client_steps']:,}" for _ in cost),
-            *(shown(cells.get(key)) for key in keys),
+            *(value_text(cells.get(key)) for key in keys),
         ]
         for cells, record in rows[:most]
     ]

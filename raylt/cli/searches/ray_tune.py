@@ -11,7 +11,7 @@ from raylt.config import Config
 from raylt.disk import check_name
 from raylt.errors import ConfigError, count_of
 from raylt.formatting import in_percent
-from raylt.store import followed
+from raylt.store import resolved_path
 
 if TYPE_CHECKING:
     from tune.ray_tune.search import RaySearchResult
@@ -73,7 +73,7 @@ def search(
     if name is not None:
         check_name(name, "--name")
     name = name or f"search-{method}-{choices['scheduler']}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
-    target = followed(folder / name)
+    target = resolved_path(folder / name)
     if target.exists():
         raise already_exists(target)
 
@@ -104,7 +104,7 @@ def resume(folder: Path, address: str | None, format: Format) -> None:
     def run() -> "RaySearchResult":
         from tune.ray_tune.search import resume_ray_search
 
-        return resume_ray_search(followed(folder))
+        return resume_ray_search(resolved_path(folder))
 
     _show(_in_session(address, run), format)
 

@@ -15,7 +15,7 @@ from raylt.core.client import Client, ClientFunction, Message, Reply
 from raylt.core.device import describe, is_full
 from raylt.core.evaluation.counts import EvaluationSet
 from raylt.core.fleet.function_name import function_name
-from raylt.core.fleet.wire import Unusable, plain, room_for
+from raylt.core.fleet.wire import Unusable, room_for, sendable
 from raylt.core.method import Method
 from raylt.core.setup import Setup, private_entries
 from raylt.core.training.stacked_sgd import MAX_STACKED_SAMPLES, ClientStack, why_alone
@@ -204,7 +204,7 @@ class ClientHost:
         with self._seeded_call(fn, round, call.id):
             reply = self._run_work(lambda: fn(client, arrived["message"]), self.model.state_dict)
         client.check_stamps()
-        return plain(reply, {"model": self._private_entries(), "state": dict(client.state)}, self._reply_room)
+        return sendable(reply, {"model": self._private_entries(), "state": dict(client.state)}, self._reply_room)
 
     def _private_entries(self) -> StateDict:
         """Return the model's entries that are never sent.
@@ -240,7 +240,7 @@ class ClientHost:
         outcomes = {}
         for client, (reply, private) in zip(clients, results, strict=True):
             client.check_stamps()
-            outcomes[client.id] = plain(reply, {"model": private, "state": dict(client.state)}, self._reply_room)
+            outcomes[client.id] = sendable(reply, {"model": private, "state": dict(client.state)}, self._reply_room)
         return outcomes
 
     def _begin(self, fn: ClientFunction, round: int, call: ClientCall) -> tuple[Client, Tree]:

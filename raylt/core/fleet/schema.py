@@ -14,7 +14,7 @@ from raylt.core.client import Reply
 from raylt.core.fleet.block_sums import BlockSums, ReplyLayout, SummedReply
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.robust.outliers import LengthBound, exceeds, is_compared, length
-from raylt.core.fleet.wire import Fault, Path, Unusable, dotted, shown
+from raylt.core.fleet.wire import Fault, Path, Unusable, dotted, short_text
 from raylt.errors import count_of, user_fault
 
 Arrived = Reply | SummedReply | Unusable
@@ -87,7 +87,7 @@ class Schema:
         if missing := self.parts.keys() - reply.tree.keys():
             return Fault("reply.missing", f"{min(missing)} is missing")
         if additional := reply.tree.keys() - self.parts.keys():
-            return Fault("reply.additional", f"{min(map(shown, additional))} was not asked for")
+            return Fault("reply.additional", f"{min(map(short_text, additional))} was not asked for")
         for name in self.parts:
             if fault := self._part_fault(id, name, reply.tree[name]):
                 return fault
@@ -161,7 +161,7 @@ class Schema:
         expected = self._weights[id]
         if type(weight) in (int, float) and weight == expected:
             return None
-        text = f"weight {shown(weight)}, expected {expected:g} ({self._weight_source})"
+        text = f"weight {short_text(weight)}, expected {expected:g} ({self._weight_source})"
         return Fault("reply.wrong-weight", text)
 
     def _part_fault(self, id: int, name: str, value: Any) -> Fault | None:
@@ -223,18 +223,17 @@ class Schema:
         for path, leaf in counts:
             least, count = _least_and_sum(leaf)
             if least < 0:
-                return Fault("reply.wrong-sums", f"{dotted(path)} counts {shown(least)} samples ({ONLY_COUNTS})")
+                return Fault("reply.wrong-sums", f"{dotted(path)} counts {short_text(least)} samples ({ONLY_COUNTS})")
             label = str(path[-1]) if len(path) > 1 else ""
             sums[label] = sums.get(label, 0) + count
         for label, count in sums.items():
             counted = f"{name}.{label}".rstrip(".")
             if label in part.counted and self._labels == 1 and count != labels:
-                text = f"{counted} counts {shown(count)} samples, and the client has {labels}"
+                text = f"{counted} counts {short_text(count)} samples, and the client has {labels}"
                 return Fault("reply.wrong-sums", text)
             if part.kind == "total" and count > max(labels, part.largest or 0):
-                text = (
-                    f"{counted} counts {shown(count)}, and the client has {count_of(labels, 'sample')} ({ONLY_COUNTS})"
-                )
+                has = count_of(labels, "sample")
+                text = f"{counted} counts {short_text(count)}, and the client has {has} ({ONLY_COUNTS})"
                 return Fault("reply.wrong-sums", text)
         if missing := [label for label in part.counted if label not in sums]:
             return Fault("reply.wrong-sums", f"{name}.{missing[0]}".rstrip(".") + " counts no samples")
@@ -293,7 +292,7 @@ def _leaf_fault(leaf: Any, expected: Any) -> Fault | None:
         if expected <= leaf <= LARGEST_COUNT:
             return None
         limit = f"at least {expected}" if leaf < expected else f"at most {LARGEST_COUNT}"
-        return Fault("reply.wrong-integer", f"{shown(leaf)}, expected a count of {limit}")
+        return Fault("reply.wrong-integer", f"{short_text(leaf)}, expected a count of {limit}")
     if _leaf_kind(leaf) == _leaf_kind(expected) and (type(expected) is not int or isinstance(leaf, Tensor)):
         return None
     wanted = "count" if type(expected) is int else _leaf_kind(expected)
@@ -363,7 +362,7 @@ def _value_fault(leaf: Any, part: Reduction, largest: float, most: int) -> Fault
         limit = largest if part.kind == "total" else LARGEST_NUMBER
         if abs(leaf) <= limit:
             return None
-        return Fault("reply.out-of-range", f"is {shown(leaf)}, beyond {limit:.0e}")
+        return Fault("reply.out-of-range", f"is {short_text(leaf)}, beyond {limit:.0e}")
     if part.kind == "each":
         return None
     return Fault("reply.wrong-shape", f"is a {_leaf_kind(leaf)}, which has no {part.kind}")
@@ -389,7 +388,7 @@ def _tensor_fault(leaf: Tensor, part: Reduction, largest: float, most: int) -> F
 
 def _integer_fault(value: int, least: int, most: int) -> Fault:
     """Return the fault of a whole number outside of its range. Diverged training sends no such number."""
-    return Fault("reply.wrong-integer", f"holds the whole number {shown(value)}, outside {least}..{most}")
+    return Fault("reply.wrong-integer", f"holds the whole number {short_text(value)}, outside {least}..{most}")
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

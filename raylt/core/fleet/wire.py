@@ -1,6 +1,6 @@
 """Checks and conversions of the values that clients' processes and the server's process exchange.
 
-`plain` checks a reply and a private state in the client's process, `packed` turns their tensors into arrays, and
+`sendable` checks a reply and a private state in the client's process, `packed` turns their tensors into arrays, and
 `unpacked` checks the reply again in the server's process.
 
 A reply is a dict of tensors, numbers, texts and None, whose keys are texts or whole numbers. A private state is the
@@ -96,7 +96,7 @@ def room_for(model_bytes: int) -> int:
     return MIN_ROOM + 16 * model_bytes
 
 
-def plain(reply: Any, private: Tree, room: int) -> tuple[Reply | Unusable, Tree]:
+def sendable(reply: Any, private: Tree, room: int) -> tuple[Reply | Unusable, Tree]:
     """Return a reply and a private state on the CPU, in types that another process can read.
 
     Args:
@@ -149,12 +149,12 @@ def unpacked(sent: Any) -> Reply | Unusable:
 def _checked_fault(fault: Any) -> Fault:
     """Return a fault from a client's process with a known error code and a shortened text."""
     if type(fault) is not Fault:
-        return Fault("reply.not-sendable", shown(fault, 400))
+        return Fault("reply.not-sendable", short_text(fault, 400))
     known_code = type(fault.code) is str and fault.code in CODES
-    return Fault(fault.code if known_code else "reply.not-sendable", shown(fault.text, 400))
+    return Fault(fault.code if known_code else "reply.not-sendable", short_text(fault.text, 400))
 
 
-def shown(value: Any, length: int = 60) -> str:
+def short_text(value: Any, length: int = 60) -> str:
     """Return a name or value as text, shortened to one line for a message."""
     if type(value) is int and abs(value) >= 10**20:
         return f"a number of {value.bit_length()} bits"
@@ -166,7 +166,7 @@ def shown(value: Any, length: int = 60) -> str:
 
 def dotted(path: Path) -> str:
     """Return a path joined by dots, such as `model.encoder.weight`, shortened for a message."""
-    return shown(".".join(map(str, path)), 120)
+    return short_text(".".join(map(str, path)), 120)
 
 
 class _Walk:

@@ -6,7 +6,7 @@ import numpy as np
 
 from raylt.config import BENCHMARKS, DataConfig
 from raylt.data.images.cache import Stored, load
-from raylt.data.label_maps import class_counts, shown
+from raylt.data.label_maps import class_counts, present_classes
 from raylt.data.sources.arrays import Source
 from raylt.data.splits.long_tail import long_tail_subset
 from raylt.data.splits.partitions import partition
@@ -252,7 +252,7 @@ def _thinned(source: Source, pool: np.ndarray, config: DataConfig) -> tuple[np.n
             key="data.imbalance",
             value=config.imbalance,
         )
-    return pool, shown(source.y_train, classes)
+    return pool, present_classes(source.y_train, classes)
 
 
 def _check_classes(source: Source, labels: np.ndarray) -> None:

@@ -193,7 +193,7 @@ def read(path: Path) -> Artefact:
         CheckpointError: The file cannot be read, or `raylt export` did not write it.
     """
     try:
-        with safe_open(store.plain(path), framework="pt") as file:
+        with safe_open(store.plain_file(path), framework="pt") as file:
             text = (file.metadata() or {}).get(KEY, "")
             description = parse(text, path)
             tensors = {name: file.get_tensor(name) for name in [*file.keys()]}

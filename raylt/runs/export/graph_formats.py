@@ -69,7 +69,7 @@ def read(path: Path) -> GraphModel:
 
 def _read_pt2(path: Path) -> GraphModel:
     extra = {EXTRA: ""}
-    file = store.plain(path)
+    file = store.plain_file(path)
     if not zipfile.is_zipfile(file):
         raise unreadable(path, ValueError("it is not an archive"))
     store.check_archive(file)
@@ -100,7 +100,7 @@ def _read_onnx(path: Path) -> GraphModel:
             name="onnxruntime",
             path=str(path),
         ) from None
-    file = store.plain(path)
+    file = store.plain_file(path)
     has_hash = _check_hash(file)
     try:
         session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])

@@ -72,7 +72,7 @@ def _read(path: Path) -> ServedModel:
     The models are loaded first, so that errors name the user's path.
     """
     _models_in(path)
-    file = store.plain(path)
+    file = store.plain_file(path)
     card = card_of(path)
     text = store.read(card).decode("utf-8", "replace") if card.is_file() else f"# {path.name}\n"
     return ServedModel(path.name, file.read_bytes(), text)

@@ -203,7 +203,7 @@ def difference_text(row: Row, show: Callable[[float], str]) -> str:
     return text if row.difference.n == len(row.values) else f"{text} (n = {row.difference.n})"
 
 
-def shown(measure: str) -> Callable[[float], str]:
+def formatter(measure: str) -> Callable[[float], str]:
     """Return a function that formats a measure's values without unit: shares in percent, bytes in MiB."""
     digits = 1 if measure == "seconds" else 2
 
@@ -241,7 +241,7 @@ def difference_heading(claims: Sequence[Judged]) -> str:
 def claim_difference(judged: Judged, claims: Sequence[Judged]) -> str:
     """Return a claim's difference as text, with its unit if the claims have several."""
     measure = judged.claim.measure
-    text = margin(judged.difference.difference, shown(measure), sign=True)
+    text = margin(judged.difference.difference, formatter(measure), sign=True)
     several = len({unit_of_difference(each.claim.measure) for each in claims}) > 1
     return f"{text} {unit_of_difference(measure)}" if several else text
 
@@ -351,7 +351,7 @@ def _places(rows: Sequence[Key], comparisons: Sequence[Comparison], columns: Map
         measure = comparison.measure
         by_row = {(row.cell, row.arm): row.mean.estimate for row in comparison.rows if row.finished == len(row.values)}
         sign = 1 if measure_of(measure).higher else -1
-        show = shown(measure)
+        show = formatter(measure)
         for cell in dict.fromkeys(cell for cell, _ in rows):
             values = {
                 index: sign * float(show(by_row[key]))
@@ -474,7 +474,7 @@ def _figure_names(comparison: Comparison, spread: Spread) -> list[str]:
 
 
 def _figures(comparison: Comparison, row: Row, spread: Spread) -> list[str]:
-    show = shown(comparison.measure)
+    show = formatter(comparison.measure)
     deviation = "-" if row.sd is None else show(row.sd)
     optimism = "-" if row.optimism is None else show(row.optimism)
     return [
@@ -490,7 +490,7 @@ def _figures(comparison: Comparison, row: Row, spread: Spread) -> list[str]:
 def _mean_text(row: Row | None, measure: str, spread: Spread) -> str:
     if row is None:
         return "-"
-    show = shown(measure)
+    show = formatter(measure)
     if spread == "sd":
         return show(row.mean.estimate) + ("" if row.sd is None else f" ± {show(row.sd)}")
     return margin(row.mean, show)
@@ -534,7 +534,7 @@ def _reached_by(each: Reached) -> str:
 
 
 def _overall(comparison: Comparison) -> tuple[str, list[str], list[list[str]]]:
-    show = shown(comparison.measure)
+    show = formatter(comparison.measure)
     rows = []
     for each in comparison.overall:
         better = "-" if each.improvement is None else interval(each.improvement, lambda value: f"{value:.2f}")

@@ -29,6 +29,7 @@ from raylt.studies.report.comparison_tables import (
     difference_text,
     family,
     finished,
+    formatter,
     interval,
     margin,
     notes_of,
@@ -37,7 +38,6 @@ from raylt.studies.report.comparison_tables import (
     probability,
     scale,
     seeds_text,
-    shown,
     unit,
     within,
 )
@@ -148,7 +148,7 @@ def _state_counts(records: Sequence[RunRecord]) -> str:
 
 def _rows(comparison: Comparison) -> list[tuple[Any, ...]]:
     """Return the rows of a comparison with their figures formatted as text."""
-    show = shown(comparison.measure)
+    show = formatter(comparison.measure)
     return [
         (
             row,
@@ -179,7 +179,7 @@ def _claims(comparison: Comparison) -> list[tuple[Any, ...]]:
 
 def _overall(comparison: Comparison) -> list[tuple[str, str, str]]:
     """Return each arm with its interquartile mean and its probability of beating the reference arm."""
-    show = shown(comparison.measure)
+    show = formatter(comparison.measure)
     return [
         (
             each.arm,

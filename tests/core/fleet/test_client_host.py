@@ -10,7 +10,7 @@ from raylt.core.fleet import wire
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.reductions import each
-from raylt.core.fleet.wire import plain
+from raylt.core.fleet.wire import sendable
 from raylt.errors import RayltError
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedper import FedPer
@@ -60,7 +60,7 @@ def test_one_client_stays_however_large_it_is_and_results_are_the_same(tiny_task
 
 def test_what_is_sent_takes_no_larger_tensor_along():
     large = torch.arange(1000.0)
-    reply, private = plain(Reply(1.0, {"few": large[:2]}), {"model": {"one": large[5:6]}, "state": {}}, 10_000)
+    reply, private = sendable(Reply(1.0, {"few": large[:2]}), {"model": {"one": large[5:6]}, "state": {}}, 10_000)
     assert isinstance(reply, Reply)
     for part, values in ((reply.tree["few"], [0, 1]), (private["model"]["one"], [5])):
         assert part.tolist() == values

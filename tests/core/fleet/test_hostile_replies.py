@@ -12,7 +12,7 @@ from tiny import configure, make_experiment
 from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.core.client import Reply
 from raylt.core.fleet.reductions import mean
-from raylt.core.fleet.wire import Fault, Unusable, packed, plain, unpacked
+from raylt.core.fleet.wire import Fault, Unusable, packed, sendable, unpacked
 from raylt.errors import CODES
 
 
@@ -81,7 +81,7 @@ def test_a_reply_or_a_state_takes_no_more_than_its_room(where):
     small, large = {"x": torch.zeros(10)}, {"x": torch.zeros(10), "y": torch.zeros(16)}
     for tree, fits in ((small, True), (large, False)):
         reply, state = (Reply(1.0, tree), {}) if where == "reply" else (Reply(1.0, {}), tree)
-        sent, _ = plain(reply, state, room=100)  # bytes
+        sent, _ = sendable(reply, state, room=100)  # bytes
         assert isinstance(sent, Reply) == fits
     assert sent.fault.code == "reply.too-large"
 
@@ -122,7 +122,7 @@ def dicts_in_dicts(number):
     ids=["deep", "deeper", "64 bits", "65 bits", "name", "long name", "text", "long text", "names", "many names"],
 )
 def test_each_process_lets_names_and_texts_pass_up_to_their_limits(tree, code):
-    for checked in (plain(Reply(1.0, tree), {}, room=100)[0], unpacked(Reply(1.0, tree))):
+    for checked in (sendable(Reply(1.0, tree), {}, room=100)[0], unpacked(Reply(1.0, tree))):
         if code is None:
             assert checked == Reply(1.0, tree)
         else:
@@ -137,7 +137,7 @@ def test_a_process_that_sends_its_own_classes_sends_nothing_usable():
 
 
 def test_numbers_of_numpy_arrive_as_plain_ones():
-    reply, state = plain(Reply(np.float32(3), {"n": np.int64(5)}), {"m": np.float64(0.5)}, room=100)
+    reply, state = sendable(Reply(np.float32(3), {"n": np.int64(5)}), {"m": np.float64(0.5)}, room=100)
     arrived = unpacked(packed(reply, state)[0])
     values = arrived.weight, arrived.tree["n"], state["m"]
     assert values == (3.0, 5, 0.5)

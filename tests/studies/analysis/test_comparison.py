@@ -817,9 +817,9 @@ def test_the_table_over_cells_names_those_that_it_is_over():
 
 
 def test_seconds_have_a_decimal_and_no_zero_is_negative():
-    assert comparison_tables.shown("seconds")(0.26) == "0.3"
-    assert comparison_tables.shown("accuracy")(-0.00001) == "0.00"
-    assert comparison_tables.shown("accuracy")(-0.0002) == "-0.02"
+    assert comparison_tables.formatter("seconds")(0.26) == "0.3"
+    assert comparison_tables.formatter("accuracy")(-0.00001) == "0.00"
+    assert comparison_tables.formatter("accuracy")(-0.0002) == "-0.02"
 
 
 def test_differences_of_claims_have_units():
