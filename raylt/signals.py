@@ -49,6 +49,24 @@ def _handle(handler: Callable[..., None] | signal.Handlers) -> None:
 
 
 @contextmanager
+def handling_stops(handler: Callable[..., None]) -> Iterator[None]:
+    """Handle Ctrl-C, SIGTERM and SIGHUP by another function for the duration of the block.
+
+    Outside the main thread, where Python allows no handlers, the block runs with the handlers as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in STOPS}
+    _handle(handler)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
+@contextmanager
 def starting_ray() -> Iterator[None]:
     """Wrap the start of Ray, which replaces the handler of SIGTERM and whose processes inherit ignored signals.
 
@@ -96,8 +114,10 @@ def _guarded(stream: TextIO) -> TextIO:
     except io.UnsupportedOperation:  # an output in memory has no file descriptor
         return stream
     stream.flush()
+    output = _Output(handle, "w", closefd=False)
+    buffered = isinstance(stream.buffer, io.BufferedWriter)  # not with PYTHONUNBUFFERED
     return io.TextIOWrapper(
-        io.BufferedWriter(_Output(handle, "w", closefd=False)),
+        io.BufferedWriter(output) if buffered else output,
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

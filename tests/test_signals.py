@@ -23,11 +23,15 @@ sys.exit(int(sys.argv[2]))
 """
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_command_outlives_head_and_keeps_its_exit_code(tmp_path, code):
+def test_a_command_outlives_head_and_keeps_its_exit_code(tmp_path, code, unbuffered):
     done = tmp_path / "done"
     command = subprocess.Popen(
-        [sys.executable, "-c", PRINTS, done, str(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", PRINTS, done, str(code)],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert command.stdout is not None
     assert command.stderr is not None
@@ -36,6 +40,25 @@ def test_a_command_outlives_head_and_keeps_its_exit_code(tmp_path, code):
     command.stderr.close()
     assert command.wait(60) == code
     assert done.exists()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_unbuffered_output_appears_at_once(stream):
+    code = f"""
+import sys
+from raylt.signals import guard_output
+guard_output()
+print("half a line", end="", file=sys.{stream})
+sys.stdin.read()
+"""
+    command = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.PIPE,
+        **{stream: subprocess.PIPE},
+    )
+    assert getattr(command, stream).read(11) == b"half a line"
+    command.communicate(timeout=60)
 
 
 def test_help_ends_quietly_when_its_reader_closes_the_pipe():
