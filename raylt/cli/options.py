@@ -1,6 +1,7 @@
 """Options that several commands share, and helpers for printing."""
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,14 +41,16 @@ class _Started(Callback):
 
     folder: Path | None = None
     command = ""
+    options: Sequence[str] = ()
 
     def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
         self.folder = folder
-        self.command = "raylt resume"
+        self.command = "resume"
 
     def on_search_start(self, folder: Path, methods: Sequence[str], trials: int | None, at_once: int) -> None:
         self.folder = folder
-        self.command = "raylt tune --resume"
+        self.command = "tune"
+        self.options = ("--resume",)
 
 
 @contextmanager
@@ -60,7 +63,11 @@ def say_how_to_resume() -> Iterator[_Started]:
         if started.folder is None:
             err.print("stopped before it began; repeat the same command", soft_wrap=True)
         else:
-            err.print(f"stopped; continue with {started.command} {shlex.quote(str(started.folder))}", soft_wrap=True)
+            from raylt.registry import plugin_files
+
+            plugins = [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
+            words = ["raylt", started.command, *plugins, *started.options, str(started.folder)]
+            err.print(f"stopped; continue with {shlex.join(words)}", soft_wrap=True)
         raise SystemExit(STOPPED) from None
 
 
