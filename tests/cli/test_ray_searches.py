@@ -66,6 +66,24 @@ def test_a_search_with_a_scheduler_of_ray_leaves_its_tables_and_can_be_resumed(r
     assert ("pbt changed values" in again.out) == (folder / "pbt_global.txt").is_file()
 
 
+def test_an_interrupted_search_with_a_scheduler_of_ray_is_named(raylt, monkeypatch, tmp_path):
+    def interrupt(address, run):
+        run()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raylt.cli.searches.ray_tune._in_session", interrupt)
+    monkeypatch.setattr("tune.ray_tune.search.ray_search", lambda folder, plan, on_start: on_start())
+    monkeypatch.setattr("tune.ray_tune.search.resume_ray_search", lambda folder: None)
+    code, _, said = raylt("tune", *SETTINGS, RANGE, "--scheduler", "median", "--name", "s")
+    assert code == 130
+    assert said.endswith(f"stopped; continue with raylt tune --resume {tmp_path / 'runs/s'}\n")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/ray_search.json").write_text("{}")
+    code, _, said = raylt("tune", "--resume", tmp_path / "s")
+    assert code == 130
+    assert said.endswith(f"stopped; continue with raylt tune --resume {tmp_path / 's'}\n")
+
+
 def test_a_search_with_a_scheduler_of_ray_cannot_be_verified_and_verify_says_so(raylt, tmp_path):
     (tmp_path / "s").mkdir()
     (tmp_path / "s/ray_search.json").write_text("{}")

@@ -1,15 +1,19 @@
 """The table of trials of a search with one of Ray's schedulers."""
 
 import json
+import os
+import signal
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
+from ray import tune as ray_tune
 from refusals import refused
 
 from raylt.config import load
 from raylt.errors import CheckpointError, RayltError
-from tune.ray_tune.search import RaySearchPlan, _conclude, _opened, _searcher, ray_search, resume_ray_search
+from raylt.signals import STOPS
+from tune.ray_tune.search import RaySearchPlan, _conclude, _fit, _opened, _searcher, ray_search, resume_ray_search
 from tune.ray_tune.space import param_space
 
 
@@ -115,3 +119,42 @@ def test_the_folder_of_another_search_is_left_alone(tmp_path, monkeypatch):
     with refused("search.exists", CheckpointError, path=str(tmp_path)):
         ray_search(tmp_path, plan_of())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def handlers():
+    """Return the handlers of the signals that stop a command, and restore all signals that Tune handles."""
+    before = {number: signal.getsignal(number) for number in (*STOPS, signal.SIGUSR1)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: [signal.getsignal(number) for number in STOPS]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_a_search_after_tune_saved_it(ray_session, tmp_path, monkeypatch, handlers, number):
+    class Stopping(ray_tune.Callback):
+        def on_trial_result(self, iteration, trials, trial, result, **info):
+            os.kill(os.getpid(), number)
+
+    def endless(config):
+        while True:
+            ray_tune.report({"accuracy": 0.5})
+
+    monkeypatch.setenv("TUNE_DISABLE_SIGINT_HANDLER", "1")
+    before = handlers()
+    run_config = ray_tune.RunConfig(name="s", storage_path=str(tmp_path), verbose=0, callbacks=[Stopping()])
+    with pytest.raises(KeyboardInterrupt):
+        _fit(ray_tune.Tuner(endless, run_config=run_config))
+    assert handlers() == before
+    assert "RUNNING" in next((tmp_path / "s").glob("experiment_state-*.json")).read_text()
+
+
+def test_a_signal_stops_a_search_that_tune_has_not_begun(handlers):
+    def fit():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not stopped")
+
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    with pytest.raises(KeyboardInterrupt):
+        _fit(SimpleNamespace(fit=fit))

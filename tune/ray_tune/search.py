@@ -13,8 +13,10 @@ The search's folder is Tune's folder with some more files:
 
 import json
 import math
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired
@@ -32,6 +34,7 @@ from raylt.disk import file_errors, make
 from raylt.errors import CheckpointError, on_one_line
 from raylt.formatting import percent
 from raylt.hyper import Choice
+from raylt.signals import handling_stops
 from raylt.store import Folder
 from raylt.typed_json import as_json, closed
 from tune.plan import with_validation
@@ -123,12 +126,18 @@ class RaySearchResult:
     results: ray_tune.ResultGrid
 
 
-def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
+def ray_search(folder: Path, plan: RaySearchPlan, on_start: Callable[[], None] | None = None) -> RaySearchResult:
     """Run a search with a Ray scheduler in a new folder, in this process's Ray session.
+
+    Args:
+        folder: The search's folder.
+        plan: Settings of the search.
+        on_start: Function that is called when the search's folder is complete, so that the search can be resumed.
 
     Raises:
         CheckpointError: The folder exists.
         ConfigError: A trial does not fit into the cluster.
+        KeyboardInterrupt: A signal stopped the search.
         RayltError: No trial finished.
     """
     config, space = _opened(plan)
@@ -159,7 +168,31 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
     )
     with Folder.open(folder) as search_folder:
         search_folder.write(PLAN, json.dumps(asdict(plan), indent=1) + "\n")
-    return _conclude(folder, plan, tuner.fit())
+    if on_start is not None:
+        on_start()
+    return _conclude(folder, plan, _fit(tuner))
+
+
+def _fit(tuner: ray_tune.Tuner) -> ray_tune.ResultGrid:
+    """Run the trials of a search until they have ended.
+
+    Raises:
+        KeyboardInterrupt: A signal stopped the search, after Tune saved the state from which the search continues.
+    """
+    interrupted = threading.Event()
+
+    def interrupt(number: int, frame: Any) -> None:
+        save = signal.getsignal(signal.SIGUSR1)  # Tune's handler, which ends the search after its current step
+        if interrupted.is_set() or not callable(save):
+            raise KeyboardInterrupt
+        interrupted.set()
+        save(number, frame)
+
+    with handling_stops(interrupt):
+        results = tuner.fit()
+    if interrupted.is_set():
+        raise KeyboardInterrupt
+    return results
 
 
 def _make(folder: Path) -> None:
@@ -178,7 +211,7 @@ def resume_ray_search(folder: Path) -> RaySearchResult:
     plan = RaySearchPlan(**{**tree, "other_metrics": tuple(tree.get("other_metrics", ()))})
     config, _ = _opened(plan)
     tuner = ray_tune.Tuner.restore(str(folder), trainable(config, plan.parallel), resume_errored=True)
-    return _conclude(folder, plan, tuner.fit())
+    return _conclude(folder, plan, _fit(tuner))
 
 
 def _checkpoints(plan: RaySearchPlan, config: Config) -> ray_tune.CheckpointConfig:

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raylt.cli.options import Format, err, out, print_json
+from raylt.cli.options import Format, err, out, print_json, say_how_to_resume
 from raylt.config import Config
 from raylt.disk import check_name
 from raylt.errors import ConfigError, count_of
@@ -93,9 +93,11 @@ def search(
         )
         trials = "all trials of the grid" if plan.searcher == "grid" else count_of(plan.samples, "trial")
         err.print(f"search of {method} with Ray's {plan.scheduler}: {trials}, folder {target}", soft_wrap=True)
-        return ray_search(target, plan)
+        return ray_search(target, plan, lambda: started.on_search_start(target, [method], plan.samples, 0))
 
-    _show(_in_session(address, run), format)
+    with say_how_to_resume() as started:
+        result = _in_session(address, run)
+    _show(result, format)
 
 
 def resume(folder: Path, address: str | None, format: Format) -> None:
@@ -106,7 +108,10 @@ def resume(folder: Path, address: str | None, format: Format) -> None:
 
         return resume_ray_search(resolved_path(folder))
 
-    _show(_in_session(address, run), format)
+    with say_how_to_resume() as started:
+        started.on_search_start(folder, [], None, 0)
+        result = _in_session(address, run)
+    _show(result, format)
 
 
 def check_options(
@@ -176,7 +181,8 @@ def _in_session(address: str | None, run: Callable[[], "RaySearchResult"]) -> "R
     from actors.cluster.session import environment, session
     from tune.search import QUIET
 
-    variables = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_CHDIR_TO_TRIAL_DIR": QUIET["RAY_CHDIR_TO_TRIAL_DIR"]}
+    names = ("RAY_CHDIR_TO_TRIAL_DIR", "TUNE_DISABLE_SIGINT_HANDLER")
+    variables = {"RAY_AIR_NEW_OUTPUT": "0"} | {name: QUIET[name] for name in names}
     with environment({key: os.environ.get(key, value) for key, value in variables.items()}), session(address):
         return run()
 
