@@ -22,6 +22,7 @@ from actors.client import DeviceFull
 from actors.cluster import reaper
 from raylt.errors import ConfigError, RayltError, count_of
 
+QUIET_WAIT_S = 10.0  # Time to wait for room in the cluster before a note says so.
 CLUSTER_CHECK_S = 2.0  # Interval at which waiting code checks whether the cluster has become smaller.
 MAX_STARTS = 3  # Attempts to start the replacement of an actor.
 LOST = (RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError)  # None is a base class of another.
@@ -157,8 +158,14 @@ class ActorPool:
         """
         if self.group is None:
             return [list(range(actors))]
-        if not self.group.wait(self._start_timeout_s):
-            raise self._no_room_in_time(actors)
+        quiet_s = min(QUIET_WAIT_S, self._start_timeout_s)
+        if not self.group.wait(quiet_s):
+            self._note(
+                f"the cluster has no room yet for {count_of(actors, 'client actor')} of {self._size()}; waiting for at "
+                f"most {self._start_timeout_s:g} s"
+            )
+            if not self.group.wait(self._start_timeout_s - quiet_s):
+                raise self._no_room_in_time(actors)
         nodes = placement_group_table(self.group)["bundles_to_node_id"]
         by_node: dict[str, list[int]] = {}
         for bundle in range(actors):
@@ -254,11 +261,13 @@ class ActorPool:
                 f"the cluster has become smaller: no room for {slot.name}, continuing with {len(self)} client actors"
             )
 
+    def _size(self) -> str:
+        return f"{count_of(self._placement.cpus, 'CPU')} and {count_of(self._placement.gpus, 'GPU')}"
+
     def _no_room_in_time(self, actors: int) -> ConfigError:
         return ConfigError(
-            f"resources: {actors} client actors of {count_of(self._placement.cpus, 'CPU')} and "
-            f"{count_of(self._placement.gpus, 'GPU')} did not start within {self._start_timeout_s:g} s. Wait until the "
-            "cluster is free, or lower resources.actors.",
+            f"resources: {count_of(actors, 'client actor')} of {self._size()} did not start within "
+            f"{self._start_timeout_s:g} s. Wait until the cluster is free, or lower resources.actors.",
             code="cluster.busy",
             actors=actors,
             cpus=self._placement.cpus,

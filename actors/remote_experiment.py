@@ -42,7 +42,7 @@ class RemoteExperiment:
 
     Args:
         server: Handle of the `ServerActor`.
-        group: Ray's placement group of the client actors; None inside a trial.
+        opened: Reference to the result of its call `open`.
         notes: File with the run's notes.
         on_message: Function that is called with each new line of the notes.
         on_progress: Function that is called with the progress inside a round.
@@ -52,20 +52,21 @@ class RemoteExperiment:
     def __init__(
         self,
         server: Any,
-        group: Any,
+        opened: Any,
         notes: Path,
         on_message: OnMessage,
         on_progress: ProgressHook | None = None,
         on_items: ItemsHook | None = None,
     ):
         self._server = server
-        self._group = group
+        self._group: Any = None  # Ray's placement group of the client actors
         self._notes = notes
         self._on_message = on_message
         self._on_progress = on_progress
         self._on_items = on_items
         self._bytes_read = notes.stat().st_size if notes.is_file() else 0
         try:
+            self._group = self._wait(opened, show_progress=False)  # a killed run may have left its progress
             self.done: bool = _get(server.done.remote())
         except BaseException:
             self.close()
@@ -93,12 +94,13 @@ class RemoteExperiment:
         if self._group is not None:
             remove_placement_group(self._group)
 
-    def _wait(self, ref: Any) -> Any:
+    def _wait(self, ref: Any, show_progress: bool = True) -> Any:
         """Wait for a server call, and meanwhile show the server's notes and progress."""
         try:
             while not ray.wait([ref], timeout=NOTES_INTERVAL_S)[0]:
                 self._show_notes()
-                self._show_progress()
+                if show_progress:
+                    self._show_progress()
         finally:
             self._show_notes()
         return _get(ref)
@@ -146,12 +148,12 @@ def start_experiment(
     board = dashboard()
     hint = " (log in with the token that ray get-auth-token prints)" if board and cluster.token else ""
     on_message(f"{cluster}, {chosen.reasons['nodes']}; dashboard {board or 'off'}{hint}", minor=cluster.started)
-    server, group = _start_server(setup, task, folder, chosen)
-    return RemoteExperiment(server, group, folder / NOTES, on_message, on_progress, on_items)
+    server, opened = _start_server(setup, task, folder, chosen)
+    return RemoteExperiment(server, opened, folder / NOTES, on_message, on_progress, on_items)
 
 
 def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan) -> tuple[Any, Any]:
-    """Start the server actor and client actors; return the server actor and the clients' placement group."""
+    """Start the server actor, and call its `open`; return the actor and a reference to the call's result."""
     shipped = pack(setup)  # before anything starts, because it may raise
     shards = Shards.put(task.shards)
     test = ray.put(task.test)
@@ -177,8 +179,7 @@ def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan)
         ) from None
     # Ray does not resolve references inside lists, so the server does not receive the clients' data
     outline = ray.put(task.without_data())
-    group = _get(server.open.remote(shipped, outline, shards, [test], chosen.placement, name, folder))
-    return server, group
+    return server, server.open.remote(shipped, outline, shards, [test], chosen.placement, name, folder)
 
 
 def _get(ref: Any, timeout_s: float | None = None) -> Any:

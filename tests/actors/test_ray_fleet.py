@@ -324,9 +324,13 @@ def test_an_actor_that_cannot_start_is_one_line(make_fleet):
 
 
 def test_actors_without_room_are_named(make_fleet, monkeypatch):
+    notes = []
     monkeypatch.setattr("actors.fleet.START_TIMEOUT_S", 1)
+    monkeypatch.setattr("actors.actor_pool.QUIET_WAIT_S", 0.5)
+    monkeypatch.setattr("actors.fleet.RayFleet.note", lambda fleet, text: notes.append(text))
     with refused("cluster.busy", actors=1, cpus=99.0, gpus=0.0, timeout_s=1):
         make_fleet(configure(), 1, cpus=99.0)
+    assert notes == ["the cluster has no room yet for 1 client actor of 99 CPUs and 0 GPUs; waiting for at most 1 s"]
 
 
 def test_labels_say_whose_data_an_actor_holds(tiny_task):
