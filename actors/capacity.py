@@ -7,7 +7,7 @@ client actors. When a node is lost, Ray moves its reservations to nodes with roo
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raylt.config import Config, ResourcesConfig
@@ -81,20 +81,6 @@ class PlacementPlan:
     reasons: dict[str, str]
 
 
-def place(config: Config, clients: int, resources: Mapping[str, float]) -> Placement:
-    """Plan the client actors of a run on the summed resources of all nodes.
-
-    Args:
-        config: Configuration of the run.
-        clients: Number of clients, K.
-        resources: Resources as returned by `ray.cluster_resources()`.
-
-    Raises:
-        ConfigError: The settings ask for more resources than available.
-    """
-    return plan(config, clients, [Node(resources.get("CPU", 0.0), resources.get("GPU", 0.0))]).placement
-
-
 def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None = None) -> PlacementPlan:
     """Plan the client actors and the server of a run on the given nodes.
 
@@ -117,15 +103,19 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
     homes, client_labels, where = _homes(nodes, on_gpus)
     active = min(clients, math.ceil(federation.participation * (1 + federation.over_select) * clients - 1e-9))
     limits = [_limits(wanted, node, need) for node in homes]
+    hosts = where if where.startswith("all") else f"the {where}"
     slots = sum(node.count * min(each.values()) for node, each in zip(homes, limits, strict=True))
     if slots < 1:
+        largest = max(homes, key=lambda node: (min(node.gpus, _share_of(wanted)), node.cpus))
+        server = f" and the server {SERVER_GPUS:g} GPUs" if _share_of(wanted) > 1 else ""
         raise ConfigError(
-            f"resources: a client actor needs {_size(wanted)}, but the cluster has {_total(homes)}, not enough for "
-            "one. Lower resources.cpus_per_client or resources.gpus_per_client.",
+            f"resources: a client actor needs {_size(wanted)}{server}, but the largest of {hosts} has "
+            f"{_total([replace(largest, count=1)])}. Lower {_sizes(wanted)}.",
             code="cluster.too-small",
             slots=0,
         )
-    actors, why = _actors(wanted, clients, active, slots, homes)
+    have = f"{'the cluster has' if len(homes) == len(nodes) else f'{hosts} have'} {_total(homes)}"
+    actors, why = _actors(wanted, clients, active, slots, have)
     share = 0.0
     if on_gpus and any(node.gpus for node in homes):
         share = _gpu_share(wanted, homes, limits, actors)
@@ -264,8 +254,16 @@ def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
     return limits
 
 
-def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, homes: Sequence[Node]) -> tuple[int, str]:
-    """Return the number of client actors, and the reason for this number."""
+def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, have: str) -> tuple[int, str]:
+    """Return the number of client actors, and the reason for this number.
+
+    Args:
+        wanted: The settings.
+        clients: Number of clients, K.
+        active: Number of clients that a round asks.
+        slots: Number of client actors that fit.
+        have: A clause with the resources of the nodes that may run clients, for the error.
+    """
     if wanted.actors != "auto":
         actors = wanted.actors
         setting = f"actors = {wanted.actors}"
@@ -282,9 +280,8 @@ def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, home
     actors = min(actors, clients)
     if actors > slots:
         raise ConfigError(
-            f"resources.{setting}: {actors} client actors need {_size(wanted)} each, but the cluster has "
-            f"{_total(homes)}, enough for {slots}. {remedy}, or lower resources.cpus_per_client or "
-            "resources.gpus_per_client.",
+            f"resources.{setting}: {actors} client actors need {_size(wanted)} each, but {have}, enough for {slots}. "
+            f"{remedy}, or lower {_sizes(wanted)}.",
             code="cluster.too-small",
             actors=actors,
             slots=slots,
@@ -344,10 +341,19 @@ def _rounded(whole: float, parts: int) -> float:
     return math.floor(whole / parts * 1e4 + 1e-6) / 1e4
 
 
+def _share_of(wanted: ResourcesConfig) -> float:
+    """Return the GPUs that the settings ask for each client actor; 0 for `auto`, which asks for no minimum."""
+    return 0 if wanted.gpu_share == "auto" else wanted.gpu_share
+
+
 def _size(wanted: ResourcesConfig) -> str:
-    share = wanted.gpu_share
-    gpus = "its share of a GPU" if share == "auto" else count_of(share, "GPU")
-    return f"{count_of(wanted.cpus_per_client, 'CPU')} and {gpus}"
+    gpus = f" and {count_of(_share_of(wanted), 'GPU')}" if _share_of(wanted) else ""
+    return count_of(wanted.cpus_per_client, "CPU") + gpus
+
+
+def _sizes(wanted: ResourcesConfig) -> str:
+    """Return the settings that make client actors smaller."""
+    return "resources.cpus_per_client" + (" or resources.gpus_per_client" if _share_of(wanted) else "")
 
 
 def _total(nodes: Sequence[Node]) -> str:

@@ -14,7 +14,7 @@ from ray.util import remove_placement_group
 
 from actors.actor_pool import LOST
 from actors.by_value import pack
-from actors.capacity import PlacementPlan, nodes_of, place, plan
+from actors.capacity import PlacementPlan, nodes_of, plan
 from actors.cluster.session import Cluster, dashboard
 from actors.fleet import START_TIMEOUT_S
 from actors.probe import probe
@@ -139,7 +139,6 @@ def start_experiment(
         on_message(remark)
     config = setup.config
     clients = int((task.sizes > 0).sum())
-    place(config, clients, ray.cluster_resources())  # raises ConfigError if the whole cluster is too small
     nodes = nodes_of(ray.nodes())
     chosen = plan(config, clients, nodes)
     if config.resources.gpu_share == "auto" and 0 < chosen.placement.gpus < 0.5:

@@ -64,10 +64,13 @@ def test_memory_bounds_the_actors():
 
 
 def test_what_fits_nowhere_is_refused_before_anything_starts():
-    with refused("cluster.too-small", ConfigError, slots=0):
+    with refused("cluster.too-small", ConfigError, slots=0) as caught:
         planned("4x4cpu", 4, cpus_per_client=8)  # 16 CPUs in all, 4 on each node
-    with refused("cluster.too-small", ConfigError, actors=5, slots=4):
+    text = "needs 8 CPUs, but the largest of all nodes has 4 CPUs and 0 GPUs. Lower resources.cpus_per_client."
+    assert text in str(caught.value)
+    with refused("cluster.too-small", ConfigError, actors=5, slots=4) as caught:
         planned("server:1x8cpu,client:1x4cpu", 10, actors=5)
+    assert "but the nodes labelled role=client have 4 CPUs and 0 GPUs, enough for 4. " in str(caught.value)
 
 
 def test_room_counts_what_a_smaller_cluster_still_holds():

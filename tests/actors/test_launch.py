@@ -7,7 +7,7 @@ import ray
 from refusals import refused
 from tiny import configure
 
-from actors.capacity import SERVER_GPUS, Node, Placement, place, plan, room
+from actors.capacity import SERVER_GPUS, Node, Placement, plan, room
 from actors.cluster.session import Cluster, environment, session
 from actors.launch import open_experiment
 from raylt.config import Config
@@ -23,7 +23,7 @@ def placed(clients, cpus, gpus=0, participation=1.0, over_select=0.0, **resource
             "federation": {"participation": participation, "over_select": over_select},
         }
     )
-    return place(config, clients, {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {}))
+    return plan(config, clients, [Node(cpus, gpus)]).placement
 
 
 @pytest.mark.parametrize("clients", [10, 20])
@@ -120,7 +120,8 @@ def test_more_actors_than_clients_are_as_many_as_clients():
         ((3, 0), {"clients_per_actor": 5}, {"actors": 4, "slots": 3}, "Set resources.clients_per_actor=7"),
         ((2, 0), {"cpus_per_client": 4}, {"slots": 0}, "Lower resources.cpus_per_client"),
         ((8, 0), {"gpus_per_client": 0.5}, {"slots": 0}, "resources.gpus_per_client"),
-        ((8, 1), {"gpus_per_client": 2}, {"slots": 0}, "2 GPUs, but the cluster has 8 CPUs and 1 GPU,"),
+        ((8, 1), {"gpus_per_client": 2}, {"slots": 0}, "and 2 GPUs and the server 0.05 GPUs, but"),
+        ((8, 1), {"gpus_per_client": 2}, {"slots": 0}, "the largest of all nodes has 8 CPUs and 1 GPU. Lower"),
         ((64, 2), {"gpus_per_client": 0.25, "actors": 9}, {"actors": 9, "slots": 8}, "Set resources.actors=8"),
     ],
 )
@@ -146,7 +147,7 @@ def test_settings_that_do_not_fit_are_refused_before_anything_starts(monkeypatch
             left.append(address)
 
     monkeypatch.setattr("actors.launch.session", joined)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
     config = Config.model_validate({"method": "fedavg", "resources": {"actors": 5}})
     experiment = open_experiment(resolve(config), tiny_task, tmp_path, None)
     with refused("cluster.too-small", actors=5, slots=2), experiment:
