@@ -149,7 +149,7 @@ CODES: dict[str, str] = {
     "plugin.changed": "A run was made with another version of a plugin.",
     "plugin.failed": "A plugin's file or one of its functions raised an exception, or a function's result is unusable.",
     "plugin.missing": "A run was made with a plugin that is not registered.",
-    "plugin.name-taken": "A user's file has the name of a package of raylt.",
+    "plugin.name-taken": "A user's file or plugin has a name that belongs to another.",
     "plugin.no-method": "A file defines no method.",
     "plugin.not-importable": "The user's code does not import in another process.",
     "plugin.not-picklable": "A value cannot be sent to another process.",

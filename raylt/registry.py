@@ -29,8 +29,9 @@ from raylt.data.splits.partitions import PARTITIONS
 from raylt.errors import ConfigError, did_you_mean, spoken
 from raylt.methods import METHODS, make_method
 from raylt.models import LIBRARIES, MODELS, build
-from raylt.own_code.module_sources import PLUGIN
+from raylt.own_code.module_sources import PLUGIN, own_imports_of
 from raylt.own_code.plugin_file import run_plugin
+from raylt.typed_json import hash_json
 
 PluginKind = Literal["method", "model", "source", "augmentation", "partition", "schedule"]
 TABLES: dict[PluginKind, dict[str, Any]] = {
@@ -54,7 +55,7 @@ class Plugin:
         name: Name in a configuration.
         value: The method or the function.
         origin: Name of the plugin's file, the package with its version, or "value".
-        sha256: SHA-256 of the file with its source; None without a file (a notebook).
+        sha256: SHA-256 of its source, see `_source_hash`; None without a file (a notebook).
     """
 
     kind: PluginKind
@@ -261,8 +262,8 @@ def check_origins(recorded: list[dict[str, Any]], folder: Path) -> None:
             )
         if record["sha256"] and plugin.sha256 and plugin.sha256 != record["sha256"]:
             raise ConfigError(
-                f"{folder}: the run's {kind} {name!r} was another version ({origin}, SHA-256 "
-                f"{record['sha256'][:16]}, now {plugin.sha256[:16]}). Give the file of that version, or "
+                f"{folder}: the run's {kind} {name!r} was another version ({origin} or a file that it imports, "
+                f"SHA-256 {record['sha256'][:16]}, now {plugin.sha256[:16]}). Give the files of that version, or "
                 "start a new run.",
                 code="plugin.changed",
                 name=name,
@@ -316,8 +317,13 @@ def _place(value: Callable[..., Any]) -> tuple[str, str]:
 
 
 def _source_hash(module: ModuleType | None) -> str | None:
+    """Return the SHA-256 of a module's file; if it imports modules from its own folder, of the file and of these."""
     file = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else None
+    if module is None or not file or not Path(file).is_file():
+        return None
+    own = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    helpers = [[source.name, source.text] for source in own_imports_of(module)]
+    return hash_json([own, *helpers]) if helpers else own
 
 
 def _check_name(kind: PluginKind, name: str, key: str) -> None:

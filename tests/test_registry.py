@@ -20,6 +20,7 @@ from raylt.data.augment import color_jitter, crop_flip
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.models import build_model
+from raylt.own_code.plugin_file import run_plugin
 from raylt.registry import check_origins, load_plugin, origins, register, resolve
 from raylt.runs.export.export import export
 from raylt.studies.study import Study
@@ -93,6 +94,42 @@ def test_a_run_is_not_opened_without_its_plugin_nor_with_a_changed_one(shops, tm
         raylt.Run.open(folder).resume(fleet="local", quiet=True)
     with refused("plugin.changed", ConfigError):
         _ = raylt.Run.open(folder).task
+
+
+@pytest.mark.parametrize(
+    ("imports", "name"),
+    [
+        ("from near import SCALE", "near.py"),
+        ("import near", "near.py"),
+        ("def late():\n    import near", "near.py"),
+        ("import first", "near.py"),  # which imports it
+        ("import pack.near", "pack/near.py"),
+        ("from pack import near", "pack/near.py"),
+    ],
+)
+def test_the_hash_of_a_plugin_covers_the_files_that_it_imports(tmp_path, imports, name):
+    text = "import raylt\n{}\ndef scaled(classes, shape): ...\nraylt.register(scaled, kind='model')\n"
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "first.py").write_text("import near\n")
+    for file in ("near.py", "pack/near.py", "other.py"):
+        (tmp_path / file).write_text("SCALE = 1\n")
+    hashes = []
+    for changed in (None, name, "other.py"):
+        if changed:
+            (tmp_path / changed).write_text("SCALE = 2\n")
+        file = tmp_path / "own.py"
+        file.write_text(text.format(imports))
+        hashes += [registry._source_hash(run_plugin(file))]
+        for module in ("near", "first", "pack", "pack.near"):
+            sys.modules.pop(module, None)
+    before, with_changed_import, with_other_change = hashes
+    assert before != with_changed_import == with_other_change
+
+
+def test_the_hash_of_a_plugin_without_imports_of_its_own_is_that_of_its_file(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("import json\nimport raylt\n")
+    assert registry._source_hash(run_plugin(file)) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_a_study_is_not_read_without_the_plugin_of_an_arm_which_is_named(shops, tmp_path):
@@ -174,7 +211,7 @@ def test_a_partial_function_is_recorded_with_the_file_of_its_function(tmp_path):
         assert raylt.register(functools.partial(net, 3), "narrow", kind="model") == "narrow"
         raylt.register(functools.partial(net, 4), "narrow", kind="model")  # the same function again
         plugin = registry._plugins["model", "narrow"]
-        assert plugin.sha256 == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        assert plugin.sha256 == registry._source_hash(sys.modules[__name__])
         assert raylt.register(functools.partial(net, 5), kind="model") == "net"
     finally:
         for name in ("narrow", "net"):

@@ -58,15 +58,32 @@ def sources_of(module: ModuleType) -> list[Source]:
     process has loaded from that folder. Modules from other folders must be importable in every process.
     """
     folder = own_folder(module)
-    if folder is None:
+    if folder is None or module.__name__ == "__main__":
         return []
-    sources: dict[str, Source] = {}
     loaded = [
         (name, other)
         for name, other in list(sys.modules.items())
         if _in_folder(other, folder) and name == other.__name__ and name != "__main__"
     ]
-    waiting = [_source(name, Path(str(other.__file__)), other) for name, other in [(module.__name__, module), *loaded]]
+    modules = [(module.__name__, module), *loaded]
+    return with_imports(folder, [_source(name, Path(str(other.__file__)), other) for name, other in modules])
+
+
+def own_imports_of(module: ModuleType) -> list[Source]:
+    """Return the sources of the modules that a user's module or script imports from its own folder, directly or not.
+
+    They are sorted by name. `importlib.import_module` does not count as an import.
+    """
+    folder = own_folder(module)
+    if folder is None:
+        return []
+    own = _source(module.__name__, Path(str(module.__file__)), module)
+    return sorted((source for source in with_imports(folder, [own]) if source is not own), key=lambda each: each.name)
+
+
+def with_imports(folder: Path, waiting: list[Source | None]) -> list[Source]:
+    """Return the given sources, and those of the modules in a folder that they import, directly or not."""
+    sources: dict[str, Source] = {}
     while waiting:
         source = waiting.pop()
         if source is None or source.name in sources:
@@ -82,7 +99,7 @@ def own_folder(module: ModuleType) -> Path | None:
     For a module in a package, it is the folder that contains the package.
     """
     file = getattr(module, "__file__", None)
-    if not file or module.__name__ == "__main__" or module.__name__.partition(".")[0] in OWN_PACKAGES:
+    if not file or module.__name__.partition(".")[0] in OWN_PACKAGES:
         return None
     path = Path(_real(file))
     if path.suffix != ".py" or str(path).startswith(_installed()) or not INSTALLED.isdisjoint(path.parts):
@@ -133,7 +150,7 @@ def _source_in(folder: Path, name: str) -> Source | None:
     top = name.partition(".")[0]
     if top in OWN_PACKAGES or top in sys.builtin_module_names:
         return None
-    if not _is_from(top, folder):
+    if not is_imported_from(top, folder):
         return None
     path = folder.joinpath(*name.split("."))
     for file in (path / "__init__.py", path.with_name(path.name + ".py")):
@@ -142,12 +159,12 @@ def _source_in(folder: Path, name: str) -> Source | None:
     return Source(name, str(path / "__init__.py"), "", True) if path.is_dir() else None  # a namespace package
 
 
-def _is_from(top: str, folder: Path) -> bool:
+def is_imported_from(top: str, folder: Path) -> bool:
     """Return whether this process imports a top-level module from the folder."""
-    return any(path and Path(path).resolve().is_relative_to(folder) for path in _paths_of(top))
+    return any(path and Path(path).resolve().is_relative_to(folder) for path in paths_of(top))
 
 
-def _paths_of(top: str) -> list[str]:
+def paths_of(top: str) -> list[str]:
     """Return the file of a top-level module, or the folders of a package."""
     module = sys.modules.get(top)
     if module is not None:

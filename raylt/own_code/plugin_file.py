@@ -10,7 +10,15 @@ from types import ModuleType
 from raylt import store
 from raylt.disk import is_file
 from raylt.errors import CheckpointError, ConfigError, user_fault, without_remedy
-from raylt.own_code.module_sources import OWN_PACKAGES, PLUGIN, Source, SourceLoader, imported_names
+from raylt.own_code.module_sources import (
+    PLUGIN,
+    Source,
+    SourceLoader,
+    imported_names,
+    is_imported_from,
+    paths_of,
+    with_imports,
+)
 
 MAX_BYTES = 16 * store.MIB
 
@@ -25,15 +33,15 @@ def run_plugin(file: Path) -> ModuleType:
     """
     source = _read(file)
     name = source.name
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # a plugin may import files next to it, as a script may
     _check_imports(file, source)
     spec = importlib.util.spec_from_loader(name, SourceLoader(source))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # pickle looks up the module's classes there
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # a plugin may import files next to it, as a script may
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -75,14 +83,22 @@ def _read(file: Path) -> Source:
 
 
 def _check_imports(file: Path, source: Source) -> None:
-    """Raise ConfigError if a file next to the plugin has the name of a raylt package that the plugin imports."""
-    for package in OWN_PACKAGES:
-        neighbour = file.with_name(f"{package}.py")
-        if is_file(neighbour) and file.stem != package and package in imported_names(source):
+    """Raise ConfigError if the plugin, or a file next to it, imports a neighbour's name that Python finds elsewhere.
+
+    The name may belong to a package of raylt, to an installed module, or to a file next to another plugin. Names of
+    Python's own modules do not count, since an import of these rarely means a neighbour.
+    """
+    folder = file.resolve().parent
+    for each in with_imports(folder, [source]):
+        for name in dict.fromkeys(dotted.partition(".")[0] for dotted in imported_names(each)):
+            neighbour = next(filter(is_file, (folder / name / "__init__.py", folder / f"{name}.py")), None)
+            elsewhere = None if is_imported_from(name, folder) else next(filter(None, paths_of(name)), None)
+            if neighbour in (None, file.resolve()) or elsewhere is None or name in sys.stdlib_module_names:
+                continue
             raise ConfigError(
-                f"{neighbour}: the file has the name of raylt's package {package}, so `import {package}` in "
-                f"{file.name} would import the package. Rename the file.",
+                f"{neighbour}: `import {name}` in {Path(each.file).name} would import another module of this name "
+                f"({elsewhere}). Rename the file.",
                 code="plugin.name-taken",
                 path=str(neighbour),
-                name=package,
+                name=name,
             )

@@ -217,11 +217,17 @@ def test_a_module_that_does_not_import_elsewhere_is_named_with_its_line(tmp_path
     assert caught.value.details["cause"].startswith(cause)
 
 
-def test_a_plugin_whose_neighbour_is_named_as_a_package_of_raylt_is_refused(tmp_path):
-    (tmp_path / "tune.py").write_text("RANGE = 3\n")
-    (tmp_path / "own.py").write_text("import tune\n" + METHOD % "return tune.RANGE")
-    with refused("plugin.name-taken", ConfigError, path=str(tmp_path / "tune.py"), name="tune"):
-        load_plugin(tmp_path / "own.py")
+@pytest.mark.parametrize("taken", ["tune", "yaml", "helper"])
+def test_a_plugin_whose_neighbour_has_the_name_of_another_module_is_refused(tmp_path, taken):
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper.py").write_text("RANGE = 3\n")
+    plugin(tmp_path / "first", "import helper\n" + METHOD % "return helper.RANGE")
+    neighbour = tmp_path / "second" / f"{taken}.py"
+    neighbour.write_text("RANGE = 3\n")
+    (tmp_path / "second" / "own.py").write_text(f"import {taken}\n" + METHOD % f"return {taken}.RANGE")
+    with refused("plugin.name-taken", ConfigError, path=str(neighbour), name=taken):
+        load_plugin(tmp_path / "second" / "own.py")
 
 
 @pytest.mark.parametrize(
