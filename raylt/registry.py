@@ -11,7 +11,7 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -220,6 +220,16 @@ def origins(config: Config) -> list[dict[str, str | None]]:
     """Return the records of the plugins that a configuration names."""
     named = _named(config)
     return [plugin.record() for key, plugin in _plugins.items() if key in named]
+
+
+def other_version(recorded: Mapping[str, str]) -> str | None:
+    """Return the first of the recorded plugins whose source has changed, or None.
+
+    Args:
+        recorded: SHA-256 of plugins by kind and name ("method mine"). Those that are not registered do not count.
+    """
+    current = {f"{kind} {name}": plugin.sha256 for (kind, name), plugin in _plugins.items()}
+    return next((name for name, sha256 in recorded.items() if current.get(name) not in (None, sha256)), None)
 
 
 def _named(config: Config) -> set[tuple[PluginKind, str]]:

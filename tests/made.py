@@ -79,15 +79,18 @@ def write_run(
     done: bool = True,
     code: str | None = None,
     finish: float | None = None,
+    plugin: str | None = None,
 ) -> None:
     """Write a run folder with one round for each accuracy, and a summary if it is done.
 
     Args:
         split: runs with different numbers have different splits.
         finish: accuracy after the last phase, which follows the last round.
+        plugin: hash of a model "own" that a plugin brought.
     """
+    origins = [] if plugin is None else [{"kind": "model", "name": "own", "origin": "own.py", "sha256": plugin}]
     drawn = Split((np.array([split]),), "0" * 64, "digits", 1.0, "iid", 0.5, 0)
-    with Journal.create(folder, plan.config, drawn, {"training images": "1" * 64}) as journal:
+    with Journal.create(folder, plan.config, drawn, {"training images": "1" * 64}, origins) as journal:
         made = {"code": code or provenance.code_sha256(), "torch": "2"}
         (folder / "provenance.jsonl").write_text(json.dumps(made) + "\n")
         for step, value in enumerate(accuracies, 1):

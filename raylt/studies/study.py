@@ -24,7 +24,7 @@ from raylt.disk import exists, folder_path, is_file
 from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, describe_error, quoted, spoken, type_name
 from raylt.metrics import GROUPS
 from raylt.notebook import html_table, later
-from raylt.registry import check_origins
+from raylt.registry import check_origins, other_version
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import observer
 from raylt.runs.folder import provenance
@@ -729,7 +729,7 @@ class Study:
         ]
 
     def _check_runs(self, mix_versions: bool) -> None:
-        """Check that no run is damaged, and that all runs were made by one version of the code.
+        """Check that no run is damaged, and that all runs were made by one version of the code and of each plugin.
 
         With `mix_versions`, several versions are accepted.
         """
@@ -746,6 +746,15 @@ class Study:
                     code="study.other-code",
                     path=record.folder,
                     codes=list(codes),
+                )
+            plugin = other_version(record.made.get("plugins", {}))
+            if not mix_versions and plugin is not None:
+                raise CheckpointError(
+                    f"{record.folder}: was made by another version of your {plugin}. Continue with "
+                    f"{spoken('--mix-versions', 'mix_versions=True')}, or give the study another name to start again.",
+                    code="study.other-code",
+                    path=record.folder,
+                    plugin=plugin,
                 )
 
 

@@ -22,6 +22,7 @@ from raylt.studies.records.record import RunRecord
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+CODE = "code"  # condition that versions of raylt differ in; "code of method NAME" for those of a plugin
 _PASSES = (
     "epochs",
     "steps",
@@ -418,9 +419,10 @@ def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str
                 codes=list(codes),
             )
         for name, condition in _conditions(record).items():
-            if name in decided.get(record.arm, ()) or (name == "code" and mix_versions):
+            is_code = name.startswith(CODE)
+            if name in decided.get(record.arm, ()) or (is_code and mix_versions):
                 continue
-            scope = {"split": f"{record.cell}\0{record.seed}", "code": ""}.get(name, record.cell)
+            scope = "" if is_code else f"{record.cell}\0{record.seed}" if name == "split" else record.cell
             other, expected = first.setdefault((name, scope), (record, condition))
             if condition != expected:
                 raise _not_comparable(record, other, name)
@@ -435,7 +437,8 @@ def _conditions(record: RunRecord) -> dict[str, str]:
         "budget": _budget(config),
         "optimiser": _optimiser(config),
         "evaluation": _evaluation(config),
-        "code": record.made.get("codes", ["unknown"])[0][:12],
+        CODE: record.made.get("codes", ["unknown"])[0][:12],
+        **{f"{CODE} of {plugin}": sha256[:12] for plugin, sha256 in record.made.get("plugins", {}).items()},
     }
 
 
@@ -482,7 +485,7 @@ def _not_comparable(record: RunRecord, other: RunRecord, name: str) -> Checkpoin
     return CheckpointError(
         f"{record.folder} and {other.folder}: {name} differs ({_parts_only_in(condition, condition_of_other)}; "
         f"{_parts_only_in(condition_of_other, condition)}). {remedy}"
-        f"{mixed if name == 'code' else ''}.",
+        f"{mixed if name.startswith(CODE) else ''}.",
         code="study.not-comparable",
         paths=[record.folder, other.folder],
         condition=name,
@@ -495,9 +498,17 @@ def _parts_only_in(condition: str, other: str) -> str:
 
 
 def _versions(done: Sequence[RunRecord]) -> list[str]:
-    """Return a line for each version of the code with the number of runs it made; no lines for a single version."""
+    """Return a line for each version of the code with the number of runs it made; no lines for a single version.
+
+    Versions of a plugin follow in the same way.
+    """
     made = Counter(" and ".join(code[:12] for code in record.made.get("codes", ["unknown"])) for record in done)
-    return [f"{code}: {count_of(runs, 'run')}" for code, runs in made.items()] if len(made) > 1 else []
+    lines = [f"{code}: {count_of(runs, 'run')}" for code, runs in made.items()] if len(made) > 1 else []
+    own = Counter(plugin for record in done for plugin in record.made.get("plugins", {}).items())
+    several = Counter(name for name, _ in own)
+    return lines + [
+        f"{name} {sha256[:12]}: {count_of(runs, 'run')}" for (name, sha256), runs in own.items() if several[name] > 1
+    ]
 
 
 def _unsealed(done: Sequence[RunRecord]) -> list[str]:

@@ -202,9 +202,14 @@ def _counts(record: RunRecord, measure: str, at: At) -> bool:
 
 
 def _versions(finished: Mapping[str, Sequence[RunRecord]]) -> list[str]:
-    """Return a line with the number of versions of the code, for each study whose runs have several."""
-    codes = {name: {code for run in done for code in run.made.get("codes", ())} for name, done in finished.items()}
-    return [f"{name}: {len(each)} versions" for name, each in codes.items() if len(each) > 1]
+    """Return a line with the number of versions of the code, or of a plugin, for each study whose runs have several."""
+    versions: dict[tuple[str, str], set[str]] = {}
+    for name, done in finished.items():
+        for run in done:
+            versions.setdefault((name, ""), set()).update(run.made.get("codes", ()))
+            for plugin, sha256 in run.made.get("plugins", {}).items():
+                versions.setdefault((name, f" of {plugin}"), set()).add(sha256)
+    return [f"{name}: {len(each)} versions{what}" for (name, what), each in versions.items() if len(each) > 1]
 
 
 def _unsealed(finished: Mapping[str, Sequence[RunRecord]]) -> list[str]:

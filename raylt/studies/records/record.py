@@ -46,7 +46,7 @@ Printable = Annotated[str, AfterValidator(printable)]
 
 
 def _with_codes(made: dict[str, Any]) -> dict[str, Any]:
-    """Check that the code hashes in a record's provenance are strings, and return the provenance."""
+    """Check that the hashes of code and plugins in a record's provenance are strings, and return the provenance."""
     codes = made.get("codes", ["unknown"])
     if (
         not isinstance(codes, list)
@@ -54,6 +54,11 @@ def _with_codes(made: dict[str, Any]) -> dict[str, Any]:
         or not all(isinstance(code, str) and code.isprintable() for code in codes)
     ):
         raise ValueError("has codes that are not a list of hashes")
+    plugins = made.get("plugins", {})
+    if not isinstance(plugins, dict) or not all(
+        isinstance(text, str) and text.isprintable() for text in [*plugins, *plugins.values()]
+    ):
+        raise ValueError("has plugins that are not names with hashes")
     return made
 
 
@@ -95,7 +100,7 @@ class RunRecord:
             "validation" (accuracy on the validation samples), the cumulative "up", "down" (bytes) and "seconds", and
             client figures by measure. Values are None in rounds without an evaluation.
         made: Provenance of the last process that worked on the run, see provenance.py. "codes" lists the code hashes of
-            all processes.
+            all processes; "plugins" has the hash of each plugin in a file, by kind and name, if there are any.
         by_client: Accuracies of the clients from the last evaluation, by kind and client id; None for clients that were
             not evaluated.
         error: Code of the error that ended a failed run, see `raylt.errors.CODES`; None if it had no code.
@@ -174,7 +179,7 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
         config = files.config()
         fields["config"] = config.model_dump(mode="json")
         fields["planned_steps"] = config.federation.rounds
-        fields["made"] = _made(folder)
+        fields["made"] = _made(files)
         lines = files.lines()
         fields["curve"] = _curve(lines.reports)
         fields["steps"] = len(lines.reports)
@@ -239,13 +244,15 @@ def _recorded_failure(file: Path) -> tuple[str, str | None] | None:
     return on_one_line(message), on_one_line(code) or None
 
 
-def _made(folder: Path) -> dict[str, Any]:
-    lines = provenance.read(folder)
+def _made(files: Files) -> dict[str, Any]:
+    lines = provenance.read(files.path)
     if not lines:
         return {}
     hidden = provenance.LINKS | {provenance.START}
     last = {key: value for key, value in lines[-1].items() if key not in hidden}
-    return last | {"codes": sorted({str(line.get("code")) for line in lines})}
+    plugins = {f"{each['kind']} {each['name']}": each["sha256"] for each in files.plugins() if each["sha256"]}
+    codes = {"codes": sorted({str(line.get("code")) for line in lines})}
+    return last | codes | ({"plugins": plugins} if plugins else {})
 
 
 def _curve(reports: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -6,8 +6,8 @@ unsealed. `seal_results` adds seals to those records in such a file whose summar
 
 `results/NAME.json`, next to a study's file, stores the study's finished and diverged runs in the same format. Finished
 runs count as done, so the study carries out only the others. A recorded run counts if it is done, has the planned
-settings including tuned values, and was made by the same code, unless versions may be mixed. The study's folder stores
-the runs that it took in recorded.json.
+settings including tuned values, and was made by the same code and plugins, unless versions may be mixed. The study's
+folder stores the runs that it took in recorded.json.
 """
 
 import json
@@ -24,6 +24,7 @@ from raylt.config import Config, DataConfig, check, completed
 from raylt.data.task import build_task
 from raylt.disk import exists
 from raylt.errors import CheckpointError, ConfigError, DataError, one_line, spoken
+from raylt.registry import other_version
 from raylt.runs.folder import provenance
 from raylt.runs.folder.reader import Files
 from raylt.runs.folder.summary import check_figures
@@ -266,7 +267,8 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
         plan = plans.get(_key(record))
         if record.state != "done" or plan is None:
             continue
-        if not mix_versions and record.made.get("codes") != [current]:
+        same_code = record.made.get("codes") == [current] and other_version(record.made.get("plugins", {})) is None
+        if not mix_versions and not same_code:
             other_code.append(record)
         elif differing := _differences(record, plan):
             other_settings.append((record, differing))

@@ -11,8 +11,10 @@ from made import write_run
 from refusals import refused
 
 import raylt
+from raylt import registry
 from raylt.cli.main import app
 from raylt.errors import CheckpointError
+from raylt.registry import Plugin
 from raylt.runs.callbacks.base import Callback
 from raylt.studies.analysis.ranking import rank
 from raylt.studies.definition import define, read_definition
@@ -35,11 +37,13 @@ TINY = {
 STUDIES = Path(__file__).parents[3] / "studies"
 
 
-def kept(tmp_path, tree=TINY, out="first", code=None):
-    """Return a study whose runs are all done by a version of the code, and the file of its record."""
+def kept(tmp_path, tree=TINY, out="first", code=None, plugin=None):
+    """Return a study whose runs are all done by a version of the code and a plugin, and the file of its record."""
     study = Study.create(define(tree), tmp_path / out)
     for number, plan in enumerate(study.planned):
-        write_run(study.folder / plan.folder, plan, [min(1.0, 0.5 + number**2 / 20)], code=code, split=plan.seed)
+        write_run(
+            study.folder / plan.folder, plan, [min(1.0, 0.5 + number**2 / 20)], plan.seed, code=code, plugin=plugin
+        )
     record = tmp_path / "results" / "tiny.json"
     study.run(record_file=record, mix_versions=True)
     return study, record
@@ -110,6 +114,25 @@ def test_runs_of_other_code_are_skipped_unless_allowed_and_tables_say_so(tmp_pat
     assert "000000000000: 4 runs" in comparison_table(comparison).markdown()
     with refused("study.other-code", CheckpointError):
         Study.create(define(TINY), tmp_path / "third").run()
+
+
+def test_runs_of_another_version_of_a_plugin_are_not_mixed(tmp_path, monkeypatch):
+    monkeypatch.setitem(registry._plugins, ("model", "own"), Plugin("model", "own", None, "own.py", "1" * 64))
+    before, record = kept(tmp_path, plugin="0" * 64)
+    with refused("study.other-code", CheckpointError, plugin="model own"):
+        before.run()
+    study = Study.create(define(TINY), tmp_path / "second", record)
+    assert {each.state for each in study.records} == {"missing"}
+    assert "4 recorded runs" in study.recorded.passed_over[0]
+    study = Study.create(define(TINY | {"seeds": 3}), tmp_path / "third", record, mix_versions=True)
+    for plan in study.planned[4:]:
+        write_run(study.folder / plan.folder, plan, [0.9], split=plan.seed, plugin="1" * 64)
+    assert study.run(mix_versions=True) == []
+    with refused("study.not-comparable", CheckpointError, condition="code of model own"):
+        study.compare()
+    comparison = study.compare(mix_versions=True)
+    assert comparison.versions == ["model own 000000000000: 4 runs", "model own 111111111111: 2 runs"]
+    assert rank({"tiny": study.records}).versions == ["tiny: 2 versions of model own"]
 
 
 def test_runs_with_other_settings_are_passed_over_by_name(tmp_path):
