@@ -19,6 +19,7 @@ from raylt.core.report import Fraction
 from raylt.disk import exists
 from raylt.errors import CheckpointError
 from raylt.methods import make_method
+from raylt.registry import check_origins
 from raylt.runs.folder.reader import Files
 from raylt.store import Folder
 from raylt.studies.running.tuning import MOST_SPLITS, Count, Metric
@@ -253,9 +254,10 @@ class TrialRecord:
                 raise _changed_scores(path, step, "does not match the step's metrics")
 
     def _read_split(self, folder: Path, split: int) -> list[dict[str, Any]]:
-        """Check the run folder of a trial on one split, and return its reports."""
+        """Check the run folder of a trial on one split and the versions of its plugins, and return its reports."""
         path = split_folder(folder, split)
         files = Files(path)
+        check_origins([{**plugin} for plugin in files.plugins()], path)
         recorded = files.config()
         # `recorded` includes settings that were derived from the data
         if followed(on_split(self.config, split), recorded) != recorded:

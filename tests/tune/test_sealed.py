@@ -9,6 +9,7 @@ from test_search import small_search
 from raylt import Run
 from raylt.config import Config
 from raylt.errors import RayltError
+from raylt.registry import load_plugin
 from raylt.store import Folder
 from tune import resume
 from tune.records import TrialRecord, append_trial
@@ -273,3 +274,20 @@ def test_verify_checks_trials_that_have_not_ended(interrupted):
     assert damaged(interrupted) == []
     (interrupted / "trials/fedprox-000/model.safetensors").write_bytes(b"")
     assert damaged(interrupted) == ["trials/fedprox-000/model.safetensors"]
+
+
+def test_a_search_does_not_continue_with_another_version_of_a_plugin(tmp_path, no_guests):
+    file = tmp_path / "own.py"
+    text = (
+        "from torch import nn\nimport raylt\ndef own(classes, shape):\n    encoder = nn.Sequential(nn.Flatten(), "
+        "nn.Linear(64, 8))\n    return raylt.SplitModel(encoder, 8, classes)\nraylt.register(own, kind='model')\n"
+    )
+    file.write_text(text)
+    load_plugin(file)
+    folder = small_search(tmp_path, "federation.rounds=1", "model=own", samples=1, scheduler="none").folder
+    assert len(resume(folder, fleet="local").trials) == 1
+    file.write_text(text + "# another\n")
+    load_plugin(file)
+    check_refused(folder, "the run's model 'own' was another version")
+    (folder / "trials.jsonl").write_text("")  # as after a kill
+    check_refused(folder, "the run's model 'own' was another version")
