@@ -94,6 +94,8 @@ def starting_ray() -> Iterator[None]:
 def guard_output() -> None:
     """Discard output to a pipe that its reader has closed, and report other output that cannot be written.
 
+    Characters that the output's encoding lacks, such as those of a folder's name, are written as escape sequences.
+
     With a closed pipe, the command continues and ends with its own exit code. The same holds for closed standard
     streams (`>&-`), whose file descriptors would otherwise be reused for the first files that the command opens.
     """
@@ -107,7 +109,10 @@ def guard_output() -> None:
 
 
 def _guarded(stream: TextIO) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper) or stream.isatty():  # the output of a notebook, or a terminal
+    if not isinstance(stream, io.TextIOWrapper):  # the output of a notebook
+        return stream
+    stream.reconfigure(errors="backslashreplace")
+    if stream.isatty():
         return stream
     try:
         handle = stream.fileno()

@@ -82,6 +82,15 @@ def test_output_that_cannot_be_written_is_said_in_a_line(tmp_path, words):
     assert done.returncode == 1
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_name_that_the_output_cannot_encode_is_escaped(tmp_path, encoding):
+    command = [sys.executable, "-m", "raylt", "new", "method", tmp_path / "\u2603"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "\\u2603" in done.stdout
+
+
 @pytest.mark.parametrize("closed", [[1], [2], [0, 1, 2]])
 def test_a_command_without_output_opens_its_files_elsewhere(tmp_path, closed):
     code = """
