@@ -293,7 +293,7 @@ def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcom
     """Load the recorded outcomes of searches with unchanged settings, so that these searches need not run again.
 
     Unless versions may be mixed, no outcome is loaded if this version of the code made none of the recorded runs, since
-    then another version also made the searches.
+    then another version also made the searches. The same holds for an arm if another version of a plugin made its runs.
 
     Raises:
         CheckpointError: The file exists but cannot be read.
@@ -305,6 +305,8 @@ def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcom
     if not mix_versions and not any(record.made.get("codes") == [current] for record in records):
         return {}
     planned = {(cell, arm) for cell in definition.all_cells for arm in definition.arms_of(cell)}
+    if not mix_versions:
+        planned -= {(each.cell, each.arm) for each in records if other_version(each.made.get("plugins", {}))}
     versions = _versions(records)
     outcomes: Outcomes = {}
     for cell, arms in tuned.items():

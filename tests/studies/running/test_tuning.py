@@ -10,13 +10,17 @@ from made import write_run
 from refusals import refused
 
 import raylt
+from raylt import registry
 from raylt.cli.main import app
 from raylt.config import load, settings
 from raylt.errors import CheckpointError, ConfigError
 from raylt.hyper import LogUniform
+from raylt.registry import Plugin
 from raylt.studies import study as study_module
 from raylt.studies.analysis.comparison import compare
 from raylt.studies.definition import define, read_definition, reread_definition
+from raylt.studies.records.record import read_run
+from raylt.studies.records.recorded_runs import load_tuned, write_results
 from raylt.studies.report import comparison_tables
 from raylt.studies.running import tuning
 from raylt.studies.running.tuning import FILE, Tuning, describe, search_arms, search_settings, write_tuned
@@ -304,6 +308,22 @@ def test_nothing_is_searched_while_a_run_is_of_another_version_of_the_code(tmp_p
     monkeypatch.setattr(study_module, "search_arms", pytest.fail)
     with refused("study.other-code", CheckpointError):
         study.run()
+
+
+def test_what_was_tuned_with_another_version_of_a_plugin_is_searched_again(tmp_path, monkeypatch):
+    definition = define(TUNED)
+    tuned = {"": {arm: outcome(definition, arm, **{"local.lr": 0.5}) for arm in definition.arms}}
+    records = []
+    for plan in definition.runs(tuned):
+        write_run(tmp_path / plan.folder, plan, [0.1, 0.5], plugin="0" * 64 if plan.arm == "prox" else None)
+        records.append(read_run(tmp_path / plan.folder, plan.cell, plan.arm, plan.seed, plan.folder))
+    file = tmp_path / "results.json"
+    write_results(file, definition, records, {}, tuned)
+    assert load_tuned(file, definition, mix_versions=False) == tuned
+    monkeypatch.setitem(registry._plugins, ("model", "own"), Plugin("model", "own", None, "own.py", "1" * 64))
+    assert load_tuned(file, definition, mix_versions=True) == tuned
+    del tuned[""]["prox"]
+    assert load_tuned(file, definition, mix_versions=False) == tuned
 
 
 def test_a_changed_file_is_refused_and_one_that_the_study_does_not_ask_for_is_not_used(tmp_path):
