@@ -74,14 +74,14 @@ def test_an_interrupted_search_with_a_scheduler_of_ray_is_named(raylt, monkeypat
     monkeypatch.setattr("raylt.cli.searches.ray_tune._in_session", interrupt)
     monkeypatch.setattr("tune.ray_tune.search.ray_search", lambda folder, plan, on_start: on_start())
     monkeypatch.setattr("tune.ray_tune.search.resume_ray_search", lambda folder: None)
-    code, _, said = raylt("tune", *SETTINGS, RANGE, "--scheduler", "median", "--name", "s")
+    code, _, err = raylt("tune", *SETTINGS, RANGE, "--scheduler", "median", "--name", "s")
     assert code == 130
-    assert said.endswith(f"stopped; continue with raylt tune --resume {tmp_path / 'runs/s'}\n")
+    assert err.endswith(f"stopped; continue with raylt tune --resume {tmp_path / 'runs/s'}\n")
     (tmp_path / "s").mkdir()
     (tmp_path / "s/ray_search.json").write_text("{}")
-    code, _, said = raylt("tune", "--resume", tmp_path / "s")
+    code, _, err = raylt("tune", "--resume", tmp_path / "s")
     assert code == 130
-    assert said.endswith(f"stopped; continue with raylt tune --resume {tmp_path / 's'}\n")
+    assert err.endswith(f"stopped; continue with raylt tune --resume {tmp_path / 's'}\n")
 
 
 def test_a_search_with_a_scheduler_of_ray_cannot_be_verified_and_verify_says_so(raylt, tmp_path):
