@@ -1,7 +1,9 @@
 """Decoding of folders of image files into cached arrays; each file is decoded once."""
 
 import functools
+import hashlib
 import os
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +16,7 @@ from raylt.data.images.cache import Mapped, take
 from raylt.data.images.cache_builder import pack, place_of
 from raylt.data.images.decoding import Fit, Fitted, full_scale, grouped_by_cause
 from raylt.data.images.image_files import shown_name
+from raylt.disk import is_file
 from raylt.errors import DataError, count_of, first_names
 
 LOOKED_AT = 200  # number of files whose full scale is read for notices
@@ -47,7 +50,8 @@ def decode_tree(
 ) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
     """Decode image files below a folder to uint8 [N, size, size, channels], through a cache on disk.
 
-    The cache's key contains the files' sizes and modification times, so a replaced file is decoded again.
+    The cache's key contains the files' sizes and modification times, so a replaced file is decoded again. Folders that
+    agree in all names, sizes and times differ in the key by the content of their first file.
 
     Args:
         name: Prefix of the name of the cache's folder.
@@ -67,6 +71,8 @@ def decode_tree(
     paths = [os.path.join(root, file) for file in files]
     stamps = [(file, *file_stamp(path)) for file, path in zip(files, paths, strict=True)]
     key = [FORMAT, root, how.size, how.channels, how.fit, how.depth, stamps]
+    if alike := _hashes_of_alike(root, stamps):
+        key.append(alike)
     path = place_of(name, key, cache) / "images.npy"
     about = {"of": shown_name(root), "images": len(files), "size": how.size}
     return decode_all(path, len(files), lambda row: paths[row], how, about)
@@ -197,6 +203,36 @@ def file_stamp(path: str | Path) -> tuple[int, int]:
     except OSError:  # reported when the file is decoded
         return -1, -1
     return status.st_size, status.st_mtime_ns
+
+
+def _hashes_of_alike(root: str, stamps: Sequence[tuple[str, int, int]]) -> list[tuple[str, str]]:
+    """Return the folders whose files have the stamps of another folder's files, with a hash of their first file.
+
+    When two such folders exchange their names, no path, size or time changes. Uncompressed images that an archive gave
+    one time are an example.
+
+    Args:
+        root: The folder that contains the files.
+        stamps: Path below `root`, size and modification time of each file.
+    """
+    listings: defaultdict[str, list[tuple[str, int, int]]] = defaultdict(list)
+    for file, size, time in stamps:
+        folder, name = os.path.split(file)
+        listings[folder].append((name, size, time))
+    counts = Counter(map(tuple, listings.values()))
+    return [
+        (folder, _hash_of(Path(root, folder, listing[0][0])))
+        for folder, listing in listings.items()
+        if counts[tuple(listing)] > 1
+    ]
+
+
+def _hash_of(file: Path) -> str:
+    """Return the SHA-256 of a plain file; an empty string for others, which are reported when they are decoded."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest() if is_file(file) else ""
+    except OSError:
+        return ""
 
 
 def _describe(bad: dict[int, str], path: Path) -> str:

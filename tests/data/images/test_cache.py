@@ -77,6 +77,26 @@ def test_an_image_that_was_replaced_is_decoded_again(tree, tmp_path, keep_time):
     assert [row for row in range(6) if (before[row] != after[row]).any()] == [2]
 
 
+@pytest.mark.parametrize("depth", ["cat", "shop/cat"])
+def test_folders_of_equal_stamps_that_exchange_names_are_decoded_again(tmp_path, depth):
+    first, second = tmp_path / "images" / depth, tmp_path / "images" / depth.replace("cat", "dog")
+    for folder, grey in ((first, 10), (second, 200)):
+        folder.mkdir(parents=True)
+        for name in ("0.pgm", "1.pgm"):
+            Image.new("L", (8, 8), grey).save(folder / name)
+            os.utime(folder / name, ns=(0, 0))
+    files = [os.path.relpath(file, tmp_path / "images") for file in sorted((tmp_path / "images").rglob("*.pgm"))]
+
+    def decoded():
+        return decode("it", tmp_path / "images", files, 8, tmp_path / "cache").load()[:, 0, 0, 0].tolist()
+
+    assert decoded() == [10, 10, 200, 200]
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    assert decoded() == [200, 200, 10, 10]
+
+
 def test_another_size_folder_or_list_has_a_cache_of_its_own(tree, tmp_path):
     other = tmp_path / "other"
     caches = [
