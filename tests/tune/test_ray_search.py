@@ -11,7 +11,8 @@ from ray import tune as ray_tune
 from refusals import refused
 
 from raylt.config import load
-from raylt.errors import CheckpointError, RayltError
+from raylt.errors import CheckpointError, ConfigError, RayltError
+from raylt.registry import load_plugin
 from raylt.signals import STOPS
 from tune.ray_tune.search import RaySearchPlan, _conclude, _fit, _opened, _searcher, ray_search, resume_ray_search
 from tune.ray_tune.space import param_space
@@ -112,6 +113,23 @@ def test_a_plan_without_a_field_or_with_another_text_than_a_range_is_refused(tmp
     (tmp_path / "ray_search.json").write_text(json.dumps(asdict(plan_of(space={"local.lr": "0.1"}))))
     with refused("search.changed", CheckpointError, key="local.lr"):
         resume_ray_search(tmp_path)
+
+
+def test_a_search_does_not_continue_with_another_version_of_a_plugin(tmp_path, monkeypatch, no_guests):
+    text = "import raylt\nclass Own(raylt.Method):\n    name = 'own'\n    paper = 'none'\n"
+    file = tmp_path / "own.py"
+    file.write_text(text)
+    load_plugin(file)
+    monkeypatch.setattr("tune.ray_tune.search.trainable", lambda *_: ray_tune.Trainable)
+    monkeypatch.setattr("tune.ray_tune.search._fit", lambda _: Results([result("a", 0.5)]))
+    monkeypatch.setattr(ray_tune.Tuner, "restore", lambda *_, **__: None)
+    config = load(None, ["method=own"]).model_dump(mode="json")
+    ray_search(tmp_path / "s", plan_of(config=config))
+    assert len(resume_ray_search(tmp_path / "s").rows) == 1
+    file.write_text(text + "# another\n")
+    load_plugin(file)
+    with refused("plugin.changed", ConfigError, name="own"):
+        resume_ray_search(tmp_path / "s")
 
 
 def test_the_folder_of_another_search_is_left_alone(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ seed. The default, raylt's own ASHA (tune/asha.py), is.
 
 The search's folder is Tune's folder with some more files:
 
-    ray_search.json  the settings of the search, for `raylt tune --resume`
+    ray_search.json  the settings of the search and the records of its plugins, for `raylt tune --resume`
     trials.csv       one row for each trial
     pareto.png       the trials and their Pareto front, for several metrics
     best.yaml        the best trial's configuration; under pbt, which changes settings between rounds, its last one
@@ -34,6 +34,8 @@ from raylt.disk import file_errors, make
 from raylt.errors import CheckpointError, on_one_line
 from raylt.formatting import percent
 from raylt.hyper import Choice
+from raylt.registry import check_origins, origins
+from raylt.runs.folder.identity import PluginRecord
 from raylt.signals import handling_stops
 from raylt.store import Folder
 from raylt.typed_json import as_json, closed
@@ -88,7 +90,7 @@ class RaySearchPlan:
 
 @closed
 class RaySearchPlanJson(TypedDict):
-    """The content of ray_search.json, the fields of a `RaySearchPlan`."""
+    """The content of ray_search.json: the fields of a `RaySearchPlan`, and the records of the plugins that it names."""
 
     config: dict[str, Any]
     space: dict[str, str]
@@ -101,6 +103,7 @@ class RaySearchPlanJson(TypedDict):
     parallel: int | None
     retries: int
     other_metrics: NotRequired[list[Metric]]
+    plugins: NotRequired[list[PluginRecord]]
 
 
 _PLAN_JSON = TypeAdapter(RaySearchPlanJson)
@@ -167,7 +170,7 @@ def ray_search(folder: Path, plan: RaySearchPlan, on_start: Callable[[], None] |
         ),
     )
     with Folder.open(folder) as search_folder:
-        search_folder.write(PLAN, json.dumps(asdict(plan), indent=1) + "\n")
+        search_folder.write(PLAN, json.dumps({**asdict(plan), "plugins": origins(config)}, indent=1) + "\n")
     if on_start is not None:
         on_start()
     return _conclude(folder, plan, _fit(tuner))
@@ -205,9 +208,17 @@ def _make(folder: Path) -> None:
 
 
 def resume_ray_search(folder: Path) -> RaySearchResult:
-    """Continue an interrupted search, and run failed trials again."""
+    """Continue an interrupted search, and run failed trials again.
+
+    Raises:
+        CheckpointError: The search's settings cannot be read.
+        ConfigError: A plugin of the search is not registered, or is another version.
+        KeyboardInterrupt: A signal stopped the search.
+        RayltError: No trial finished.
+    """
     with Folder.open(folder) as search_folder:
         tree = as_json(search_folder.read(PLAN), _PLAN_JSON, str(folder / PLAN))
+    check_origins([{**plugin} for plugin in tree.pop("plugins", [])], folder)
     plan = RaySearchPlan(**{**tree, "other_metrics": tuple(tree.get("other_metrics", ()))})
     config, _ = _opened(plan)
     tuner = ray_tune.Tuner.restore(str(folder), trainable(config, plan.parallel), resume_errored=True)
