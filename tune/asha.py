@@ -1,10 +1,10 @@
 """Asynchronous successive halving (ASHA, Li et al., MLSys 2020) with decisions that do not depend on timing.
 
-ASHA compares a trial at a rung with the trials that reached the rung before it. In other implementations these depend
-on which process was faster. Here they are the trials with smaller numbers, whenever they arrive. No process waits for
-them: a trial continues while it is unknown whether an earlier one reaches the rung. If it is then stopped at the rung,
-its later steps do not count. So these decisions follow from the trials' values alone, even if the search was killed and
-resumed.
+ASHA compares a trial at a rung with the trials that reached the rung before it. In other implementations these trials
+depend on which process was faster. Here they are the trials with smaller numbers, whenever they reach the rung. No
+process waits for them: a trial continues while it is unknown whether an earlier trial will reach the rung. If it is
+then stopped at the rung, its later steps do not count. So these decisions follow from the trials' values alone, even if
+the search was killed and resumed.
 """
 
 import math

@@ -2,8 +2,8 @@
 
 Each method has a sequence of numbered trials. Trial k is a function of (seed, method, k) and, for TPE, of the outcomes
 of trials 0 .. k - lag, for which it waits. `lag` is the number of parallel trials that was given when the search was
-started, or else the number that the cluster held. So a search has no further state to save: the records of its trials
-restore it.
+started, or otherwise the number that fit on the cluster. So a search has no further state to save: the records of its
+trials restore it.
 """
 
 import math

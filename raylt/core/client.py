@@ -87,8 +87,8 @@ class ClientState(dict[str, Any]):
 class Client:
     """One participant: its data, its model and its private state.
 
-    A message, a reply and a state are values: changing a tensor of a message, or of the others after they were handed
-    over, is an error.
+    Messages, replies and states are values. It is an error to change a tensor of a message, or a tensor of a reply or
+    state after it was handed over.
 
     Attributes:
         samples: The client's images and labels, on its device.
@@ -96,7 +96,7 @@ class Client:
         model: The client's model. Shared entries come from the call's message (`receive`); the entries that a method
             does not share come from this client's last call.
         state: Anything else the client must remember; a tree of tensors, part of every checkpoint. Between calls the
-            tensors are moved to the CPU, and they are still there in the next call.
+            tensors are moved to the CPU, and the next call finds them on the CPU.
         cache: Values that can be computed again from the client's data (a teacher's features); never in a checkpoint.
         round: Number of the round, from 1; 0 before the first.
         test: The balanced test set of the experiment; for the framework's evaluations, never for training.

@@ -14,7 +14,8 @@ from raylt.models.split import SplitModel, with_entries
 class FineTuned(Method):
     """Base class: after the last round each client fine-tunes the global model by `personalise`.
 
-    Clients that join later do so before their evaluation. If the method does not finish, clients use the global model.
+    Clients that join later fine-tune before their evaluation. If the method does not finish, clients use the global
+    model.
     """
 
     personal: ClassVar[bool] = True

@@ -48,7 +48,8 @@ class Method(BaseModel):
         problems: Kinds of problems that the algorithm is defined for; other problems are rejected.
         later: For each stage, the fields that take effect only from that stage on; see `stages`. Fields of the stage
             "judging" only affect evaluations of clients' own models: the last one and those of evaluation.personal.
-        encoder_fields: Fields that act only on the training of the encoder; without effect if it learns nothing.
+        encoder_fields: Fields that act only on the training of the encoder; they have no effect if the encoder is
+            frozen.
         trains_as: Name of the method whose rounds this one shares, if the two differ only in the last phase.
         group: The part of the algorithm that the method changes: training of the global model (global), what clients
             keep (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or
@@ -60,7 +61,7 @@ class Method(BaseModel):
             image-text model, whose encoder is frozen (trainable = classifier).
         stackable: True if small clients can train as one stack (`local.stacked`). Such a method does not override
             `train`. Its objective draws no random numbers, keeps nothing between steps, and applies `client.model`, its
-            encoder and its classifier to the batch alone. It may use the model's parameters.
+            encoder and its classifier only to the batch. It may use the model's parameters.
         other_models: Names of further models of a client, evaluated after the last step in addition to `client_model`,
             for papers that do not say which model's accuracy they report.
     """

@@ -79,9 +79,9 @@ class Spread(TypedDict):
 class TrafficRecord(TypedDict):
     """Bytes `down` in messages and `up` in replies of one client function, and the number of replies.
 
-    The message counts once for each client whose answer the server waited for, also if the client gave none. Rejected
-    replies count. What is sent again to a client that failed does not. A secure sum adds its keys and shares. Replies
-    with noise count as they are sent, with all classes.
+    The message counts once for each client whose answer the server waited for, even if the client did not answer.
+    Rejected replies count. Messages that are sent again after a client's failure do not. A secure sum adds its keys and
+    shares. Replies with noise count as they are sent, with all classes.
     """
 
     down: Count

@@ -1,6 +1,7 @@
 """APFL: each client mixes its personal model with the global model and learns the mixing weight (Deng et al., 2020).
 
-Symbols follow Algorithm 1 (from memory). Decisions, some by the authors' code, MLOPTPSU/FedTorch at 1edcfbf:
+Symbols follow Algorithm 1 (from memory). Decisions, some of which follow the authors' code (MLOPTPSU/FedTorch at
+1edcfbf):
 [1] After each step of w_i the client steps v_i on the same batch, along the gradient of the loss at the mixture of
     weights alpha v_i + (1 - alpha) w_i, with respect to v_i, as in the text. As in the code, w_i is the weight after
     its step, where the text uses the one before the step. The code mixes the two models' logits.

@@ -5,8 +5,8 @@ at 0927bb8). `federation.batchnorm=local` is another algorithm, SiloBN, in which
 Decisions:
 [1] Clients are weighted by their samples, as in all methods of raylt; the code weighs them equally.
 [2] A client that never took part has the initial scale and shift, and takes statistics from its own samples.
-`global_accuracy` is the accuracy of the shared weights with the initial BatchNorm layers; only clients' models are
-meant to be used.
+`global_accuracy` is the accuracy of the shared weights with the initial BatchNorm layers; only the clients' models are
+intended for use.
 """
 
 from typing import ClassVar

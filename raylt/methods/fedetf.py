@@ -8,10 +8,10 @@ Departures from the text, and from the authors' code for details that the text d
 [3] The shift of a client's missing class is log 0: the balanced loss leaves the class out. `missing=one` counts such a
     class as if the client had one sample of it.
 [4] After the last round every client trains the global model once more as in a round. Then it alternately trains the
-    frame, which is no longer fixed, and the projection, by cross-entropy that is not balanced. Of all other entries,
-    only BatchNorm's running statistics change. Turns, epochs and learning rates are the code's, where the frame is
-    trained without momentum and its rows do not keep their lengths. With `turns=0` this phase is left out, and clients
-    use the global model.
+    frame, which is no longer fixed, and the projection, by plain, unbalanced cross-entropy. Of all other entries, only
+    BatchNorm's running statistics change. Turns, epochs and learning rates are the code's, where the frame is trained
+    without momentum and its rows do not keep their lengths. With `turns=0` this phase is left out, and clients use the
+    global model.
 """
 
 from collections import OrderedDict

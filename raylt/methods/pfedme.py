@@ -1,7 +1,8 @@
 """pFedMe: personal models as solutions of a proximal problem around the client's copy of the global model (Dinh et al.,
 NeurIPS 2020).
 
-Symbols follow Algorithm 1 (from memory). Decisions, some by the authors' code, CharlieDinh/pFedMe at 7e52b22:
+Symbols follow Algorithm 1 (from memory). Decisions, some of which follow the authors' code (CharlieDinh/pFedMe at
+7e52b22):
 [1] One local round is one batch of the `local.epochs` passes over the data; the text draws a batch for each of R local
     rounds. The K steps on a batch use the client's optimiser, reset for each batch, at local.lr. The code's steps also
     decay theta, by mu = 0.001: here that is `local.weight_decay`.

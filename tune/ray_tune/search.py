@@ -1,7 +1,7 @@
 """Searches with Ray Tune's own schedulers (`raylt tune --scheduler pbt|hyperband|median`).
 
 These schedulers stop and copy trials depending on the speed of processes, so a search is not reproducible from its
-seed. The default, raylt's own ASHA (tune/asha.py), is.
+seed. Searches with the default, raylt's own ASHA (tune/asha.py), are reproducible.
 
 The search's folder is Tune's folder with some more files:
 

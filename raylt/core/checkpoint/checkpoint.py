@@ -10,8 +10,9 @@ private states of several clients are one part, in which clients with the same s
 A checkpoint is written next to its final place, synced, and renamed into it, so a folder with a number is complete.
 
 An unchanged part is not written again. It does not share a file with the previous checkpoint either, since one damaged
-block would destroy both. It becomes a hard link to the file in the checkpoint before the previous one, or a copy if
-that file has other content. So a part is written once, copied once, and costs nothing afterwards.
+block would destroy both checkpoints. It becomes a hard link to the file in the checkpoint before the previous one, or a
+copy of the previous file if that older file has other content. So a part is written once, copied once, and costs
+nothing afterwards.
 """
 
 import hashlib

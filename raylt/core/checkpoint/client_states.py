@@ -4,9 +4,9 @@
     000012/clients-000009-0.safetensors     the tensors of other clients, as written after step 9
 
 A checkpoint writes the states that changed, in packs of PACK_BYTES, and carries the other packs over. If a client is in
-several packs, the newest counts. A pack is rewritten when less than half of it still counts, or when it is so small
-that there would be many packs. So the cost of a checkpoint grows with the number of clients that were called, each
-state is written about twice, and clients that were never called cost nothing.
+several packs, the newest pack has its state. A pack is rewritten when less than half of it is still in use, or when it
+is so small that there would be many packs. So the cost of a checkpoint grows with the number of clients that were
+called, each state is written about twice, and clients that were never called cost nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

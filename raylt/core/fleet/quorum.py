@@ -33,7 +33,7 @@ class Quorum:
     """The check that at least `federation.quorum` of the clients of each call sent a valid reply.
 
     Attributes:
-        robust_remedy: The sentence ROBUST_REMEDY if the run allows to set `federation.robust`, otherwise empty.
+        robust_remedy: The sentence ROBUST_REMEDY if the run can set `federation.robust`, otherwise empty.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class Reduction:
         shorter: Whether the part's tensors may have fewer rows than the template's.
         condition: Returns the reason why a part that fits the template still cannot be used, such as "has negative
             counts", or None.
-        own_condition: The same, with the client's id as first argument.
+        own_condition: Like `condition`, with the client's id as first argument.
         counted: Names of the whole numbers that count each label of the client's samples once; "" stands for the part
             itself.
         samples_condition: Function of the client's number of samples and all parts of the reply that returns the reason

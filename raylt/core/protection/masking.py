@@ -10,9 +10,9 @@ Round 3  The survivors send their shares of the seed of each member that sent a 
          of each member that did not; never both of one member. The server subtracts the remaining streams from the
          sum.
 
-The commitments are an addition to the protocol. If a survivor sends other shares than it was dealt, the server notices
-and ignores its answer. The server also notices if a member's shares give another secret than the member committed
-itself to. The commitments reveal nothing about the vector that a member masked.
+The commitments are an addition to the protocol. If a survivor sends shares that differ from those it was dealt, the
+server notices and ignores its answer. The server also notices if a member's shares yield a secret that differs from the
+member's commitment. The commitments reveal nothing about the vector that a member masks.
 
 Vectors and their sums are uint64: nothing is rounded modulo 2^64, and a masked vector is uniformly distributed whatever
 it hides. `Member` is a client's side and `Collector` the server's. They exchange only arguments and results.

@@ -5,8 +5,8 @@ client, and there to the sums of its class. Each reduction declares the maximum 
 leaf i (`Reduction.bounded`). Each leaf is scaled so that this length becomes 1 / sqrt(m), with m leaves in all, and a
 sample changes all leaves together by at most 1. Noise of standard deviation sigma on the scaled leaves is noise of
 sigma L_i sqrt(m) at leaf i. Epsilon and delta follow from sigma exactly (the analytic Gaussian mechanism; Balle and
-Wang, ICML 2018, Theorem 8). Samples of other clients and other classes are not part of the same numbers before the
-noise is added, so the same epsilon holds for every sample of every client.
+Wang, ICML 2018, Theorem 8). Samples of different clients or classes contribute to different numbers before the noise is
+added, so the same epsilon holds for every sample of every client.
 
 Without `federation.secure` each client adds the full noise to every class, whether it has samples of the class or not,
 so its upload alone is private. In a secure sum each client adds a share of the noise. The sum of the shares is the full

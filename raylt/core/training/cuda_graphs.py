@@ -5,8 +5,8 @@ is recorded only if each part is known to launch the same kernels every time (`r
 objective and the augmentation declare it, the optimiser's steps are alike, and the model consists of `steady` layers.
 Any other step runs kernel by kernel, as on a CPU.
 
-`tests/core/training/test_cuda_graphs.py` compares every method's replayed steps with steps that were not recorded, to
-the bit.
+`tests/core/training/test_cuda_graphs.py` compares every method's replayed steps with steps that were not recorded, bit
+for bit.
 """
 
 import contextlib

@@ -5,9 +5,9 @@ objective and its BatchNorm statistics. `ClientStack.train` computes what `Metho
 rounding.
 
 Batches of different lengths cannot be computed together, and the last batch of a pass may be shorter. So clients may be
-at different steps of their training. Each step is taken by as many clients as possible whose next batches are equally
-long, until all are done. Clients in neighbouring slots are computed in place, others in copies. A client without a
-companion is computed in a stack of two, with itself.
+at different steps of their training. As many clients as possible take each step together if their next batches are
+equally long, until all clients are done. Clients in neighbouring slots are computed in place, other clients in copies.
+A client that would be alone is computed in a stack of two, together with a copy of itself.
 
 torch.func.vmap could train several clients without code for each layer. But it leaves the channels-last layout, and is
 half as fast as a stack.

@@ -4,7 +4,7 @@ This follows the authors' code, the only public source. Departures from it:
 [1] The classifier after the last step is used. The code uses the one after the step with the best test accuracy, or the
     trained classifier if no step is better.
 [2] The rounds are FedAvg's, as in the code's `FedAvg-FedNPC`; in the code the first stage may be any method.
-The encoder never sees the noise, and clients are not asked.
+The encoder never sees the noise, and the clients take no part in this phase.
 """
 
 from collections.abc import Mapping

@@ -47,7 +47,7 @@ class Judged:
     """A claim with the outcome of its test in one cell of the study.
 
     Attributes:
-        at: Rounds whose figures count.
+        at: Rounds whose figures are compared.
         p: The p value, adjusted by Holm over all claims and cells with a p value. None with too few seeds or without
             spread.
         verdict: "holds", "refuted" (the opposite is significant), "open" or "too few seeds". If all differences are the

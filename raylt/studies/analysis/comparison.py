@@ -1,6 +1,6 @@
 """`Comparison`: compares a study's arms in each cell, with differences, intervals and tested claims.
 
-Runs can be compared where they have the same split, budget, optimiser, evaluation and code.
+Runs can be compared if they have the same split, budget, optimiser, evaluation and code.
 """
 
 from collections import Counter
@@ -72,7 +72,7 @@ class Comparison:
     """The content of a study's tables. Equal records of runs give equal comparisons.
 
     Attributes:
-        lost: Cell, arm and planned seeds of each arm without a row whose runs failed.
+        lost: Cell, arm and planned seeds of each arm that has no row because its runs failed.
         whole: The cells that `overall` covers, in which all arms have the same seeds.
         diverged: One line for each arm, cell and error code with diverged runs, which count as guessing: the first
             run, the number of the others, and the first reason.
@@ -82,9 +82,11 @@ class Comparison:
         tuned: One line for each arm and cell that was tuned.
         versions: One line for each version of the code, where several made the runs.
         unsealed: One line for each arm and cell with runs that no hash binds to their summaries.
-        tests: One line for each cell on the numbers of test images behind its figures, where its runs recorded them.
-        models: A line that says whose models the figures are of, if some arms have clients' own models and others not.
-        one_round: A line that names the arms which evaluated the measure in one round, if others did in several.
+        tests: One line for each cell with the numbers of test images behind its figures, if its runs recorded them.
+        models: A line that says which models each arm's figures belong to, if some arms have clients' own models and
+            others do not.
+        one_round: A line that names the arms that evaluated the measure in only one round, if other arms evaluated it
+            in several.
     """
 
     measure: str

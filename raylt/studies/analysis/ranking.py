@@ -69,7 +69,7 @@ class Ranking:
         blocks: Number of blocks with at least two arms.
         left_out: One line with the reason for each run that neither finished nor diverged, and for each arm and cell
             with runs that lack the measure or are the only ones of their seed.
-        models: One line for each study in which some arms have clients' own models and others not.
+        models: One line for each study in which some arms have clients' own models and others do not.
         versions: One line for each study whose runs were made by several versions of the code.
         unsealed: One line for each study with runs that no hash binds to their summaries.
     """

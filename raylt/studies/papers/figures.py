@@ -30,7 +30,7 @@ class Figure:
         recipes: Recipe of each cell, by label, such as "cifar10, IF 10, alpha 1.0".
         base: Settings of all runs, which override those of the recipe.
         measure: Measure to compare.
-        at: Rounds whose figures count.
+        at: Rounds whose values are compared.
         targets: Value of the measure, by cell, for which the rounds to reach it are counted.
     """
 

@@ -100,7 +100,7 @@ class Expectation:
         setting: Data set and parameters, by the papers' letters.
         note: Misprints and inferred values; empty for most cells.
         measure: Measure that the cell prints.
-        at: Rounds whose figures count.
+        at: Rounds whose values are compared.
         recipe: Name of the setting's recipe.
         changes: Settings of the row, which override those of the recipe.
         problem: Reason why the cell cannot be run; None if it can.

@@ -5,9 +5,9 @@ content, see seal.py. Files of schema 1 are older than seals: their records are 
 unsealed. `seal_results` adds seals to those records in such a file whose summaries still match their hashes.
 
 `results/NAME.json`, next to a study's file, stores the study's finished and diverged runs in the same format. Finished
-runs count as done, so the study carries out only the others. A recorded run counts if it is done, has the planned
-settings including tuned values, and was made by the same code and plugins, unless versions may be mixed. The study's
-folder stores the runs that it took in recorded.json.
+runs count as done, so the study runs only the others. A recorded run counts if it is done, has the planned settings
+including tuned values, and was made by the same code and plugins, unless versions may be mixed. The study's folder
+stores the runs that it took in recorded.json.
 """
 
 import json

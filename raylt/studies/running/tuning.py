@@ -57,7 +57,7 @@ class Tuning(Section):
             method's field applies to arms whose method has this field.
         fields: Method fields to search, by arm; by default all fields that the study does not set.
         metric: Figure on the validation samples to maximise. In a definition it is the study's measure by default, or
-            accuracy if the measure is none of these figures.
+            accuracy if searches do not compute that measure.
         splits: Number of splits on which each trial runs; its score is the worst over these splits. The splits use the
             study's first seed and the seeds after it.
         searcher: Tree-structured Parzen estimator, or random search.
