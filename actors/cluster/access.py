@@ -138,7 +138,7 @@ def _joined_entry(joined: Joined) -> ClusterEntry:
     if _admits(joined, address, None):
         if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
             raise ConfigError(
-                f"{joined.source}: the cluster asks for no token, although RAY_AUTH_MODE=token is set, so anyone who "
+                f"{joined.source}: the cluster requires no token, although RAY_AUTH_MODE=token is set, so anyone who "
                 "reaches it can run code on it. Start it with RAY_AUTH_MODE=token, or unset the variable to join it.",
                 code="cluster.unprotected",
                 address=joined.address,
@@ -152,7 +152,7 @@ def _joined_entry(joined: Joined) -> ClusterEntry:
         origin = str(file)
         if not file.exists():
             raise ConfigError(
-                f"{joined.source}: the cluster asks for a token, and there is no token file ({file}). Copy the "
+                f"{joined.source}: the cluster requires a token, and there is no token file ({file}). Copy the "
                 "cluster's ~/.ray/auth_token to it (mode 600), or name a token file in RAY_AUTH_TOKEN_PATH.",
                 code="cluster.token-missing",
                 address=joined.address,

@@ -162,7 +162,7 @@ def connect(address: str) -> Iterator[JobClient]:
     token = _asks_for_token(address)
     if token and not os.environ.get("RAY_AUTH_TOKEN") and not token_file().exists():
         raise ConfigError(
-            f"--address {address}: the cluster asks for a token, and there is no token file ({token_file()}). Copy the "
+            f"--address {address}: the cluster requires a token, and there is no token file ({token_file()}). Copy the "
             "cluster's ~/.ray/auth_token to it (mode 600), or name a token file in RAY_AUTH_TOKEN_PATH.",
             code="cluster.token-missing",
             address=address,

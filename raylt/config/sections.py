@@ -123,9 +123,9 @@ class DataConfig(Section):
     )
     imbalance: float | None = setting(
         None,
-        "Imbalance factor: samples of the first class over samples of the last. A user's own data take the "
-        "largest class first. With label maps it compares clients, not classes. 1 keeps all samples. Null is 20 for "
-        "benchmarks, and 1 for imagenet_lt, a user's own data, and label maps with data.partition=by_id or iid.",
+        "Imbalance factor: samples of the first class over samples of the last. In a user's own data the "
+        "largest class counts as first. With label maps it compares clients, not classes. 1 keeps all samples. Null is "
+        "20 for benchmarks, and 1 for imagenet_lt, a user's own data, and label maps with data.partition=by_id or iid.",
         ge=1,
         le=MAX_COUNT,
     )
@@ -266,13 +266,13 @@ class FederationConfig(Section):
     )
     sampling: Literal["fixed", "poisson"] = setting(
         "fixed",
-        "Draw of a round's clients. fixed: always the same number. poisson: each client independently, with "
+        "Rule that draws a round's clients. fixed: always the same number. poisson: each client independently, with "
         "probability federation.participation, so the number varies.",
     )
     over_select: float = setting(
         0.0,
-        "Share of clients that are asked in addition. The round ends when enough replies have arrived, so it cannot "
-        "be repeated exactly.",
+        "Share of additional clients to ask. The round ends when enough replies have arrived, so the run cannot be "
+        "repeated exactly.",
         ge=0,
         le=10,
     )
@@ -529,7 +529,7 @@ class OutputConfig(Section):
 
     checkpoint_every: int = setting(1, "Rounds between two checkpoints.", ge=1, le=MAX_COUNT)
     keep: int = setting(
-        2, "Number of checkpoints to keep. The second last is used if the last is damaged.", ge=2, le=MAX_COUNT
+        2, "Number of checkpoints to keep. If the last is damaged, raylt uses the one before it.", ge=2, le=MAX_COUNT
     )
 
 

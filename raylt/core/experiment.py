@@ -122,7 +122,7 @@ class Experiment:
         except Exception as error:
             if is_full(error):
                 raise RayltError(
-                    f"step {self._step}: the server's device has no room for the server's own work "
+                    f"step {self._step}: the server's device has too little memory for the server's own work "
                     f"({one_line(error)}). Free it, or give the server a GPU of its own, then continue with "
                     f"{spoken('raylt resume RUN', 'raylt.resume(RUN)')} (resources.device=cpu: without GPUs).",
                     code="device.full",
@@ -144,7 +144,7 @@ class Experiment:
         return Diverged(
             f"local.lr: training diverged ({rate:g}). The mean loss of round {self._step - 1} was {self._loss:.3g}; "
             f"guessing has a loss of {guessing:.2g}. In round {self._step}, {details['usable']} of {details['asked']} "
-            f"clients replied usably. First: {error.__cause__}. Lower local.lr, or weights and rates of the "
+            f"clients sent usable replies. First: {error.__cause__}. Lower local.lr, or weights and rates of the "
             f"method.{self.fleet.quorum.robust_remedy}",
             **{name: detail for name, detail in details.items() if name != "round"},
             code="training.diverged",

@@ -232,7 +232,7 @@ class Server:
         taken = next((name for name in figures if name in OWN_FIGURES), None)
         if taken is not None:
             raise ConfigError(
-                f"server.log: {taken} is a figure of raylt's own. Give the method's figure another name.",
+                f"server.log: raylt itself logs a figure named {taken}. Give the method's figure another name.",
                 code="method.wrong-argument",
                 key="server.log",
                 value=taken,

@@ -352,8 +352,8 @@ def try_augmentation(augment: Augmentation, shape: tuple[int, int, int], classes
     images, labels = results[0]
     if not (torch.equal(images, results[1][0]) and torch.equal(labels, results[1][1])):
         raise ConfigError(
-            "augment: a second call with the same batch and generator returned other images or labels, so no run could "
-            "be repeated. Draw from the generator alone, and keep nothing between calls.",
+            "augment: a second call with the same batch and generator returned different images or labels, so no run "
+            "would be repeatable. Draw random numbers only from the generator, and keep no state between calls.",
             code="plugin.failed",
             key="augment",
         )

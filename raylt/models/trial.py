@@ -172,8 +172,8 @@ def _check_repetition(setting: str, name: str, model: SplitModel, x: Tensor) -> 
             results.append(model.train()(x))
     if not torch.allclose(*results):
         raise ConfigError(
-            f"{setting}: {name} returns other logits for the same images, entries and state of torch's random "
-            "generator, so no run could be repeated. Keep numbers that change in buffers, and draw with torch alone.",
+            f"{setting}: {name} returns different logits for the same images, entries and state of torch's random "
+            "generator, so no run is repeatable. Keep changing numbers in buffers, and draw random numbers with torch.",
             code="model.not-repeatable",
             key=setting,
             value=name,

@@ -199,7 +199,7 @@ def compare_clients(runs: Sequence[Run | Path | str], metric: Metric | None = No
     metric = metric or ("local" if all("local" in figures for figures in judged.values()) else "owned")
     if lacking := [name for name, figures in judged.items() if metric not in figures]:
         raise CheckpointError(
-            f"{spoken('--metric', 'metric')}: the clients of {lacking[0]} do not have this figure ({metric}). Give "
+            f"{spoken('--metric', 'metric')}: {lacking[0]} has no such metric of clients ({metric}). Give "
             f"{spoken('--metric owned', 'metric=' + repr('owned'))}.",
             code="study.no-figure",
             key="--metric",
@@ -209,7 +209,7 @@ def compare_clients(runs: Sequence[Run | Path | str], metric: Metric | None = No
     figures = {name: of_run[metric] for name, of_run in judged.items()}
     if without := [name for name, values in figures.items() if all(value is None for value in values)]:
         raise CheckpointError(
-            f"{spoken('--metric', 'metric')}: no client of {without[0]} has this figure ({metric}). Give another "
+            f"{spoken('--metric', 'metric')}: no client of {without[0]} has this metric ({metric}). Give another "
             "metric.",
             code="study.no-figure",
             key="--metric",

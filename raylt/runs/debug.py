@@ -87,7 +87,7 @@ def replay(
 def _not_called(round: int, client: int | str, function: str, called: Sequence[str]) -> ConfigError:
     """Return the error for a function that a client was not called with in a round, with functions that it was."""
     return ConfigError(
-        f"--function: client {client} was not called with it in round {round} ({function}). "
+        f"--function: client {client} did not run this function in round {round} ({function}). "
         f"{did_you_mean(function, called)}Choose one of {', '.join(dict.fromkeys(called))}.",
         code="client.not-asked",
         key="--function",

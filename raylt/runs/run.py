@@ -175,8 +175,8 @@ class Run:
             if error.code != "data.not-found" or kind not in ("folder", "npz") or Path(address).exists():
                 raise
             raise DataError(
-                f"{self.folder}: its data are not where they were ({Path(address).absolute()}). Put them back there, "
-                "or a link to them.",
+                f"{self.folder}: the run's data has moved ({Path(address).absolute()}). Put it back there, or a "
+                "link to it.",
                 code=error.code,
                 **error.details | {"run": str(self.folder)},
             ) from None
@@ -471,7 +471,7 @@ class Run:
         if weights in (None, "imagenet") or exists(Path(weights).expanduser()):
             return
         raise ConfigError(
-            f"{self.folder}: the file with the weights of its encoder is not where it was ({weights}). Put it back "
+            f"{self.folder}: the file with its encoder's weights has moved ({weights}). Put it back "
             "there, or a link to it.",
             code="model.weights-unavailable",
             key="weights",

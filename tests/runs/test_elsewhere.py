@@ -66,7 +66,7 @@ def test_the_message_names_the_path_that_was_looked_for(made, tmp_path):
     (tmp_path / "here/digits.npz").unlink()
     with refused("data.not-found", DataError, run=str(made)) as caught:
         _ = Run.open(made).task
-    assert f"not where they were ({tmp_path / 'here/digits.npz'}). Put them back there" in str(caught.value)
+    assert f"has moved ({tmp_path / 'here/digits.npz'}). Put it back there" in str(caught.value)
     assert Run.open(made).model().shape == (8, 8, 1)
 
 
@@ -86,7 +86,7 @@ def test_weights_that_were_moved_are_named_with_the_place_to_put_them(tmp_path, 
     for use in (Run.model, lambda run: raylt.resume(run, ["federation.rounds=2"], fleet="local", quiet=True)):
         with refused("model.weights-unavailable", ConfigError, key="weights", run=str(folder)) as caught:
             use(Run.open(folder))
-        assert f"not where it was ({tmp_path / 'encoder.pt'}). Put it back there" in str(caught.value)
+        assert f"has moved ({tmp_path / 'encoder.pt'}). Put it back there" in str(caught.value)
     (tmp_path / "encoder.pt").symlink_to("moved.pt")
     assert torch.equal(Run.open(folder).model().predict(Run.open(folder).task.test.x[:4]).probabilities, prediction)
 

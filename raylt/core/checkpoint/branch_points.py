@@ -101,7 +101,7 @@ def _changed_stages(config: Config, method: Method, other: Method) -> set[str]:
             )
         if stage == JUDGING and config.evaluation.personal:
             raise ConfigError(
-                f"method.{name}: {old!r} -> {new!r} acts where clients' own models are evaluated, and the run "
+                f"method.{name}: {old!r} -> {new!r} acts when clients' own models are evaluated, and the run "
                 f"evaluates them every {count_of(config.evaluation.personal, 'round')}. Start a new run, or branch one "
                 "with evaluation.personal=0.",
                 code="run.not-branchable",

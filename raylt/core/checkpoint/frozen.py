@@ -39,7 +39,7 @@ def check_frozen(server_part: Tree, model: nn.Module, config: Config) -> None:
     other = server_part["model"].keys() ^ model.state_dict().keys()
     if other:
         raise CheckpointError(
-            f"model: the checkpoint has other entries than {config.model} (such as {min(other)}). Continue with the "
+            f"model: the checkpoint's entries differ from {config.model}'s (such as {min(other)}). Continue with the "
             "version of raylt that made the run, or start a new run.",
             code="model.weights-mismatch",
             key="model",

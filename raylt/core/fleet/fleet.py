@@ -135,7 +135,7 @@ class Fleet(ABC):
             parts: `mean`, `total` or `each` by name of the part.
 
         Raises:
-            TooFewReplies: Fewer than `federation.quorum` of the clients replied usably, or the cohort is empty.
+            TooFewReplies: Fewer than `federation.quorum` of the clients sent usable replies, or the cohort is empty.
             ConfigError: A client does not exist, a weight is missing, negative or not finite, a part is not a
                 reduction, or the message cannot be sent.
             Diverged: The same, and most of the clients sent values that no model can have.
@@ -289,7 +289,7 @@ class Fleet(ABC):
         if not cohort.ids:
             raise TooFewReplies(
                 f"round {self.round}, {name}: fleet.ask got an empty cohort (0 clients). Pass a client id, or "
-                "raise federation.participation where clients are sampled.",
+                "raise federation.participation if clients are sampled.",
                 code="reply.too-few",
                 round=self.round,
                 function=name,

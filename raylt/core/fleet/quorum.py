@@ -66,8 +66,8 @@ class Quorum:
         if first.code in MAY_DIVERGE:
             remedy = f" If training diverged, lower local.lr ({config.local.lr:g}).{self.robust_remedy}"
         raise TooFewReplies(
-            f"round {call.round}, {call.function}: {usable} of {asked} clients replied usably, federation.quorum = "
-            f"{quorum:g} needs {needed}. The first failure: {str(first).rstrip('.')}.{remedy}",
+            f"round {call.round}, {call.function}: {usable} of {asked} clients sent usable replies, and "
+            f"federation.quorum = {quorum:g} needs {needed}. The first failure: {str(first).rstrip('.')}.{remedy}",
             code="reply.too-few",
             round=call.round,
             function=call.function,

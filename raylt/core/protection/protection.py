@@ -118,7 +118,7 @@ class Protection:
         budget = self._config.privacy.epsilon
         if budget is not None and not self._spent:
             raise ConfigError(
-                f"privacy.epsilon: the last phase uploaded no sum that gets noise ({budget:g}). Ask for "
+                f"privacy.epsilon: the last phase uploaded no sum that gets noise ({budget:g}). Request "
                 "total.like(...).bounded(...) in `finish`, or set privacy.epsilon=null.",
                 code="privacy.not-covered",
                 key="privacy.epsilon",
@@ -197,7 +197,7 @@ class Protection:
         if round <= self._released:
             raise BudgetSpent(
                 f"round {round}: models would be uploaded with noise a second time, and privacy.update_epsilon = "
-                f"{budget:g} counts one upload in each round. Ask for the models once in `round`.",
+                f"{budget:g} counts one upload in each round. Request the models once in `round`.",
                 code="privacy.budget-spent",
                 key="privacy.update_epsilon",
                 round=round,

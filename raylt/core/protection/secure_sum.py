@@ -230,15 +230,15 @@ class FixedPoint:
 def _check_summable(name: str, part: Reduction) -> None:
     if part.kind == "each":
         raise ConfigError(
-            f"federation.secure: the method asks for each client's own value, which a secure sum hides (part {name}). "
-            "Ask for a mean or a total, or set federation.secure=false.",
+            f"federation.secure: the method requests each client's own value, which a secure sum hides (part {name}). "
+            "Request a mean or a total, or set federation.secure=false.",
             code="privacy.not-summable",
             key="federation.secure",
             part=name,
         )
     if part.template is None:
         raise ConfigError(
-            f"federation.secure: the layout of a part is not known in advance (part {name}). Ask for it with like(...) "
+            f"federation.secure: the layout of a part is not known in advance (part {name}). Declare it with like(...) "
             "or within(...), so that all clients' vectors have the same layout.",
             code="privacy.not-summable",
             key="federation.secure",

@@ -261,7 +261,7 @@ def _cinic10(folder: Path, config: DataConfig, cache: Path) -> Source:
 def _imagenet_lt(folder: Path, config: DataConfig) -> Source:
     if config.imbalance not in (None, 1):
         raise DataError(
-            f"data.imbalance: imagenet_lt is long-tailed as published and is never thinned again "
+            f"data.imbalance: imagenet_lt is long-tailed as published, so raylt does not subsample it "
             f"({config.imbalance:g}). Set data.imbalance=1.",
             code="config.conflict",
             key="data.imbalance",

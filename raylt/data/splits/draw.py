@@ -246,7 +246,7 @@ def _thinned(source: Source, pool: np.ndarray, config: DataConfig) -> tuple[np.n
         return subset, labels[subset]
     if config.imbalance != 1 and config.partition in ("iid", "by_id"):
         raise DataError(
-            f"data.imbalance: the classes of {source.name} share its images, so none can be thinned "
+            f"data.imbalance: an image of {source.name} shows many classes, so none can be subsampled "
             f"({config.imbalance:g}). Set data.imbalance=1.",
             code="data.wrong-kind",
             key="data.imbalance",

@@ -75,7 +75,7 @@ def open_split(path: Path, source: Source, config: DataConfig) -> Split:
         return Split.load(path)
     if config.doubles == "drop" and not len(source.x_test):
         raise ConfigError(
-            f"data.doubles: it removes training images of {source.name}, so rows in {path} would name others (drop). "
+            f"data.doubles: it removes images of {source.name}, so the rows in {path} would be other images (drop). "
             "Set data.doubles=keep, or give a data set with a test part.",
             code="config.conflict",
             key="data.doubles",

@@ -139,7 +139,7 @@ def _check_fits(labels: np.ndarray, clients: int, config: DataConfig) -> None:
     maps = labels.ndim == 2
     if maps and config.partition in BUILT_IN and config.partition not in ("classes", "iid", "by_id"):
         raise DataError(
-            f"data.partition: it deals samples by their one class, and an image of {config.source} shows many "
+            f"data.partition: it needs one class for each image, and an image of {config.source} shows many classes "
             f"({config.partition}). Set data.partition=classes, iid or by_id.",
             code="data.wrong-kind",
             key="data.partition",
@@ -147,7 +147,7 @@ def _check_fits(labels: np.ndarray, clients: int, config: DataConfig) -> None:
         )
     if maps and config.tail != "global":
         raise DataError(
-            f"data.tail: it thins the classes of each client, and an image of {config.source} shows many "
+            f"data.tail: it subsamples the classes of each client, and an image of {config.source} shows many "
             f"({config.tail}). Set data.tail=global.",
             code="data.wrong-kind",
             key="data.tail",
@@ -155,7 +155,7 @@ def _check_fits(labels: np.ndarray, clients: int, config: DataConfig) -> None:
         )
     if not maps and config.partition == "classes":
         raise DataError(
-            f"data.partition: it relabels pixels, and {config.source} has one label per image (classes). "
+            f"data.partition: it relabels pixels, but {config.source} has one label per image (classes). "
             "Set data.partition=dirichlet, creff, iid or by_id.",
             code="data.wrong-kind",
             key="data.partition",
@@ -205,7 +205,7 @@ def creff(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generat
     """
     if clients < CREFF_GROUP:
         raise DataError(
-            f"data.clients: partition creff deals to groups of {CREFF_GROUP} clients ({clients}). "
+            f"data.clients: partition creff divides samples among groups of {CREFF_GROUP} clients ({clients}). "
             f"Give at least {CREFF_GROUP}, or set data.partition=dirichlet.",
             code="config.out-of-range",
             key="data.clients",

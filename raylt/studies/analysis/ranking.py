@@ -112,7 +112,7 @@ def rank(
     arms = sorted({arm for block in blocks for arm in block})
     if not blocks:
         raise ConfigError(
-            f"measure: no seed has two arms with this figure ({measure}). Run more arms, or choose another measure.",
+            f"measure: no seed has two arms with this measure ({measure}). Run more arms, or choose another measure.",
             code="study.no-figure",
             key="measure",
             value=measure,
