@@ -66,7 +66,7 @@ def method_pages() -> list[Path]:
 
 
 def method_part(name: str, measured: str) -> str:
-    """Return the row on the common ground, the fields, departures and uploads of a method.
+    """Return the row on the common benchmark, the fields, departures and uploads of a method.
 
     Args:
         name: Name of the method.
@@ -136,14 +136,14 @@ def departures(notes: str) -> list[str]:
 
 
 def ground_rows(name: str) -> list[str]:
-    """Return the rows of a method in the tables of docs/results/ground.md, tuned and as they come, with their heads."""
+    """Return the rows of a method in the tables of docs/results/ground.md, tuned and untuned, with their heads."""
     page = (ROOT / "docs" / "results" / "ground.md").read_text()
-    tuned, _, plain = page.partition("## As they come")
+    tuned, _, plain = page.partition("## With default fields")
     parts = [
         *_ground_table(name, "tuned with the budget of all methods", tuned.partition("\n## Clients' own models")[0]),
         *_ground_table(name, "with its defaults", plain),
     ]
-    return parts or ["It was not run on the [common ground](../results/ground.md)."]
+    return parts or ["It was not run on the [common benchmark](../results/ground.md)."]
 
 
 def _ground_table(name: str, how: str, text: str) -> list[str]:
@@ -155,7 +155,7 @@ def _ground_table(name: str, how: str, text: str) -> list[str]:
         return []
     shown = [index for index, title in enumerate(head) if title.split(",")[0] in GROUND_COLUMNS]
     return [
-        f"On the common ground, {how}, {rows[0][head.index('seeds')]} seeds ([all methods](../results/ground.md)):",
+        f"On the common benchmark, {how}, {rows[0][head.index('seeds')]} seeds ([all methods](../results/ground.md)):",
         "",
         *(f"| {' | '.join(row[index] for index in shown)} |" for row in (head, ["---"] * len(head))),
         *(f"| {' | '.join(row[index].replace(' ± ', TIED) for index in shown)} |" for row in rows),
