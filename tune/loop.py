@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from raylt.config import Config, DataConfig
+from raylt.data.splits.check import complete
 from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError
 from raylt.runs.callbacks.base import Callback, TrialReport
@@ -30,6 +31,11 @@ def task_of(config: Config) -> Task:
     changed. Other sources are read again by the next search, see `forget_tasks`.
     """
     return _task(*_key(config.data))
+
+
+def completed_for(config: Config, task: Task) -> Config:
+    """Return a configuration with the settings that its task's split determines, such as the number of clients."""
+    return config.model_copy(update={"data": complete(config.data, task.split)})
 
 
 def forget_tasks() -> None:

@@ -11,7 +11,7 @@ from actors.probe import probe
 from raylt.config import Config
 from raylt.errors import ConfigError, count_of
 from raylt.registry import resolve
-from tune.loop import task_of
+from tune.loop import completed_for, task_of
 from tune.plan import SearchPlan
 from tune.space import Space, configure, probes
 
@@ -185,7 +185,8 @@ def need_of(plan: SearchPlan) -> Need | None:
     needs = []
     for method, space in plan.spaces.items():
         for config in largest(plan.base, method, space):
-            need = probe(resolve(config), task_of(config), 1)
+            task = task_of(config)
+            need = probe(resolve(completed_for(config, task)), task, 1)
             needs += [] if need is None else [need]
     if not needs:
         return None

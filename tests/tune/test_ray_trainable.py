@@ -1,9 +1,11 @@
 """The class that Ray Tune trains: its figures, its checkpoints, and examples with Ray's own algorithms."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import ClassVar
 
+import PIL.Image
 import pytest
 from refusals import refused
 
@@ -93,6 +95,25 @@ def test_a_method_sees_the_images_before_they_are_encoded(ray_session, tmp_path)
     trial = trainable(load(None, ["method=looking", "trainable=classifier", f"data.root={tmp_path}", *SETTINGS]))
     with pytest.raises(ConfigError, match=r"^4$"):
         trial(config={}).train()
+
+
+def test_a_trial_has_as_many_clients_as_its_images_have_owners(ray_session, tmp_path):
+    from tune import trainable
+
+    images = [PIL.Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 10)]
+    for place, image in enumerate(images):
+        folder = tmp_path / "shops" / ("Graz", "Linz", "Wien")[place % 3] / ("boot", "bag")[place % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{place}.png")
+    settings = ["federation.rounds=1", "local.epochs=1", "resources.actors=1"]
+    config = load(None, [f"data.source=folder:{tmp_path / 'shops'}", "data.size=8", "method=fedprox", *settings])
+    assert config.data.clients is None
+    trial = trainable(config)(config={})
+    assert trial.train()["round"] == 1
+    trial.save(str(tmp_path / "saved"))
+    trial.stop()
+    [saved] = (tmp_path / "saved").rglob("settings.json")
+    assert json.loads(saved.read_text())["data"]["clients"] == 3
 
 
 def test_a_trial_larger_than_the_cluster_is_refused(ray_session):

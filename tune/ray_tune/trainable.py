@@ -45,7 +45,7 @@ from raylt.runs.start import check_setup
 from raylt.studies.settings import flat
 from raylt.typed_json import as_json
 from tune.changes import check_changes
-from tune.loop import forget_tasks, holders, task_of
+from tune.loop import completed_for, forget_tasks, holders, task_of
 from tune.placement import bundles_of, check_fit, most_on_gpu, place_trial
 from tune.plan import with_validation
 from tune.search import plugins_for
@@ -86,9 +86,9 @@ def trainable(config: Config, parallel: int | None = None) -> Any:
         ConfigError: Settings are in conflict, or a trial does not fit into the cluster.
     """
     config = with_validation(config)
-    setup = resolve(config)
     forget_tasks()
     task = task_of(config)
+    setup = resolve(completed_for(config, task))
     check_setup(setup, task.spec)
     if not ray.is_initialized():
         ray.init()
@@ -215,7 +215,9 @@ class FederatedRun(ray_tune.Trainable):
         self._folder = Path(self.logdir) / f"run-{os.getpid()}"
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
-        setup, task, _ = prepare(resolve(self._config), build_task(self._config.data))
+        task = build_task(self._config.data)
+        self._config = completed_for(self._config, task)
+        setup, task, _ = prepare(resolve(self._config), task)
         # actors of a process that has just died, or that were just killed here, may still hold their names
         self._openings += 1
         name = f"{self.trial_id}~{os.getpid()}~{self._openings}"
