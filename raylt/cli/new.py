@@ -1,6 +1,7 @@
 """The command `raylt new example | study | method | cluster`: write files to start from."""
 
 import shutil
+from contextlib import suppress
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from raylt.cli.options import out
-from raylt.disk import make
+from raylt.disk import file_errors, make
 from raylt.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
@@ -71,13 +72,11 @@ def new(
         targets |= {PACKAGE.parent / name: folder / name for name in PACKAGES}
         texts = {folder / "pyproject.toml": _project(), folder / "README.md": "raylt for the nodes of a cluster\n"}
     _prepare(folder, [*targets.values(), *texts])
-    for source, target in targets.items():
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copyfile(source, target)
-    for target, text in texts.items():
-        target.write_text(text)
+    try:
+        _write(targets, texts)
+    except BaseException:  # such as a full disk; the same command must be possible again
+        _remove([*targets.values(), *texts])
+        raise
     for target in (*targets.values(), *texts):
         out.print(target, soft_wrap=True)
     out.print(f"next, in {folder}: {NEXT[kind]}", soft_wrap=True)
@@ -108,6 +107,32 @@ def _prepare(folder: Path, targets: list[Path]) -> None:
             key="new",
             path=str(folder),
         ) from None
+
+
+def _write(targets: dict[Path, Path], texts: dict[Path, str]) -> None:
+    for source, target in targets.items():
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, target, ignore=ignored, copy_function=_copy)
+        else:
+            _copy(source, target)
+    for target, text in texts.items():
+        with file_errors(target):
+            target.write_text(text)
+
+
+def _copy(source: Path | str, target: Path | str) -> None:
+    with file_errors(Path(target)):
+        shutil.copyfile(source, target)
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
 
 
 def _project() -> str:

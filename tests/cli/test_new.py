@@ -1,6 +1,8 @@
 """The command `raylt new`: every template runs."""
 
+import errno
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -81,6 +83,24 @@ def test_nothing_is_overwritten(raylt, kind):
     before = sorted(path.name for path in Path("folder").iterdir())
     refused(raylt("new", kind, "folder"), "[file.exists]", FILES[kind][0])
     assert sorted(path.name for path in Path("folder").iterdir()) == before
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_same_command_is_possible_again_after_a_full_disk(raylt, monkeypatch, kind):
+    copy = shutil.copyfile
+
+    def fail(source, target):
+        copy(source, target)
+        if Path(target).name in (FILES[kind][-1], "cells.py"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "copyfile", fail)
+        code, out, err = raylt("new", kind, "folder")
+    assert (code, out) == (1, "")
+    assert "[disk.full]: folder/" in err
+    assert list(Path("folder").iterdir()) == []
+    assert raylt("new", kind, "folder").code == 0
 
 
 def test_a_folder_that_cannot_be_made_is_refused(raylt):
