@@ -218,6 +218,7 @@ CODES: dict[str, str] = {
     # serve
     "serve.already-running": "The cluster already runs Ray Serve.",
     "serve.failed": "A request to a service raised an unexpected exception.",
+    "serve.foreign-host": "A request to a service without a token calls the machine by a foreign name.",
     "serve.no-address": "A service cannot listen at its host and port.",
     "serve.no-such-path": "A service has nothing at the path of a request.",
     "serve.token-refused": "A request to a service has no token or a wrong one.",

@@ -1,6 +1,5 @@
 """The command `raylt serve`."""
 
-import ipaddress
 import os
 import threading
 from importlib.util import find_spec
@@ -46,7 +45,7 @@ def serve(
 
         check_address(host, port)
         try:
-            start(application(served, Limits(token, rate), replicas), host, port)
+            start(application(served, Limits(token, rate, local=token is None), replicas), host, port)
             shown = f"[{host}]" if ":" in host else host
             out.print(f"{served.name} at http://{shown}:{port}/{', with a token' if token else ''}", soft_wrap=True)
             threading.Event().wait()
@@ -58,6 +57,8 @@ def serve(
 
 def _check(host: str, token: str | None) -> None:
     """Raise ConfigError if Ray Serve is missing, or if other machines could use the service without a token."""
+    from raylt.runs.serving.service import is_loopback
+
     missing = next((name for name in PACKAGES if find_spec(name) is None), None)
     if missing is not None:
         raise ConfigError(
@@ -65,19 +66,10 @@ def _check(host: str, token: str | None) -> None:
             code="config.missing-package",
             package=missing,
         )
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         raise ConfigError(
             f"--host: others could use the service without a token ({host}). Set {TOKEN}, or listen on 127.0.0.1.",
             code="serve.unprotected",
             key="--host",
             value=host,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -14,6 +14,7 @@ import asyncio
 import hmac
 import html
 import io
+import ipaddress
 import json
 import time
 from collections import OrderedDict
@@ -51,12 +52,15 @@ class Limits:
         rate: Maximum number of images per second from one address; None for no limit.
         most_bytes: Maximum size of an image file, in bytes.
         body_s: Time within which a request's body must arrive, in seconds.
+        local: Whether to refuse requests that call this machine by another name than localhost or a loopback address.
+            A web page whose name was made to lead to this machine (DNS rebinding) sends such requests.
     """
 
     token: str | None = None
     rate: float | None = None
     most_bytes: int = MAX_BODY_BYTES
     body_s: float = 30.0
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,8 @@ class Service:
                 f"{request.path}: does not accept this method ({shorten(request.method)}). Send {verb}.",
                 "serve.wrong-verb",
             )
+        if request.path != "/health":
+            self._check_host(request)
         if request.path == "/":
             return Answer(200, self._page.encode(), "text/html; charset=utf-8", HEADERS)
         if request.path == "/health":
@@ -161,6 +167,16 @@ class Service:
         client = self._client(request.query.get("client"))
         shares = await self._predict(client, await self._image(request))
         return _as_json(200, {"class": max(shares, key=shares.__getitem__), "shares": shares})
+
+    def _check_host(self, request: Request) -> None:
+        host = request.headers.get("host")  # only HTTP/1.0, which browsers do not send, may leave it out
+        if self._limits.local and host is not None and not is_loopback(_without_port(host)):
+            raise Refused(
+                421,
+                f"Host: is not the name of this machine ({shorten(host)}). Use 127.0.0.1, or start the service with a "
+                "token.",
+                "serve.foreign-host",
+            )
 
     def _check_token(self, request: Request) -> None:
         token = self._limits.token
@@ -212,7 +228,7 @@ class Service:
         return name
 
     async def _image(self, request: Request) -> np.ndarray:
-        if request.headers.get("content-type", "").startswith("multipart/"):
+        if request.headers.get("content-type", "").lower().startswith("multipart/"):
             raise Refused(
                 415,
                 "Content-Type: forms (multipart) are not supported. Send the image file itself as the body.",
@@ -270,10 +286,29 @@ def _check_pixels(content: bytes) -> None:
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             pixels = image.width * image.height
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except Image.DecompressionBombError:  # more than five times MAX_PIXELS
+        pixels = None
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
         return
-    if pixels > MAX_PIXELS:
-        raise Refused(413, f"image: more than {MAX_PIXELS} pixels ({pixels}). Send a smaller image.", "serve.too-large")
+    if pixels is None or pixels > MAX_PIXELS:
+        given = "" if pixels is None else f" ({pixels})"
+        raise Refused(413, f"image: more than {MAX_PIXELS} pixels{given}. Send a smaller image.", "serve.too-large")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address always means the machine on which it is used."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _without_port(host: str) -> str:
+    """Return the name or address in a Host header: localhost:8000 -> localhost, [::1]:8000 -> ::1."""
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    return name.removeprefix("[").removesuffix("]").lower()
 
 
 def _refusal(status: int, code: str, message: str) -> Answer:

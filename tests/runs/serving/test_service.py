@@ -115,6 +115,8 @@ def test_an_image_of_too_many_bytes_or_pixels_is_refused(files, monkeypatch):
     monkeypatch.setattr(serving, "MAX_PIXELS", 99)
     assert ask.post(picture(9)).status == 200
     assert code_of(ask.post(picture(10))) == (413, "serve.too-large")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 49)  # above twice as many pixels Pillow raises an error
+    assert code_of(ask.post(picture(10))) == (413, "serve.too-large")
 
 
 def test_the_page_can_be_asked_for_by_its_head(ask):
@@ -122,8 +124,9 @@ def test_the_page_can_be_asked_for_by_its_head(ask):
     assert code_of(ask("/predict", "HEAD")) == (405, "serve.wrong-verb")
 
 
-def test_a_form_is_refused_with_what_to_send(ask):
-    answer = ask.post(picture(), headers={"content-type": "multipart/form-data; boundary=x"})
+@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=x", "Multipart/Form-Data; boundary=x"])
+def test_a_form_is_refused_with_what_to_send(ask, kind):
+    answer = ask.post(picture(), headers={"content-type": kind})
     assert code_of(answer) == (415, "serve.wrong-type")
 
 
@@ -147,6 +150,31 @@ def test_a_request_without_the_token_is_refused(files, given):
     assert code_of(ask("/clients", headers={"authorization": given})) == (401, "serve.token-refused")
     assert ask("/health").status == ask("/").status == 200
     assert ask.post(picture(), headers={"authorization": "Bearer secret"}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8000", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("[::1]", 200),
+        ("shops.example:8000", 421),
+        ("127.0.0.1.shops.example", 421),
+        ("192.0.2.7", 421),
+        ("", 421),
+    ],
+)
+def test_a_local_service_answers_to_the_names_of_this_machine_only(files, host, status):
+    ask = Asker(files["fedavg"], Limits(local=True))
+    headers = {"host": host}
+    assert ask.post(picture(), headers=headers).status == status
+    assert ask("/card", headers=headers).status == ask("/", headers=headers).status == status
+    assert ask("/health", headers=headers).status == ask.post(picture()).status == 200
+    assert Asker(files["fedavg"], Limits()).post(picture(), headers=headers).status == 200
+    if status == 421:
+        assert code_of(ask("/card", headers=headers)) == (421, "serve.foreign-host")
 
 
 def test_an_address_may_send_a_limited_number_of_images_a_second(files):
