@@ -354,7 +354,7 @@ def _trials_in_all(state: SearchState) -> int | None:
 
 @contextmanager
 def _locked(folder: Path, new: SearchPlan | None) -> Iterator[None]:
-    """Lock the folder of a search, so that one process at a time uses it.
+    """Lock the folder of a search, see `lock_search`.
 
     Args:
         folder: The search's folder.
@@ -363,22 +363,32 @@ def _locked(folder: Path, new: SearchPlan | None) -> Iterator[None]:
     Raises:
         CheckpointError: Another process uses the folder, or another search has taken it since it was checked.
     """
-    with Folder.open(folder) if new is None else _make(folder) as search_folder:
-        lock = search_folder.lock(".lock")
-        if lock is None:
-            raise CheckpointError(
-                f"{folder}: another process is running this search. Wait for it or stop it.",
-                code="search.busy",
-                path=str(folder),
-            )
-        try:
-            if new is not None:
-                if search_folder.has(PLAN):
-                    raise already_exists(folder)
-                search_folder.write(PLAN, json.dumps(new.to_json(), indent=2) + "\n")
-            yield
-        finally:
-            os.close(lock)
+    with Folder.open(folder) if new is None else _make(folder) as search_folder, lock_search(search_folder):
+        if new is not None:
+            if search_folder.has(PLAN):
+                raise already_exists(folder)
+            search_folder.write(PLAN, json.dumps(new.to_json(), indent=2) + "\n")
+        yield
+
+
+@contextmanager
+def lock_search(folder: Folder) -> Iterator[None]:
+    """Lock the folder of a search for the duration of the block, so that one process at a time uses it.
+
+    Raises:
+        CheckpointError: Another process uses the folder.
+    """
+    lock = folder.lock(".lock")
+    if lock is None:
+        raise CheckpointError(
+            f"{folder.path}: another process is running this search. Wait for it or stop it.",
+            code="search.busy",
+            path=str(folder.path),
+        )
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 @contextmanager

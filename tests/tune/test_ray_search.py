@@ -132,6 +132,25 @@ def test_a_search_does_not_continue_with_another_version_of_a_plugin(tmp_path, m
         resume_ray_search(tmp_path / "s")
 
 
+def test_one_process_at_a_time_runs_a_search(tmp_path, monkeypatch):
+    folder = tmp_path / "s"
+    locked = []
+
+    def fit(tuner):
+        with refused("search.busy", CheckpointError, path=str(folder)):
+            resume_ray_search(folder)
+        locked.append(folder)
+        return Results([result("a", 0.5)])
+
+    monkeypatch.setattr("tune.ray_tune.search.trainable", lambda *_: ray_tune.Trainable)
+    monkeypatch.setattr("tune.ray_tune.search._fit", fit)
+    monkeypatch.setattr(ray_tune.Tuner, "restore", lambda *_, **__: None)
+    config = load(None, ["method=fedavg"]).model_dump(mode="json")
+    ray_search(folder, plan_of(config=config))
+    resume_ray_search(folder)
+    assert locked == [folder, folder]
+
+
 def test_the_folder_of_another_search_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("tune.ray_tune.search.trainable", lambda *_: None)
     with refused("search.exists", CheckpointError, path=str(tmp_path)):

@@ -46,7 +46,7 @@ from tune.records import Metric, Searcher
 from tune.report.drawing import draw_pareto, value_text
 from tune.report.pareto import pareto_front
 from tune.report.results import csv_table
-from tune.search import already_exists, no_result
+from tune.search import already_exists, lock_search, no_result
 from tune.space import Grid, Space, configure, parse
 
 RayScheduler = Literal["pbt", "hyperband", "median"]
@@ -144,10 +144,19 @@ def ray_search(folder: Path, plan: RaySearchPlan, on_start: Callable[[], None] |
         RayltError: No trial finished.
     """
     config, space = _opened(plan)
-    searcher = _searcher(plan)
     trial = trainable(config, plan.parallel)
     _make(folder)  # before the tuner, which would make it or write to another search
-    tuner = ray_tune.Tuner(
+    with Folder.open(folder) as search_folder, lock_search(search_folder):
+        tuner = _new_tuner(folder, plan, trial, config, space)
+        search_folder.write(PLAN, json.dumps({**asdict(plan), "plugins": origins(config)}, indent=1) + "\n")
+        if on_start is not None:
+            on_start()
+        return _conclude(folder, plan, _fit(tuner))
+
+
+def _new_tuner(folder: Path, plan: RaySearchPlan, trial: Any, config: Config, space: Space) -> ray_tune.Tuner:
+    searcher = _searcher(plan)
+    return ray_tune.Tuner(
         trial,
         param_space=param_space(space, grid=plan.searcher == "grid"),
         tune_config=ray_tune.TuneConfig(
@@ -169,11 +178,6 @@ def ray_search(folder: Path, plan: RaySearchPlan, on_start: Callable[[], None] |
             callbacks=[_EndedTrials(plan.metrics)],
         ),
     )
-    with Folder.open(folder) as search_folder:
-        search_folder.write(PLAN, json.dumps({**asdict(plan), "plugins": origins(config)}, indent=1) + "\n")
-    if on_start is not None:
-        on_start()
-    return _conclude(folder, plan, _fit(tuner))
 
 
 def _fit(tuner: ray_tune.Tuner) -> ray_tune.ResultGrid:
@@ -211,18 +215,18 @@ def resume_ray_search(folder: Path) -> RaySearchResult:
     """Continue an interrupted search, and run failed trials again.
 
     Raises:
-        CheckpointError: The search's settings cannot be read.
+        CheckpointError: The search's settings cannot be read, or another process runs the search.
         ConfigError: A plugin of the search is not registered, or is another version.
         KeyboardInterrupt: A signal stopped the search.
         RayltError: No trial finished.
     """
-    with Folder.open(folder) as search_folder:
+    with Folder.open(folder) as search_folder, lock_search(search_folder):
         tree = as_json(search_folder.read(PLAN), _PLAN_JSON, str(folder / PLAN))
-    check_origins([{**plugin} for plugin in tree.pop("plugins", [])], folder)
-    plan = RaySearchPlan(**{**tree, "other_metrics": tuple(tree.get("other_metrics", ()))})
-    config, _ = _opened(plan)
-    tuner = ray_tune.Tuner.restore(str(folder), trainable(config, plan.parallel), resume_errored=True)
-    return _conclude(folder, plan, _fit(tuner))
+        check_origins([{**plugin} for plugin in tree.pop("plugins", [])], folder)
+        plan = RaySearchPlan(**{**tree, "other_metrics": tuple(tree.get("other_metrics", ()))})
+        config, _ = _opened(plan)
+        tuner = ray_tune.Tuner.restore(str(folder), trainable(config, plan.parallel), resume_errored=True)
+        return _conclude(folder, plan, _fit(tuner))
 
 
 def _checkpoints(plan: RaySearchPlan, config: Config) -> ray_tune.CheckpointConfig:
