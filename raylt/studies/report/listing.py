@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from raylt.studies.records.record import RunRecord, age, read_run
 
 STUDY = "study.yaml"
 SEARCH = "search.json"
+RAY_SEARCH = "ray_search.json"  # of a search with one of Ray's schedulers
 RUN_FILES = ("identity.json", "split.json", "metrics.jsonl")  # any of them shows that a config.yaml is of a run
 RECORDED = "recorded.json"
 MAX_FILE_BYTES = 2**30  # maximum size of recorded.json and search.json
@@ -45,8 +47,27 @@ class _SearchPlan(TypedDict):
     spaces: dict[str, Any]
 
 
+class _Method(TypedDict):
+    """The fields that are read from the method in ray_search.json."""
+
+    name: str
+
+
+class _RaySearchConfig(TypedDict):
+    """The fields that are read from the configuration in ray_search.json."""
+
+    method: _Method
+
+
+class _RaySearchPlan(TypedDict):
+    """The fields that are read from ray_search.json."""
+
+    config: _RaySearchConfig
+
+
 _RECORDED = TypeAdapter(_RecordedRuns)
 _SEARCH_PLAN = TypeAdapter(_SearchPlan)
+_RAY_SEARCH_PLAN = TypeAdapter(_RaySearchPlan)
 
 
 @dataclass(frozen=True)
@@ -86,7 +107,8 @@ def listing(folder: Path) -> list[ListedRun]:
     """List the runs, studies and searches in a folder, newest first.
 
     The folder of a study lists the study's runs, and that of a search its trials; in other folders, a study or a search
-    is one row with the number of its runs. A run's folder lists that run.
+    is one row with the number of its runs. A run's folder lists that run, and so does that of a search with one of
+    Ray's schedulers, whose trials are no runs.
 
     Raises:
         ConfigError: The folder does not exist.
@@ -102,13 +124,15 @@ def listing(folder: Path) -> list[ListedRun]:
         entries = [_run(run, str(run.relative_to(folder))) for run in run_folders(folder)]
     elif (folder / SEARCH).is_file():
         entries = [_run(trial, str(trial.relative_to(folder))) for trial in _trials(folder)]
+    elif (folder / RAY_SEARCH).is_file():
+        entries = [_ray_search(named(folder))]
     elif _is_run(folder):
         entries = [_run(folder, named(folder).name)]
     else:
         entries = [
             _row(path)
             for path in folder.iterdir()
-            if any((path / name).is_file() for name in (STUDY, SEARCH, "config.yaml"))
+            if any((path / name).is_file() for name in (STUDY, SEARCH, RAY_SEARCH, "config.yaml"))
         ]
     return sorted(entries, key=lambda entry: (entry.age_s if entry.age_s is not None else float("inf"), entry.name))
 
@@ -118,6 +142,8 @@ def _row(folder: Path) -> ListedRun:
         return _study(folder)
     if (folder / SEARCH).is_file():
         return _search(folder)
+    if (folder / RAY_SEARCH).is_file():
+        return _ray_search(folder)
     return _run(folder, folder.name)
 
 
@@ -210,6 +236,19 @@ def _search(folder: Path) -> ListedRun:
     return ListedRun(
         folder.name, "search", ", ".join(methods), state, count_of(count, "trial"), None, min(ages, default=None)
     )
+
+
+def _ray_search(folder: Path) -> ListedRun:
+    results = list(folder.glob("*/result.json"))  # of the trials that have begun
+    method = ""
+    with suppress(CheckpointError), Folder.open(folder) as opened:
+        plan = opened.read_json(RAY_SEARCH, _RAY_SEARCH_PLAN, MAX_FILE_BYTES)
+        method = plan["config"]["method"]["name"]
+    ended = "done" if (folder / "best.yaml").is_file() else "stopped"
+    state = "running" if is_locked(folder) else ended
+    written = max(file.lstat().st_mtime for file in [*results, folder / RAY_SEARCH])
+    age_s = max(0.0, datetime.now().timestamp() - written)
+    return ListedRun(folder.name, "search", method, state, count_of(len(results), "trial"), None, age_s)
 
 
 def _trials(search: Path) -> list[Path]:

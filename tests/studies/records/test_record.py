@@ -199,6 +199,26 @@ def test_listing_has_searches_and_their_trials(tmp_path, run):
         assert [entry.state for entry in listing(tmp_path) if entry.kind == "search"] == ["running"]
 
 
+def test_listing_has_searches_with_rays_schedulers(tmp_path):
+    search = tmp_path / "search"
+    for trial in ("FederatedRun_a_0", "FederatedRun_a_1", "FederatedRun_a_2"):
+        (search / trial).mkdir(parents=True)
+    (search / "FederatedRun_a_0" / "result.json").write_text("{}\n")
+    (search / "FederatedRun_a_1" / "result.json").write_text("{}\n")
+    (search / "ray_search.json").write_text('{"config": {"method": {"name": "fedprox", "mu": 0.1}}, "samples": 3}')
+
+    def rows(folder):
+        return [(each.name, each.kind, each.method, each.state, each.progress) for each in listing(folder)]
+
+    assert rows(search) == rows(tmp_path) == [("search", "search", "fedprox", "stopped", "2 trials")]
+    (search / "best.yaml").write_text("")
+    (search / "ray_search.json").write_text('{"config": []}')
+    assert rows(tmp_path) == [("search", "search", "", "done", "2 trials")]
+    with (search / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert rows(tmp_path) == [("search", "search", "", "running", "2 trials")]
+
+
 def test_a_study_of_somebody_else_is_listed_and_nothing_waits_or_is_followed(tmp_path, run):
     theirs, secret = tmp_path / "theirs", tmp_path / "secret"
     write_run(theirs / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
