@@ -58,7 +58,9 @@ def open_experiment(
         try:
             yield experiment
         finally:
-            experiment.close()
+            # an own cluster ends here, and may not answer: schedulers also send their SIGTERM to Ray's processes
+            if not cluster.started:
+                experiment.close()
 
 
 def plan_placement(config: Config, address: str | None, description: str | None) -> PlacementPlan:

@@ -163,22 +163,20 @@ def test_a_killed_server_is_started_again_with_the_same_result(tmp_path, undistu
 
 
 @pytest.mark.parametrize(
-    ("number", "fleet"),
-    [
-        (signal.SIGINT, "ray"),
-        (signal.SIGHUP, "ray"),
-        pytest.param(signal.SIGTERM, "ray", marks=pytest.mark.soak),
-        (signal.SIGTERM, "local"),
+    ("number", "fleet", "send"),
+    [  # a terminal and a scheduler send signals to the whole process group
+        (signal.SIGINT, "ray", os.killpg),
+        (signal.SIGHUP, "ray", os.killpg),
+        (signal.SIGTERM, "ray", os.killpg),
+        pytest.param(signal.SIGTERM, "ray", os.kill, marks=pytest.mark.soak),
+        (signal.SIGTERM, "local", os.kill),
     ],
 )
-def test_an_interrupted_run_says_how_to_go_on(tmp_path, number, fleet):
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, number, fleet, send):
     process = launch(tmp_path, [*LONG, "federation.rounds=200", "--fleet", fleet])
     await_a_round(process, tmp_path)
     started = family(process.pid)
-    if number != signal.SIGTERM:
-        os.killpg(process.pid, number)  # sent to the whole process group, as a terminal does
-    else:
-        process.send_signal(number)
+    send(process.pid, number)
     assert process.wait(60) == 130
     lines = (tmp_path / "err.txt").read_text().splitlines()
     assert lines[-1] == f"stopped; continue with raylt resume {tmp_path / 'r'}"
