@@ -68,6 +68,9 @@ def test_what_fits_nowhere_is_refused_before_anything_starts():
         planned("4x4cpu", 4, cpus_per_client=8)  # 16 CPUs in all, 4 on each node
     text = "needs 8 CPUs, but the largest of all nodes has 4 CPUs and 0 GPUs. Lower resources.cpus_per_client."
     assert text in str(caught.value)
+    with refused("cluster.too-small", ConfigError, slots=0) as caught:
+        planned("1x1gpu32cpu,1x2gpu8cpu", 4, gpus_per_client=3)  # of the nodes, the one with more GPUs is closest
+    assert "the largest of all nodes has 8 CPUs and 2 GPUs. " in str(caught.value)
     with refused("cluster.too-small", ConfigError, actors=5, slots=4) as caught:
         planned("server:1x8cpu,client:1x4cpu", 10, actors=5)
     assert "but the nodes labelled role=client have 4 CPUs and 0 GPUs, enough for 4. " in str(caught.value)
