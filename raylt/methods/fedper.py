@@ -1,7 +1,8 @@
 """FedPer: a shared encoder and a private classifier for each client (Arivazhagan et al., 2019, Algorithms 1 and 2).
 
-Departure from the text: only the last layer is personal, as in the papers that compare with it; the original may keep
-more layers. All classifiers start from the same random weights.
+Departures from the text: only the last layer is personal, as in the papers that compare with it; the original may keep
+more layers. All classifiers start from the same random weights; the text's start from weights of their own (from memory).
+`method=bpfed alpha=0 crt=false lws=false` is FedPer with that start (docs/results/bpfed.md compares the two).
 """
 
 from typing import ClassVar

@@ -97,7 +97,7 @@ def test_a_search_that_was_made_under_a_former_name_is_recognised(tmp_path):
         assert len(load_tuned(record, definition, mix_versions=True)[""]) == expected
 
 
-@pytest.mark.parametrize(("name", "runs"), [("bpfed_order", 36), ("fedsm_fashion", 39), ("sfd_aligner", 42)])
+@pytest.mark.parametrize(("name", "runs"), [("bpfed_digits", 108), ("fedsm_fashion", 39), ("sfd_aligner", 42)])
 def test_recorded_runs_of_the_studies_count(name, runs):
     definition = read_definition(STUDIES / f"{name}.yaml")
     taken = load_planned(STUDIES / "results" / f"{name}.json", definition.runs(), mix_versions=True)
