@@ -49,6 +49,11 @@ def test_a_weight_at_which_no_class_pulls_counts_for_none():
     assert ratios(pulls, 0.8).tolist() == [10.0, 10.0]
     pulls[1, 0, 0] = -3.0  # class 0 does not pull and the other class pulls down, so class 0 is alone, with 0 over 3
     assert ratios(pulls, 0.8).tolist() == [0.0, 10.0]
+    pulls = torch.zeros(3, 3, 1)
+    pulls[1:, 0, 0] = tensor([-3.0, -1.0])  # class 0 is alone again, with 0 over 2
+    assert ratios(pulls, 0.8).tolist() == [0.0, 10.0, 10.0]
+    pulls[1, 0, 0] = 0.0  # two classes do not pull, so neither is alone
+    assert ratios(pulls, 0.8).tolist() == [10.0, 10.0, 10.0]
 
 
 def naive_weights(task, model, alpha=1.0, beta=0.1, clip=5000.0):

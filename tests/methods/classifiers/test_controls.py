@@ -1,5 +1,7 @@
 """Controls for CCVR: noisy class means, an oracle of real features, post-hoc logit adjustment."""
 
+from types import SimpleNamespace
+
 import naive
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 from raylt.core.training.features import features
 from raylt.core.training.fit_classifier import fit_classifier
+from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fednpc import FedNPC
 from raylt.methods.classifiers.means import NoisyMeans
 from raylt.methods.classifiers.oracle import Oracle
@@ -70,6 +73,15 @@ def test_without_noise_there_are_only_the_means(tiny_task, tmp_path, calibration
     ((_, drawn, labels, _),) = calibrations
     for c in range(4):
         assert torch.allclose(drawn[labels == c].double(), z[y == c].mean(0).expand(40, -1), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [CCVR, NoisyMeans])
+def test_draws_of_two_classes_are_independent(monkeypatch, kind):
+    sums = class_sums(torch.randn(9, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(9).long())[0]
+    monkeypatch.setattr(kind, "class_moments", lambda *_: {0: sums, 1: sums})
+    server = SimpleNamespace(model=SimpleNamespace(dim=3))
+    drawn = kind(virtual=50).draw(server, None, torch.Generator().manual_seed(0))
+    assert torch.cdist(drawn[0], drawn[1]).min() > 0
 
 
 def test_isotropic_deviation_by_hand():
