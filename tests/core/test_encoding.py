@@ -10,7 +10,8 @@ import pytest
 import torch
 from refusals import refused
 from small_runs import QUICK, make_tiny_run
-from tiny import configure, make_setup, make_task, tiny_pretrained
+from teachers import save_features
+from tiny import configure, make_setup, make_task, open_client, tiny_pretrained
 
 import raylt
 from actors.shards import packs
@@ -18,6 +19,7 @@ from raylt import metrics, tree
 from raylt.contract.case import Case
 from raylt.contract.trace import private_states
 from raylt.core.encoding import KEY_BYTES, FeatureCache, FeatureFiles, _key_of_view, _write, encode
+from raylt.core.training.features import teacher_features
 from raylt.data.augment import AUGMENTATIONS, crop_flip, draw_view, normalise
 from raylt.data.images.cache import caches, load
 from raylt.data.samples import Samples
@@ -445,6 +447,15 @@ def test_bpfed_mixes_features(tmp_path):
         calls.clear()
         case.run(case.config(), task=task)
     assert set(calls) == {2}
+
+
+def test_features_of_a_file_are_the_teachers_also_where_clients_hold_features_of_the_encoder(tiny_task, tmp_path):
+    setup, task = encode(setup_for(tmp_path), tiny_task)
+    teacher = save_features(tmp_path / "teacher.npz", tiny_task)
+    clients = [open_client(each, setup.method, 0, setup.config) for each in (tiny_task, task)]
+    assert [client.samples.encoded for client in clients] == [False, True]
+    of_images, of_features = (teacher_features(client, teacher) for client in clients)
+    assert torch.equal(of_images, of_features)
 
 
 @pytest.mark.parametrize("name", sorted(ON_ENCODER))
