@@ -130,6 +130,11 @@ def test_balanced_batches_of_one_sample_are_left_out_as_in_training(tiny_task):
     assert [len(rows) for rows in balanced(client)] == [8, 8, 8]
 
 
+def test_balanced_batches_of_another_size_are_as_many_as_the_epochs_have(tiny_task):
+    client = open_client(tiny_task, BalanceFL(), 1)  # 14 samples
+    assert [len(rows) for rows in balanced(client, 2, 4)] == [4, 4, 4, 2] * 2
+
+
 def test_features_are_perturbed_as_often_as_their_class_is_rare_with_the_pooled_covariance(tiny_task):
     client = open_client(tiny_task, BalanceFL(), 0)  # class counts 12, 6, 4, 2
     z, y = features(client)
