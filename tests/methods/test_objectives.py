@@ -3,11 +3,15 @@
 import pytest
 import torch
 from rounds import start
+from small_runs import QUICK
 from tiny import open_client
 from torch import Tensor
+from torch.nn import functional as F
 
 from raylt import tree
+from raylt.contract.case import Case
 from raylt.core.training.sgd import autocast
+from raylt.methods import METHODS as BY_NAME
 from raylt.methods.balancefl import BalanceFL
 from raylt.methods.ditto import Ditto
 from raylt.methods.fedavg import FedAvg
@@ -133,3 +137,29 @@ def test_missing_classes_are_left_out_or_count_as_one_sample(tiny_task, tmp_path
     filled = masked.objective(client, message)(batch).item()
     assert losses[1] == pytest.approx(filled, rel=1e-6)
     assert losses[0] < filled - 1e-3
+
+
+# methods that compute cross-entropies themselves; the other methods run with the slow tests
+QUICKLY = ("apfl", "ditto", "fedala", "feddyn", "fedprox", "mupfl", "pfedme", "qfedavg")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow)
+        for name, kind in BY_NAME.items()
+        if "segmentation" in kind.problems
+    ],
+)
+def test_losses_of_label_maps_treat_unlabelled_pixels_as_the_setting_says(name, tmp_path, monkeypatch):
+    """torch's cross-entropy knows no treatment of unlabelled pixels but to leave them out."""
+    case = Case(BY_NAME[name](**QUICK.get(name, {})), "segmentation", tmp_path)
+    cross_entropy = F.cross_entropy
+
+    def watched(logits, y, *args, **how):
+        assert y.ndim != 3
+        return cross_entropy(logits, y, *args, **how)
+
+    monkeypatch.setattr(F, "cross_entropy", watched)
+    trace = case.run(case.config(local={"batch": 8, "unlabelled": "absent"}))
+    assert [report.lost for report in trace.reports] == [[]] * len(trace.reports)

@@ -77,10 +77,10 @@ def server_draws(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tu
             return super().manual_seed(seed)
 
     class Watched(ClientHost):
-        def run(self, *call):
+        def run(self, fn, message, round, id, shard, private):
             in_call.append(True)
             try:
-                return super().run(*call)
+                return super().run(fn, message, round, id, shard, private)
             finally:
                 in_call.clear()
 

@@ -130,6 +130,9 @@ def test_deterministic_partners_are_of_the_most_relevant_class_other_than_itself
     assert [set(y[row].tolist()) for row in rows] == [{2}, {0}, {1}]
     alone = draw_partners(alpha, tensor([0, 1]), tensor([1, 1]), 6, "deterministic", unit, generator())
     assert alone.shape == (2, 6)  # only class 1 itself is left
+    # nothing is relevant for class 0 but itself
+    other = draw_partners(tensor([[0.5, 0.0, 0.0]]), tensor([0]), y, 6, "deterministic", unit, generator())
+    assert set(y[other[0]].tolist()) == {1}
 
 
 def test_weighted_samples_favour_large_classes_and_are_not_drawn_twice():
