@@ -86,6 +86,11 @@ def test_client_accuracies_equal_a_loop_over_test_samples(labels, matrix):
     assert matched_accuracy(matrix, tensor(counts)) == pytest.approx(matched, abs=1e-12)
 
 
+def test_more_pixels_than_a_float_of_32_bits_can_count_are_weighed_exactly():
+    counts = tensor([2**24 + 1, 2**24, 0])
+    assert matched_accuracy(BY_HAND, counts).item() == (0.8 * (2**24 + 1) + 0.5 * 2**24) / (2**25 + 1)
+
+
 def test_equal_counts_of_all_classes_make_owned_and_matched_the_macro_accuracy(matrix):
     counts = torch.full((C,), 5)
     assert owned_accuracy(matrix, counts) == pytest.approx(macro(matrix))
@@ -176,6 +181,12 @@ def test_figures_of_a_client_are_the_same_bits_with_however_many_others(monkeypa
     monkeypatch.setattr("raylt.metrics.CHUNK_CELLS", 300)
     assert by_client(matrices, counts) == together
     assert by_client(shared, counts) == same
+
+
+def test_a_matrix_of_more_cells_than_are_computed_at_once_is_computed_alone(monkeypatch):
+    monkeypatch.setattr("raylt.metrics.CHUNK_CELLS", 8)
+    counts = tensor([[2, 0, 0], [1, 3, 0]])
+    assert by_client({0: BY_HAND, 1: BY_HAND.clone()}, counts)["owned"] == pytest.approx([0.8, 0.65])
 
 
 def test_client_figures_of_own_models_use_each_clients_own_matrix():
@@ -328,3 +339,5 @@ def test_a_client_none_of_whose_own_images_is_labelled_has_no_accuracy_on_them()
     matrices, counts = {0: torch.eye(2, dtype=torch.int64)}, tensor([[3, 1]])
     assert by_client(matrices, counts, {0: torch.zeros(2, 2, dtype=torch.int64)})["local"] == [None]
     assert by_client(matrices, counts, {0: tensor([[1, 1], [0, 2]])})["local"] == [0.75]
+    # of eight images seven are right, and a class with two of them weighs no more
+    assert by_client(matrices, counts, {0: tensor([[1, 1], [0, 6]])})["local"] == [0.875]

@@ -82,6 +82,9 @@ def test_an_arm_with_one_evaluated_round_has_no_gain_from_a_choice_and_is_named(
         assert (line in text) == (at == "last10")
     assert compare(runs, "a", measure="matched").one_round == []
     assert compare(runs[1::2], "own").one_round == []
+    short = replace(record("short", 0, 0.5, steps=1, planned_steps=1), curve={"accuracy": [0.5]})
+    short = replace(short, summary=short.summary | {"rounds": 1})
+    assert compare([*runs, short], "a", own={"short": {"federation.rounds": 1}}).one_round == [line]
 
 
 def test_a_table_says_whose_models_were_evaluated_where_both_kinds_stand_in_it():
@@ -305,6 +308,19 @@ def test_the_seeds_of_a_row_count_finished_diverged_and_missing_runs():
     assert "| b | 1 + 1 diverged of 4 |" in comparison_tables.comparison_table(compared).markdown()
 
 
+def test_a_diverged_run_is_no_failure_that_would_leave_a_claim_unjudged():
+    """It has a value, although the other arm finished with its seed."""
+    runs = [record("a", seed, 0.9 + 0.001 * seed) for seed in range(11)] + [diverged("a", 11)]
+    runs += [record("b", seed, 0.5) for seed in range(12)]
+    (judged,) = compare(runs, "b", [Claim("a", "b", "accuracy")], classes={"": 4}).claims
+    assert (judged.difference.n, judged.verdict) == (12, "holds")
+
+
+def test_the_seeds_of_a_row_are_those_of_its_cell():
+    runs = [record(arm, seed, 0.5, cell=cell) for arm in "ab" for cell, n in (("x", 2), ("y", 4)) for seed in range(n)]
+    assert [(row.cell, row.planned) for row in compare(runs, "a").rows if row.arm == "a"] == [("x", 2), ("y", 4)]
+
+
 def test_diverged_runs_of_an_arm_are_one_line():
     runs = [record("a", seed, 0.5) for seed in range(3)]
     runs += [replace(diverged("b", seed), problem=f"loss {seed}") for seed in range(3)]
@@ -489,6 +505,12 @@ def test_a_record_without_a_curve_has_only_its_last_value(at):
     assert value_of(replace(record("a", 0, 0.9), curve={}), "accuracy", "last") == 0.9
 
 
+@pytest.mark.parametrize("at", ["last", "best", "last10", "validation"])
+def test_a_figure_that_a_run_does_not_end_with_has_no_value_of_earlier_rounds(at):
+    one = record("a", 0, 0.9)
+    assert value_of(replace(one, summary=one.summary | {"groups": {}}), "few", at) is None
+
+
 def test_a_round_is_chosen_on_validation_samples_and_the_finish_may_be_it():
     curve = {"accuracy": [0.1, 0.8, 0.9, 0.5], "few": [0.0, 0.2, 0.1, 0.4], "validation": [0.3, None, 0.6, 0.5]}
     one = record("a", 0, 0.5, curve=curve, config={"federation": {"rounds": 3, "participation": 1.0}})
@@ -508,7 +530,8 @@ def test_a_round_is_chosen_on_validation_samples_and_the_finish_may_be_it():
     [
         ({"measure": "acc"}, "config.unknown-name", {"key": "measure", "name": "acc"}),
         ({"measure": "macro", "at": "best"}, "config.conflict", {"key": "at", "measure": "macro"}),
-        ({"level": 2}, "config.out-of-range", {"key": "level", "value": 2}),
+        ({"level": 0}, "config.out-of-range", {"key": "level", "value": 0}),
+        ({"level": 1}, "config.out-of-range", {"key": "level", "value": 1}),
         ({"at": "first"}, "config.unknown-name", {"key": "at", "value": "first"}),
         ({"reference": "c"}, "config.unknown-name", {"key": "reference", "name": "c"}),
         ({"measure": "new_owned"}, "study.no-figure", {"name": "new_owned"}),
@@ -663,6 +686,9 @@ def test_first_round_bytes_and_seconds_at_a_target():
     # accuracies rise by a tenth of their last value each round: 0.5 reaches 0.4 in round 8, 0.3 never does
     (first,) = reached([record("a", 0, 0.5), record("a", 1, 0.3)], 0.4)
     assert (first.reached, first.runs, first.rounds, first.bytes, first.seconds) == (1, 2, 8, 240, 16)
+    # medians of the rounds 8, 9 and 5
+    (third,) = reached([record("a", seed, value) for seed, value in enumerate((0.5, 0.45, 0.8))], 0.4)
+    assert (third.rounds, third.bytes, third.seconds) == (8, 240, 16)
 
 
 def test_of_several_measures_runs_are_named_where_a_mean_is_over_fewer_of_them():
@@ -684,7 +710,7 @@ def test_of_several_measures_runs_are_named_where_a_mean_is_over_fewer_of_them()
 def test_claim_names_the_model_of_either_side():
     several = [record("a", seed, 0.5) for seed in (0, 1)]
     for each in several:
-        each.summary["others"] = {"own": {"clients": {"matched": {"mean": 0.7 + each.seed / 100}}}}
+        each.summary["others"] = {"own": {"accuracy": 0.7, "clients": {"matched": {"mean": 0.7 + each.seed / 100}}}}
         each.summary["clients"] = {"by": {"matched": {"mean": 0.2}}}
     one = [record("b", seed, 0.5) for seed in (0, 1)]
     for each in one:
@@ -697,6 +723,8 @@ def test_claim_names_the_model_of_either_side():
         "a@own > b on matched: +0.105",
     ]
     assert compared.left_out == ["claim a > b@own on matched: b has no matched@own"]
+    (of_rounds,) = compare(several + one, "a", [read_claim("a@own > b", ["a", "b"], "accuracy")], at="best").claims
+    assert of_rounds.at == "last"  # the other model has no figure of earlier rounds
     with refused("study.bad-claim", value="a@own > b on matched@own"):
         read_claim("a@own > b on matched@own", ["a", "b"], "matched")
 

@@ -9,8 +9,20 @@ from raylt.studies.records.record import RunRecord
 
 SUMMARY = {
     "accuracy": {"last": 0.5},
-    "groups": {"few": 0.1},
-    "clients": {"by": {"matched": {"mean": 0.7, "worst_decile": 0.2}}},
+    "macro": 0.48,
+    "groups": {"many": 0.92, "medium": 0.52, "few": 0.1},
+    "clients": {
+        "by": {
+            "matched": {"mean": 0.7, "worst_decile": 0.2},
+            "owned": {"mean": 0.62, "worst_decile": 0.12},
+            "long_tailed": {"mean": 0.72, "worst_decile": 0.22},
+            "global": {"mean": 0.42, "worst_decile": 0.32},
+            "local": {"mean": 0.38, "worst_decile": 0.28},
+            "miou": {"mean": 0.26, "worst_decile": 0.16},
+        }
+    },
+    "bytes": {"up": 1, "down": 2},
+    "seconds": 3.0,
     "figures": {"new_clients": {"owned": 0.15, "matched": 0.25, "worst_decile": 0.05}},
     "others": {
         "w_i": {
@@ -35,6 +47,18 @@ SUMMARY = {
     ("name", "value"),
     [
         ("accuracy", 0.5),
+        ("many", 0.92),
+        ("medium", 0.52),
+        ("few", 0.1),
+        ("macro", 0.48),
+        ("owned", 0.62),
+        ("long_tailed", 0.72),
+        ("clients", 0.42),
+        ("local", 0.38),
+        ("client_miou", 0.26),
+        ("bytes_up", 1),
+        ("bytes_down", 2),
+        ("seconds", 3.0),
         ("accuracy@w_i", 0.6),
         ("matched", 0.7),
         ("matched@w_i", 0.8),
@@ -83,6 +107,11 @@ def test_the_mean_of_the_last_rounds_is_over_ten():
     assert value_of(run, "accuracy", "last10") == pytest.approx(sum(2.0**-step for step in range(2, 12)) / 10)
 
 
+def test_a_round_in_which_nothing_was_right_counts_and_one_without_an_evaluation_does_not():
+    run = finished(accuracy=[0.0, None, 0.4])
+    assert value_of(run, "accuracy", "last10") == pytest.approx(0.2)
+
+
 @pytest.mark.parametrize(("last", "best"), [(0.6, 0.6), (0.3, 0.4)])
 def test_the_best_figure_may_be_that_of_the_phase_after_the_last_round(last, best):
     run = finished(accuracy=[0.1, 0.4, 0.2])
@@ -93,3 +122,8 @@ def test_the_best_figure_may_be_that_of_the_phase_after_the_last_round(last, bes
 def test_of_rounds_with_the_same_validation_accuracy_the_first_counts():
     run = finished(validation=[0.5, 0.9, None, 0.9], accuracy=[0.1, 0.2, 0.3, 0.4])
     assert value_of(run, "accuracy", "validation") == 0.2
+
+
+def test_a_round_without_an_evaluation_is_not_chosen_for_its_validation_accuracy():
+    run = finished(validation=[0.9, 0.5, 0.6], accuracy=[None, 0.2, 0.3])
+    assert value_of(run, "accuracy", "validation") == 0.3

@@ -94,6 +94,8 @@ def test_order_and_counts():
     assert [(arm.finished, arm.planned, arm.diverged) for arm in ranking.arms] == [(2, 2, 0)] * 3
     assert (ranking.blocks, ranking.cells, ranking.studies) == (2, 1, ["ground"])
     assert ranking.arms[0].chance > 0.7 > 0.5 > ranking.arms[2].chance
+    two = rank({"ground": [*RUNS, *(replace(run, cell="other") for run in RUNS)]})
+    assert (two.blocks, two.cells, two.studies) == (4, 2, ["ground"])
 
 
 def test_fewer_bytes_are_better():
@@ -124,6 +126,19 @@ def test_the_notes_name_models_versions_and_unsealed_runs():
     assert not any(ranking_table(rank({"g": RUNS})).notes.values())
 
 
+def test_versions_of_the_code_and_of_a_plugin_are_counted_apart():
+    def versions(*made: tuple[str, str]) -> list[str]:
+        runs = [
+            whole_record(arm, seed, 0.5, made={"codes": [code * 64], "plugins": {"model own": plugin * 64}})
+            for seed, (code, plugin) in enumerate(made)
+            for arm in "ab"
+        ]
+        return rank({"g": runs}).versions
+
+    assert versions(("c", "d"), ("c", "d")) == []
+    assert versions(("c", "d"), ("c", "e")) == ["g: 2 versions of model own"]
+
+
 def test_a_tie_is_half_a_win():
     runs = [record("a", 0, 0.5), record("b", 0, 0.4), record("a", 1, 0.5), record("b", 1, 0.5)]
     expected = fit(np.array([[0, 1.5], [0.5, 0]]))
@@ -143,6 +158,16 @@ def test_a_diverged_run_is_worse_than_all_and_another_failed_or_stopped_one_is_m
     assert lost.strength.estimate < of_one_seed.strength.estimate
     assert diverged.left_out == []
     assert [line.partition(": ")[0] for line in missing.left_out] == ["g, d-1"]
+
+
+@pytest.mark.parametrize(("measure", "last"), [("accuracy", 0.0), ("bytes_up", 0.5)])
+def test_a_diverged_run_is_worse_than_all_whatever_the_measure(measure, last):
+    """Also than a run that classifies nothing correctly, and where less is better."""
+    runs = [record("a", seed, last, up=10) for seed in range(3)]
+    runs += [ended("b", seed, "training.diverged") for seed in range(3)]
+    first, second = rank({"g": runs}, measure).arms
+    assert (first.arm, second.arm) == ("a", "b")
+    assert first.strength.estimate > 0.5
 
 
 def test_runs_without_the_measure_or_without_another_arm_are_named_and_their_studies_are_not():
@@ -351,6 +376,8 @@ def test_costs_are_passes_as_a_multiple_of_fedavgs():
     table = ranking_table(with_costs(rank(runs), runs))
     assert table.head[-1] == "passes"
     assert [row[-1] for row in table.rows] == ["3.5", "2.0", "1.0", "1.7", "-"]
+    more = {"h": [run("fedavg", 0.5), run("fedrep", 0.7, head_epochs=1)]}  # an arm has the costs of its first run
+    assert with_costs(rank(runs | more), runs | more).arms[0].cost == pytest.approx(3.5)
 
 
 def test_the_time_of_an_arm_is_the_median_multiple_of_fedavgs_at_the_same_seed():

@@ -44,6 +44,9 @@ def test_the_number_of_active_clients_is_the_share_of_fedsms_clients():
     }
     assert {plan.config.federation.rounds for plan in plans} == {100}
     assert {plan.config.method["name"] for plan in plans} == {"fedsm"}
+    least = plan_figure(figure_of("FedSM", "6"), "six", seeds=1, scale=1e-4)
+    assert {plan.config.federation.rounds for plan in least.runs()} == {1}
+    assert (least.measure, least.at) == ("accuracy", "best")
 
 
 def test_mupfls_rounds_are_counted_on_clients_models_that_are_judged_in_each_round():

@@ -76,6 +76,8 @@ def test_runs_that_failed_are_named_and_the_others_confirm_nothing():
 def test_fewer_rounds_and_one_seed_claim_nothing():
     short = verdict(*(run(MUPFL, seed, 0.94 + seed / 1000, rounds=4) for seed in range(3)))
     assert (short.kind, short.scale) == ("at reduced scale", 0.1)
+    half = verdict(*(run(MUPFL, seed, 0.5, rounds=rounds) for seed in range(3) for rounds in (4, 20)))
+    assert (half.kind, half.scale, half.seeds) == ("at reduced scale", 0.5, 3)  # of several scales the largest
     assert verdict(run(MUPFL, 0, 0.9411)).kind == "too few seeds"
 
 
@@ -137,8 +139,12 @@ def test_a_row_of_an_ablation_is_reproduced_by_its_difference_and_never_by_its_l
     assert ablation(*inside, level=-0.2)[1].kind == "difference reproduced"
     assert ablation(printed - 0.1, printed, printed + 0.1)[1].kind == "cannot be told"
     assert ablation(printed - 0.001, printed)[1].kind == "too few seeds"
-    alone = verdicts([run(bavd, seed, bavd.value + seed / 1000) for seed in range(3)], [bavd])[0]
-    assert alone.kind == "cannot be told"
+    assert ablation(printed, printed, printed)[1].kind == "cannot be told"  # no interval
+    rows = [run(bavd, seed, bavd.value + seed / 1000) for seed in range(3)]
+    assert verdicts(rows, [bavd])[0].kind == "cannot be told"
+    two_bases = [run(FEDAVG, seed, FEDAVG.value + 1.1 * seed / 1000) for seed in range(2)]
+    few = verdicts([*rows, *two_bases], [bavd])[0]
+    assert (few.seeds, few.difference.n, few.kind) == (3, 2, "cannot be told")
 
 
 def test_a_level_that_is_not_known_well_leaves_an_ablation_with_its_difference():

@@ -57,6 +57,8 @@ def test_before_anything_ran_it_is_work_that_is_left(planned):
     pace = Pace([record("fedavg", 0, 0.5, state="missing", curve={})])
     assert not pace.measured
     assert [pace.left(planned["fedavg"], steps) for steps in (0, 3, 5)] == [12.0, 3.0, 0.0]
+    base = {"federation": {"rounds": 4, "participation": 0.5}, "local": {"steps": 7}}
+    assert pace.left(define(STUDY | {"base": base}).runs()[0], 1) == 3 * 0.5 * 7
 
 
 def test_each_round_and_the_finish_take_what_they_took_before(planned):
@@ -139,8 +141,10 @@ def test_an_expected_last_phase_counts_until_one_was_timed(planned):
     assert not pace.lacks_finish(planned["ccvr"], 0)
     assert [pace.left(planned["ccvr"], steps) for steps in (0, 4, 5)] == [404, 400, 0]
     assert pace.left(planned["fedavg"], 0) == 8
+    elsewhere = replace(planned["ccvr"], cell="elsewhere")  # the arm's in another cell is the best guess
+    assert pace.left(elsewhere, 4) == 400
     pace.learn(planned["ccvr"], 5, 30.0)
-    assert pace.left(planned["ccvr"], 4) == 30
+    assert pace.left(planned["ccvr"], 4) == pace.left(elsewhere, 4) == 30
 
 
 def test_a_study_says_how_far_the_last_phase_of_a_run_is(planned, tmp_path):
