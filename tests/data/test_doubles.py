@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from refusals import refused
 
+import raylt
 from raylt.config import DataConfig
 from raylt.data.doubles import CHUNK_SIZE, repeated, without_doubles
 from raylt.data.images.cache import Mapped, cut, load
@@ -54,6 +55,19 @@ def test_doubles_are_counted_in_a_line_and_kept(file):
     task = build_task(DataConfig(source=file))
     assert len(task.test) == 10
     assert any(note.startswith("4 of 10 test images are also training images") for note in task.notes)
+
+
+def test_images_on_which_no_client_trains_are_no_doubles(pictures, no_guests):
+    """Those that became test images, and those that the long tail left out."""
+    y = np.arange(28) % 2
+    split_off = raylt.Source("own", pictures[:28], y, pictures[:0], y[:0], ("a", "b"), (0.5,), (0.25,))
+    raylt.register(lambda config: split_off, "own", kind="source")
+    assert not any("also training images" in note for note in build_task(DataConfig(source="own", clients=2)).notes)
+    thinned = replace(split_off, x_test=pictures[:28], y_test=y)
+    raylt.register(lambda config: thinned, "thinned", kind="source")
+    task = build_task(DataConfig(source="thinned", clients=2, imbalance=7))
+    assert any(note.startswith(f"{task.sizes.sum()} of 28 test images are also training") for note in task.notes)
+    assert task.sizes.sum() < 28
 
 
 def test_doubles_are_left_out_with_their_labels_and_clients(file, pictures):

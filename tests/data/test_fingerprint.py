@@ -11,7 +11,7 @@ from raylt.config import DataConfig
 from raylt.data import fingerprint
 from raylt.data.fingerprint import hash_data
 from raylt.data.images.cache import Mapped
-from raylt.data.task import build_task
+from raylt.data.task import Holdings, build_task
 from raylt.errors import CheckpointError
 
 CONFIG = DataConfig(clients=3, imbalance=5)
@@ -47,6 +47,22 @@ def test_one_bit_of_a_pixel_or_a_label_shows_where_it_is(task):
     assert differing(task, replace(task, shards=shards)) == ["training images"]
     shards = *task.shards[:-1], replace(last, y=changed(last.y))
     assert differing(task, replace(task, shards=shards)) == ["training labels"]
+
+
+def test_images_of_the_validation_set_and_of_the_server_are_training_images():
+    task = build_task(CONFIG.model_copy(update={"validation": 0.2, "auxiliary": 2}))
+    for part in ("validation", "auxiliary"):
+        shard = getattr(task, part)
+        other = replace(task, **{part: replace(shard, x=changed(shard.x), y=changed(shard.y))})
+        assert differing(task, other) == ["training images", "training labels"]
+
+
+def test_the_same_bytes_of_other_clients_or_another_type_are_other_data(task):
+    whole = task.shards.whole
+    moved = Holdings(whole, task.shards.ends - np.array([1, 0, 0]))
+    assert {"training images", "training labels"} <= set(differing(task, replace(task, shards=moved)))
+    signed = replace(task.test, y=task.test.y.view(np.uint64))
+    assert differing(task, replace(task, test=signed)) == ["test labels"]
 
 
 def test_a_changed_owner_or_normalisation_is_named(task):

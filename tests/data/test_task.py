@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from refusals import refused
-from tiny import configure, make_setup
+from tiny import configure, make_setup, make_task
 
 import raylt
 from raylt.config import DataConfig, differences, followed, settled
@@ -320,6 +320,23 @@ def test_the_same_images_have_the_same_groups_however_they_were_loaded(tmp_path)
     assert set(built_in.groups) == {"many", "medium", "few"}
 
 
+def test_images_are_normalised_by_published_statistics_or_not_at_all():
+    source = open_source(CONFIG)
+    assert (build_task(CONFIG).mean, build_task(CONFIG).std) == (source.mean, source.std)
+    plain = build_task(CONFIG.model_copy(update={"normalise": False}))
+    assert (plain.mean, plain.std) == ((0.0,), (1.0,))
+
+
+def test_images_are_normalised_without_those_that_became_test_images(no_guests):
+    x, y = np.random.default_rng(0).integers(0, 256, (60, 4, 4, 1), dtype=np.uint8), np.arange(60) % 2
+    whole = raylt.Source("halves", x, y, x[:0], y[:0], ("left", "right"), (0.5,), (0.25,))
+    raylt.register(lambda config: whole, "halves", kind="source")
+    task = build_task(DataConfig(source="halves", clients=2, test_share=0.4))
+    pixels = np.concatenate([load(shard.x) for shard in task.shards]) / 255
+    assert len(pixels) == 36
+    assert (task.mean, task.std) == ((pytest.approx(pixels.mean()),), (pytest.approx(pixels.std()),))
+
+
 def test_default_thresholds_do_not_count_images_that_become_test_images(no_guests):
     y = np.arange(440) % 2  # 220 images of each class, 176 of which stay training images
     x = np.random.default_rng(0).integers(0, 256, (440, 2, 2, 1), dtype=np.uint8)
@@ -338,6 +355,20 @@ def test_judged_images_are_counted_by_group_and_client(tmp_path):
     assert judged["groups"] == {"many": 3, "medium": 0, "few": 2}  # 7 training images of class a, 3 of class b
     assert judged["own"] == [4, 1]
     assert judged["one_class"] == ["Bern"]
+
+
+def test_clients_of_one_class_are_those_of_their_own_test_images_or_else_of_their_training():
+    counts = np.array([[5, 0, 0, 0], [3, 2, 0, 0], [0, 0, 0, 0], [0, 7, 0, 0]])
+    tiny = replace(make_task(), client_counts=counts, shards=make_task().shards[:4])
+    tiny = replace(tiny, client_names=("one", "two", "none", "other"))
+    assert judged_images_of(tiny)["one_class"] == ["one", "other"]
+    by_class = [np.flatnonzero(load(tiny.test.y) == c) for c in range(4)]
+    nothing = np.empty(0, np.int64)
+    both = np.concatenate(by_class[:2])
+    assert judged_images_of(replace(tiny, own_tests=[both, by_class[1], nothing, nothing]))["one_class"] == [
+        "two",
+        "other",
+    ]
 
 
 def test_images_of_clients_that_join_after_training_are_not_counted(tmp_path):

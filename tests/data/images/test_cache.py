@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from refusals import refused
 
-from raylt.data.images import cache_builder, decoding
+from raylt.data.images import cache_builder, decoding, image_trees
 from raylt.data.images.cache import Mapped, load, take
 from raylt.data.images.decoding import fitted_image, grouped_by_cause
 from raylt.data.images.image_trees import How, decode_tree
@@ -34,10 +34,21 @@ def decode(name, folder, files, size, cache, **how):
     return decode_tree(name, folder, files, How(size, **how), cache)[0]
 
 
-def test_images_are_decoded_in_order_to_the_asked_size(tree, tmp_path):
+@pytest.mark.parametrize("share", [2, 64])
+def test_images_are_decoded_in_order_to_the_asked_size(tree, tmp_path, monkeypatch, share):
+    monkeypatch.setattr(cache_builder, "SHARE", share)
     x = decode("it", tree, FILES, 8, tmp_path / "cache")
     assert x.shape == (6, 8, 8, 3)
     assert x.load()[:, 0, 0].tolist() == [[40 * i, 10, 200] for i in range(6)]
+
+
+def test_rows_that_do_not_follow_each_other_are_written_at_their_places(tmp_path):
+    filling = cache_builder.Filling(lambda row, given: np.full(2, row, np.uint8), (10, 2), 3, grey=False)
+    with (tmp_path / "it").open("w+b") as stream:
+        states, reasons = filling.fill(stream.fileno(), [1, 2, 5, 9], [None] * 4)
+    content = np.frombuffer((tmp_path / "it").read_bytes(), np.uint8)
+    assert content[3:].reshape(10, 2).tolist() == [[row if row in (1, 2, 5, 9) else 0] * 2 for row in range(10)]
+    assert (states, reasons) == ([cache_builder.COLOUR] * 4, {})
 
 
 def test_the_centre_is_kept(tmp_path):
@@ -97,6 +108,14 @@ def test_folders_of_equal_stamps_that_exchange_names_are_decoded_again(tmp_path,
     assert decoded() == [200, 200, 10, 10]
 
 
+def test_images_that_are_decoded_in_another_way_have_a_cache_of_their_own(tree, tmp_path, monkeypatch):
+    ways = ({}, {"channels": 1}, {"channels": "auto"}, {"fit": "pad"}, {"depth": 12})
+    paths = [decode("it", tree, FILES, 8, tmp_path / "cache", **way).path for way in ways]
+    monkeypatch.setattr(image_trees, "FORMAT", 0)  # of another version
+    paths.append(decode("it", tree, FILES, 8, tmp_path / "cache").path)
+    assert len(set(paths)) == 6
+
+
 def test_another_size_folder_or_list_has_a_cache_of_its_own(tree, tmp_path):
     other = tmp_path / "other"
     caches = [
@@ -116,6 +135,8 @@ def test_broken_images_are_all_named_and_leave_no_cache(tree, tmp_path):
         decode("it", tree, FILES, 8, tmp_path / "cache")
     assert re.search(r"1\.png \(is empty\); .*3\.png \(not an image, or .*data\.bad=skip", str(caught.value))
     assert not list((tmp_path / "cache").rglob("*.npy"))
+    with refused("data.undecodable", DataError, count=2):  # the second time no less
+        decode("it", tree, FILES, 8, tmp_path / "cache")
     for name in ("1.png", "3.png"):
         Image.new("RGB", (20, 12)).save(tree / name)
     assert len(decode("it", tree, FILES, 8, tmp_path / "cache")) == 6

@@ -11,7 +11,7 @@ from PIL import Image
 from refusals import refused
 
 from raylt.data.images import decoding
-from raylt.data.images.decoding import Undecodable, fitted_image, open_image, read_npz
+from raylt.data.images.decoding import Undecodable, eight_bits, fitted_image, open_image, read_npz
 from raylt.errors import DataError
 
 
@@ -100,6 +100,11 @@ def test_only_kinds_of_images_that_data_sets_have_are_opened(tmp_path, kind):
     Image.new("RGB", (32, 32)).save(tmp_path / "it", kind)
     with refused("data.undecodable", Undecodable, path=str(tmp_path / "it")):
         open_image(tmp_path / "it")
+
+
+@pytest.mark.parametrize(("kind", "white"), [("u2", 65535), ("i2", 32767), ("f4", 1.0)])
+def test_the_full_scale_of_a_type_is_white(kind, white):
+    assert eight_bits(np.array([0, white / 3, white]).astype(kind), None).tolist() == [0, 85, 255]
 
 
 @pytest.mark.parametrize("deep", [False, True])

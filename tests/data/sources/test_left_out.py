@@ -39,13 +39,14 @@ def config(folder, **settings):
 def test_who_lost_all_training_images_is_left_out_and_the_others_keep_their_names(tmp_path):
     everyone = {"anna": {"cat": 4, "dog": 4}, "bert": {"cat": 4, "dog": 4}, "cora": {"cat": 12, "dog": 4}}
     write(tmp_path / "it/train", everyone, damaged=("anna",))
-    write(tmp_path / "it/test", {name: {"cat": 2} for name in everyone})
+    write(tmp_path / "it/test", {name: {"dog" if name == "anna" else "cat": 2} for name in everyone})
     task = build_task(config(tmp_path / "it", bad="skip"))
     assert task.client_names == ("bert", "cora")
     for name, shard, rows in zip(task.client_names, task.shards, task.own_tests, strict=True):
         for levels in (load(shard.x), load(task.test.x)[rows]):
             assert {value // 50 for value in (levels[:, 0, 0, 0].astype(int) - 10).tolist()} == {LEVELS[name] // 50}
     assert len(task.test) == 4
+    assert task.test.y.tolist() == [task.class_names.index("cat")] * 4
     assert other_notes(task)[-2] == (
         "1 client has no training image that can be decoded; left out with all test images: anna"
     )

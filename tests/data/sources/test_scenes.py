@@ -107,6 +107,12 @@ def test_a_second_opening_uses_the_cache(config, tree, monkeypatch):
     assert (load(open_source(config).y_train) == before).all()
 
 
+def test_frames_of_another_height_or_depth_have_a_cache_of_their_own(config, tree):
+    changes = ({}, {"size": 4}, {"depth": 8})
+    paths = [open_source(config.model_copy(update=change)).x_train.path for change in changes]
+    assert len(set(paths)) == 3
+
+
 @pytest.mark.parametrize(("folder", "changed"), [("train", "x_train"), ("trainannot", "y_train")])
 def test_a_frame_or_map_that_was_replaced_is_decoded_again(config, tree, folder, changed):
     before = open_source(config)

@@ -26,6 +26,7 @@ def test_the_server_gets_auxiliary_images_of_each_class_from_the_training_set(ta
     source = open_source(CONFIG)
     assert np.array_equal(load(task.auxiliary.x), source.x_train[task.auxiliary.ids])
     assert np.array_equal(task.auxiliary.y, source.y_train[task.auxiliary.ids])
+    assert (np.diff(task.auxiliary.ids) > 0).all()
 
 
 def test_auxiliary_images_are_those_that_the_long_tail_left_out_else_copies_and_never_validation_images(task):

@@ -7,7 +7,9 @@ from refusals import refused
 from raylt.config import DataConfig
 from raylt.data.sources.sources import open_source
 from raylt.data.splits.check import complete, own_tests
-from raylt.data.splits.draw import draw, hold_out, hold_out_validation
+from raylt.data.splits.draw import draw, hold_out, hold_out_validation, notes
+from raylt.data.splits.new_clients import draw_new_clients
+from raylt.data.splits.split import IndexLists
 from raylt.data.task import build_task
 from raylt.errors import DataError
 
@@ -38,6 +40,14 @@ def test_carve_is_a_function_of_its_seed():
     same, again, other = (hold_out_validation(parts, labels, 0.2, seed)[1].tolist() for seed in (1, 1, 2))
     assert same == again
     assert same != other
+
+
+def test_a_class_of_few_samples_gives_one_to_the_validation_set_whose_rows_ascend():
+    labels, parts = np.array([0, 0, 1, 1, 1, 0, 0, 0]), [np.array([1, 4, 6, 7]), np.array([0, 2, 3, 5])]
+    for seed in range(8):
+        kept, taken = hold_out_validation(parts, labels, 0.1, seed)
+        assert np.bincount(labels[taken]).tolist() == [1, 1]
+        assert [*taken, *kept[0], *kept[1]] == [*sorted(taken), *sorted(kept[0]), *sorted(kept[1])]
 
 
 def test_hold_out_validation_never_takes_the_last_sample_of_a_client():
@@ -111,6 +121,33 @@ def test_clients_by_id_hold_and_test_their_own_samples_of_a_long_tail(of_three):
     for k in range(3):
         assert set(of_three.ids[split.clients[k]]) == set(of_three.ids[split.test[k]]) == {k}
     assert sum(map(len, split.clients)) < 90 - sum(map(len, split.test))
+    assert not np.isin(np.concatenate(split.clients), np.concatenate(split.test)).any()
+
+
+def test_each_id_is_a_client_unless_a_number_of_clients_or_another_partition_is_set(of_three):
+    counts = [
+        len(draw(of_three, DataConfig(source=of_three.name, imbalance=1.0, **settings)).clients)
+        for settings in ({}, {"partition": "iid"}, {"partition": "iid", "clients": 4})
+    ]
+    assert counts == [3, 10, 4]
+
+
+def test_clients_without_samples_do_not_join_after_training():
+    clients = [np.arange(2), np.arange(0), np.arange(0), np.arange(2, 4), np.arange(4, 9)]
+    drawn = {draw_new_clients(clients, DataConfig(new_clients=2, seed=seed)) for seed in range(20)}
+    assert drawn == {(0, 3), (0, 4), (3, 4)}
+    with refused("data.too-few", DataError, key="data.new_clients", value=3):
+        draw_new_clients(clients, DataConfig(new_clients=3))
+
+
+def test_clients_without_a_test_image_of_their_own_are_noted(of_three):
+    def lines(*sizes):
+        own = IndexLists.of([np.arange(size) for size in sizes])
+        split = draw(of_three, DataConfig(source=of_three.name, imbalance=1.0))
+        return [line for line in notes(of_three, split, of_three.y_train, own) if "of its own" in line]
+
+    assert lines(1, 1, 2) == []
+    assert lines(1, 0, 2) == ["1 of 3 clients has no test image of its own: 1"]
 
 
 def test_samples_of_a_long_tail_are_dealt_by_their_own_labels(of_three):

@@ -89,9 +89,11 @@ def test_subset_by_size_keeps_the_largest_class_the_largest():
         np.bincount(labels[long_tail_subset(labels, 4, 3, 0, by_size)]).tolist() for by_size in (True, False)
     ]  # ratios 1, 1/2, 1/4
     assert counts == [[20, 83, 41], [20, 10, 5]]
+    equal = np.repeat(np.arange(3), [100, 100, 60])  # of two classes of one size, the first stays larger
+    assert np.bincount(equal[long_tail_subset(equal, 4, 3, 0, by_size=True)]).tolist() == [100, 50, 25]
 
 
-def test_survivorss_themselves_are_medium():
+def test_the_thresholds_themselves_are_medium():
     assert shot_groups(np.array([101, 100, 20, 19]), 20, 100) == ["many", "medium", "medium", "few"]
 
 

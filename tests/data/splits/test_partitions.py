@@ -3,6 +3,7 @@ import pytest
 from refusals import refused
 
 from raylt.config import DataConfig
+from raylt.data.splits import partitions
 from raylt.data.splits.long_tail import long_tail_counts
 from raylt.data.splits.partitions import by_id, creff, dirichlet, dirichlet_min, hsu, iid, partition
 from raylt.errors import DataError
@@ -63,6 +64,21 @@ def test_creff_is_that_of_its_code_written_out(seed):
     expected = np.array_split(shuffled[np.concatenate(clients).astype(int)], 10)
     for part, rows in zip(creff(LABELS, 10, 0.5, rng(seed)), expected, strict=True):
         assert part.tolist() == np.sort(rows).tolist()
+
+
+@pytest.mark.parametrize(
+    ("clients", "sizes", "samples"), [(25, [10, 10, 5], [399, 399, 201]), (20, [10, 10], [499, 500])]
+)
+def test_creff_draws_within_groups_of_ten_clients_and_the_rest(monkeypatch, clients, sizes, samples):
+    deal, groups = partitions._deal_until, []
+
+    def watched(labels, size, *others):
+        groups.append((size, len(labels)))
+        return deal(labels, size, *others)
+
+    monkeypatch.setattr(partitions, "_deal_until", watched)
+    creff(LABELS[:999], clients, 1.0, rng())
+    assert groups == list(zip(sizes, samples, strict=True))
 
 
 def test_creff_clients_own_fewer_classes_at_a_smaller_alpha():
@@ -134,6 +150,8 @@ def test_dirichlet_allows_empty_clients():
 def test_clients_are_redrawn_until_they_have_the_smallest_size(deal):
     sizes = [min(map(len, deal(LABELS, 10, 0.2, 10, rng(seed)))) for seed in range(5)]
     assert min(sizes) >= 10
+    # also if the last client is the one without a sample
+    assert all(min(map(len, deal(np.zeros(40, np.int64), 2, 0.1, 1, rng(seed)))) for seed in range(20))
 
 
 def test_dirichlet_redraws_until_clients_have_the_smallest_size_that_is_set():
@@ -208,5 +226,6 @@ def test_by_id_needs_ids():
 
 
 def test_more_clients_than_samples_are_refused():
+    assert sorted(map(len, partition(LABELS[:10], DataConfig(clients=10, partition="iid"), None))) == [1] * 10
     with refused("data.too-few", DataError, key="data.clients", value=11):
         partition(LABELS[:10], DataConfig(clients=11), None)

@@ -73,6 +73,16 @@ def test_shards_are_of_one_size_and_hold_few_classes():
         shards(LABELS, 1000, 4, rng())
 
 
+def test_shards_are_the_same_on_every_processor():
+    """A sort that is not stable may order the samples of a class by the processor's vectors."""
+    draws = rng(3)
+    shuffled = draws.permutation(len(LABELS)).tolist()
+    cut = np.array_split(sorted(shuffled, key=LABELS.__getitem__), 40)
+    dealt = draws.permutation(40).reshape(20, 2)
+    for part, (one, other) in zip(shards(LABELS, 20, 2, rng(3)), dealt, strict=True):
+        assert part.tolist() == sorted([*cut[one], *cut[other]])
+
+
 def test_shards_of_a_client_are_drawn_from_all_classes():
     labels = np.repeat(np.arange(10), 40)  # each of 40 shards has one class
     owned = [len(np.unique(labels[part])) for part in shards(labels, 20, 2, rng())]
@@ -98,6 +108,13 @@ def test_extended_dirichlet_gives_few_classes_and_divides_them_unevenly(alpha):
     assert sizes.min() >= 1
     again = extended_dirichlet(LABELS, 10, 3, alpha, 1, rng())
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
+
+
+def test_extended_dirichlet_gives_nothing_more_to_a_client_with_its_even_share():
+    """At this alpha a class goes to one client whole, so the second class goes to the other client."""
+    labels = np.repeat(np.arange(2), 50)
+    for seed in range(8):
+        assert [len(part) for part in extended_dirichlet(labels, 2, 2, 1e-4, 0, rng(seed))] == [50, 50]
 
 
 def test_extended_dirichlet_depends_on_alpha_and_respects_the_smallest_size():

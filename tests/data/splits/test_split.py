@@ -1,17 +1,20 @@
 """Indices and shards of many clients in a few arrays: they read as given, and each client costs little memory."""
 
 import gc
+import hashlib
 import pickle
 import tracemalloc
 
 import numpy as np
 import pytest
+from refusals import refused
 from tiny import make_scenes, make_task
 
 from raylt.config import DataConfig
 from raylt.data.images.cache import Mapped, load
-from raylt.data.splits.split import IndexLists, Split, grouped
+from raylt.data.splits.split import IndexLists, Split, grouped, hash_labels
 from raylt.data.task import Holdings, Shard, build_task
+from raylt.errors import DataError
 
 CLIENTS, EACH = 2500, 4
 
@@ -96,3 +99,25 @@ def test_a_split_of_more_clients_than_are_written_at_once_has_one_hash(config, m
     whole = Split.from_json(task.split.as_text())
     assert whole.as_text() == task.split.as_text()
     assert whole.sha256 == task.split.sha256
+
+
+def test_the_hashes_of_a_split_are_those_that_earlier_versions_wrote():
+    split = Split((np.array([0, 3]), np.array([1])), "0" * 64, "digits", 10.0, "dirichlet", 0.5, 7)
+    assert split.sha256 == "8f448f37954ad2811c531365a05cfad2df0820ddb82321e4f8e45264f054c258"
+    assert split.seal == "e41a7458e643e60bc37789d44c31620857a4521a92e7cadf9e05796415c39aad"
+
+
+def test_test_samples_that_were_changed_in_a_split_are_refused():
+    lists = IndexLists.of([np.array([2]), np.array([4])])
+    split = Split((np.array([0, 3]), np.array([1])), "0" * 64, "digits", 10.0, "by_id", 0.5, 7, test=lists)
+    text = split.as_text()
+    assert Split.from_json(text).seal == split.seal
+    with refused("data.split-changed", DataError, field="seal"):
+        Split.from_json(text.replace("[[2],[4]]", "[[4],[2]]"))
+
+
+def test_labels_are_hashed_as_numbers_of_eight_bytes_and_label_maps_as_bytes():
+    labels = np.arange(100) % 7
+    maps = np.random.default_rng(0).integers(0, 256, (100, 2, 3), dtype=np.uint8)
+    assert hash_labels(labels) == hash_labels(labels.astype(np.uint8)) == hashlib.sha256(labels.tobytes()).hexdigest()
+    assert hash_labels(maps) == hashlib.sha256(maps.tobytes()).hexdigest()

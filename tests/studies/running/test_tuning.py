@@ -23,7 +23,7 @@ from raylt.studies.records.record import read_run
 from raylt.studies.records.recorded_runs import load_tuned, write_results
 from raylt.studies.report import comparison_tables
 from raylt.studies.running import tuning
-from raylt.studies.running.tuning import FILE, Tuning, describe, search_arms, search_settings, write_tuned
+from raylt.studies.running.tuning import FILE, Tuning, describe, joined, search_arms, search_settings, write_tuned
 from raylt.studies.running.worker_slots import WorkerSlot
 from raylt.studies.study import Study
 from raylt.typed_json import hash_json
@@ -295,6 +295,7 @@ def test_a_search_is_the_same_wherever_its_files_lie_and_whatever_other_arms_hav
     assert hashed({}, tune=TUNED["tune"] | {"ranges": {"method.mu": "uniform(0, 1)"}}) != first
     assert hashed({}, reference="prox 1") != first  # the budget is counted in runs of the reference
     assert hashed({"local": {"epochs": 2}}) != first
+    assert hashed({}, tune=TUNED["tune"] | {"searcher": "tpe"}) != first
     assert hashed({}, tune=TUNED["tune"] | {"count": "steps"}) == first
     assert hashed({}, tune=TUNED["tune"] | {"count": "passes"}) != first
     assert hashed({}, tune=TUNED["tune"] | {"splits": 1}) == first
@@ -461,9 +462,17 @@ def test_tables_say_what_was_tuned():
     line = describe("IF 10", "prox", outcome(define(TUNED), "prox", **{"method.mu": 0.5}), "matched")
     cost = "3 trials, 90 of 99 client-steps"
     assert line == f"prox in IF 10: method.mu 0.5 ({cost}, matched 50.00 % on validation samples)"
+    passes = outcome(define(TUNED), "prox", **{"method.mu": 0.5}) | {"count": "passes"}
+    assert "90 of 99 client-steps of FedAvg" in describe("", "prox", passes, "accuracy")
     comparison = compare([finished("a", 0, 0.5)], "a", tuned=[line])
     assert f"- {line}" in comparison_tables.comparison_table(comparison).markdown()
     assert f"% tuned on validation samples: {line}" in comparison_tables.comparison_table(comparison).latex()
+
+
+def test_the_newer_of_two_outcomes_of_an_arm_counts():
+    earlier, later = (outcome(define(TUNED), "prox", **{"method.mu": mu}) for mu in (0.1, 0.5))
+    both = joined({"x": {"prox": earlier, "prox 1": earlier}}, {"x": {"prox": later}, "y": {"prox": later}})
+    assert both == {"x": {"prox": later, "prox 1": earlier}, "y": {"prox": later}}
 
 
 def test_tables_leave_out_what_a_removed_arm_was_tuned_to():
