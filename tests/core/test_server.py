@@ -17,6 +17,24 @@ def server(tiny_task):
     return Server(config, tiny_task.spec, make_setup(config).new_model(tiny_task.spec), CPU)
 
 
+@pytest.mark.parametrize(("epsilon", "longest"), [(None, None), (1.0, 3.0)])
+def test_the_longest_feature_is_that_to_which_features_are_clipped(server, tiny_task, epsilon, longest):
+    config = configure(privacy={"epsilon": epsilon, "clip": 3.0})
+    assert Server(config, tiny_task.spec, server.model, CPU).feature_limits == {"longest": longest, "negative": False}
+
+
+def test_seeds_differ_by_purpose_round_and_run(server, tiny_task):
+    other = configure(seed=1)
+    others = Server(other, tiny_task.spec, server.model, CPU)
+    seeds = {}
+    for each in (server, others):
+        for each.round in (1, 2):
+            seeds |= {(each.config.seed, each.round, purpose): each.seed(purpose) for purpose in ("sample", "bank")}
+    assert len(set(seeds.values())) == len(seeds) == 8
+    server.round = 1
+    assert server.seed("bank") == seeds[0, 1, "bank"]
+
+
 def test_numbers_of_torch_and_numpy_are_logged_as_plain_numbers(server):
     server.log(
         a=torch.tensor(2.5),

@@ -38,6 +38,10 @@ def test_a_trial_is_not_judged_before_earlier_ones_have_been():
     assert outcomes([progress(0.05), progress(0.1, end=0.1)], [1], 9) == [None, Outcome("done", 9, 0.1)]
 
 
+def test_a_trial_that_ends_with_a_score_of_zero_has_ended():
+    assert outcomes([progress(0.0, end=0.0)], [1], 9) == [Outcome("done", 9, 0.0)]
+
+
 def test_a_failed_trial_delays_no_other():
     assert outcomes([progress(failed=True), progress(0.1, end=0.2)], [1], 9) == [
         Outcome("failed", 1, None),

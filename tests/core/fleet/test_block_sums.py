@@ -9,6 +9,7 @@ import torch
 from tiny import configure, fingerprint
 
 from raylt.core.client import Reply
+from raylt.core.fleet.aggregation import LayoutVote, Plain
 from raylt.core.fleet.block_sums import BLOCK, SummedReply, split_into_blocks
 from raylt.core.fleet.fleet import Answer, Fleet
 from raylt.core.fleet.reductions import each, mean, total
@@ -175,3 +176,22 @@ def test_what_travels_to_where_a_block_is_added_up_holds_no_model():
     replies = {id: Reply(1 + id % 9, {"model": large}) for id in IDS}
     Weighed(replies).ask(tell, IDS, {}, model=mean.like(large))
     assert seen[0] < 5000
+
+
+def test_values_of_clients_are_in_the_order_of_ids_also_if_a_reply_was_set_aside():
+    plain = Plain({"loss": each}, [0, 1, 2])
+    for id in (0, 2, 1):  # the reply of client 1 was compared with all others
+        plain.accept(id, Reply(1.0 + id, {"loss": 0.5 * id}))
+    result = plain.result()
+    assert list(result["loss"].items()) == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert list(result.weights.items()) == [(0, 1.0), (1, 2.0), (2, 3.0)]
+
+
+def test_the_most_frequent_layout_is_that_of_most_clients_and_not_of_most_samples():
+    vote = LayoutVote(Plain({"loss": each}, range(3)))
+    for id, weight, layout in ((0, 1.0, "usual"), (1, 100.0, "other"), (2, 1.0, "usual")):
+        vote.accept(id, Reply(weight, {"loss": 0.5}), frozenset({(("loss",), layout)}))
+    usual, faults = vote.winner()
+    assert usual is not None
+    assert list(usual.weights) == [0, 2]
+    assert list(faults) == [1]

@@ -24,6 +24,15 @@ def test_the_quorum_is_rounded_up_and_at_least_one_client(quorum, needed):
         Quorum().check(config, CALL, needed - 1, [ClientError(0, 3, "train", "left")])
 
 
+def test_the_quorum_is_a_share_of_the_replies_that_the_call_needs():
+    call = CALL._replace(cohort=Cohort(range(120), needed=100))  # twenty more were asked than are needed
+    config = configure(federation={"quorum": 0.07})  # 0.07 * 100 is a little more than 7
+    left = [ClientError(0, 3, "train", "left")]
+    Quorum().check(config, call, 7, left)
+    with refused("reply.too-few", TooFewReplies, usable=6, needed=7, asked=100):
+        Quorum().check(config, call, 6, left)
+
+
 def test_training_has_diverged_if_more_than_half_of_the_clients_say_so():
     config = configure(federation={"quorum": 1.0})
     with refused("reply.too-few", TooFewReplies):

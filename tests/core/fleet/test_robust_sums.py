@@ -7,7 +7,7 @@ from torch import tensor
 
 from raylt.core.client import Reply
 from raylt.core.fleet.aggregation import Robust
-from raylt.core.fleet.reductions import mean, total
+from raylt.core.fleet.reductions import each, mean, total
 from raylt.core.fleet.robust.sums import robust_sum
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fed3r import Fed3R
@@ -40,6 +40,8 @@ def test_a_class_is_summed_by_the_means_of_its_clients(rule, mean):
     assert summed[0]["n"] == n
     assert summed[0]["z"].item() == pytest.approx(n * mean)
     assert summed[1] == {"n": 7, "z": tensor([35.0])}  # a class with one client has the plain sum
+    two = robust_sum(rule, CLASSES, [{0: entry(1, 1.0)}, {0: entry(9, 2.0)}], [1, 9])  # and so has one with two
+    assert two[0]["z"].item() == pytest.approx(19.0)
 
 
 @pytest.mark.parametrize(("means", "kept"), [((1.0, 2.0, 1e4), 1.5), ((1.0, 2.0, 3.0, 1e4, 1e4), 2.0)])
@@ -117,12 +119,14 @@ def test_methods_finish_with_robust_sums(tiny_task, tmp_path, method, rule):
 def test_replies_are_combined_by_the_rule_of_the_run_and_the_samples_of_those_who_replied():
     samples = {id: 1 + id for id in range(6)}  # the first client does not reply
     values = dict(zip(range(1, 6), (0.0, 1.0, 5.0, 6.0, 10.0), strict=True))
-    first = Robust({"model": mean, "sums": total}, list(samples), "trimmed_mean", samples)
+    first = Robust({"model": mean, "sums": total, "loss": each}, list(samples), "trimmed_mean", samples)
     for aggregator in (first, first.empty()):  # the second is for replies of another layout
         sums = {id: {"z": samples[id] * tensor([value])} for id, value in values.items()}
         for id, value in values.items():
-            aggregator.accept(id, Reply(samples[id], {"model": {"w": tensor([value])}, "sums": sums[id]}))
+            parts = {"model": {"w": tensor([value])}, "sums": sums[id], "loss": value}
+            aggregator.accept(id, Reply(samples[id], parts))
         replies = aggregator.result()
         assert replies["model"]["w"].item() == 4  # (1 + 5 + 6) / 3; the median is 5
         expected = robust_sum("trimmed_mean", total, list(sums.values()), [samples[id] for id in values])
         assert torch.equal(replies["sums"]["z"], expected["z"])
+        assert replies["loss"] == values
