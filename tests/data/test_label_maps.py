@@ -1,12 +1,14 @@
 import numpy as np
 import pytest
 from refusals import refused
+from tiny import CPU, make_scenes
 
 from raylt.config import DataConfig
 from raylt.data.label_maps import VOID, class_counts, class_views, present_classes, relabel
+from raylt.data.samples import Samples
 from raylt.data.splits.partitions import by_class, partition
 from raylt.data.splits.split import Split
-from raylt.data.task import build_task
+from raylt.data.task import build_task, outline_of, task_from
 from raylt.errors import DataError
 
 MAPS = np.array([[[0, 1], [1, VOID]], [[2, 2], [2, 2]], [[VOID, VOID], [0, 1]]], dtype=np.uint8)
@@ -192,3 +194,18 @@ def test_recordings_become_clients_and_validation_takes_images_of_each_kind_of_c
     assert task.sizes.sum() == 240
     assert len(task.validation) == 80
     assert task.validation.labels().shape == (80, 64, 64)
+
+
+def test_samples_count_the_labelled_pixels_of_each_class_as_their_holder_sees_them():
+    scenes = make_scenes()
+    for shard, counts in zip(scenes.shards, scenes.client_counts, strict=True):
+        assert Samples(shard, scenes.spec, CPU).counts(4).tolist() == counts.tolist()
+
+
+def test_a_task_from_its_outline_has_as_many_images_and_pixels_of_each_class():
+    scenes = make_scenes()
+    again = task_from(outline_of(scenes), scenes.split)
+    assert (again.kind, again.sizes.tolist()) == ("segmentation", scenes.sizes.tolist())
+    for shard, size, counts in zip(again.shards, scenes.sizes, scenes.client_counts, strict=True):
+        assert (len(shard), shard.y.ndim, shard.y.dtype) == (size, 3, np.uint8)
+        assert class_counts(shard.labels(), 4).tolist() == counts.tolist()

@@ -39,6 +39,18 @@ def test_the_last_evaluations_and_those_with_a_checkpoint_stay(tmp_path, monkeyp
     assert steps(tmp_path) == [2, 4, 6, 8]
 
 
+def test_counts_are_copied_unless_they_are_others_than_the_run_reported(tmp_path):
+    for name in ("run", "branch"):
+        (tmp_path / name).mkdir()
+    for step in (1, 2):
+        counts.write(tmp_path / "run", step, ONE)
+    with refused("run.changed", CheckpointError, step=2):
+        counts.copy(tmp_path / "run", tmp_path / "branch", {1: ONE.sha256, 2: "0" * 64})
+    assert not (tmp_path / "branch/confusions").exists()
+    counts.copy(tmp_path / "run", tmp_path / "branch", {1: ONE.sha256, 3: ONE.sha256})
+    assert steps(tmp_path / "branch") == [1]
+
+
 def test_a_run_folder_has_the_counts_of_a_hundred_evaluations(tmp_path):
     for step in range(1, 103):
         counts.write(tmp_path, step, ONE)

@@ -5,8 +5,10 @@ from typing import ClassVar
 import pytest
 import torch
 from small_runs import make_tiny_run
+from tiny import CPU
 
 import raylt
+from raylt.core.evaluation.counts import EvaluationSet
 from raylt.core.fleet.cohort import Cohort
 from raylt.methods.fedper import FedPer
 
@@ -49,6 +51,19 @@ def test_random_predictions_are_repeated(begun, tmp_path):
     torch.manual_seed(1)  # a run does not depend on draws before it
     again = raylt.run(begun.config, out=tmp_path, name="again", fleet="local", quiet=True)
     assert figures_of(again) == figures_of(begun)
+
+
+def test_the_noise_of_features_differs_from_batch_to_batch(tiny_task):
+    model = noisy(tiny_task.classes, tiny_task.shape)
+    torch.nn.init.zeros_(model.encoder[1].weight)  # only the noise differs from image to image
+    features = []
+
+    def predict(judged, x):
+        features.append(judged.encoder(x))
+        return judged(x)
+
+    EvaluationSet(tiny_task.test, tiny_task.spec, CPU).counts(model, predict, 4)
+    assert not torch.equal(features[0], features[1])
 
 
 def test_a_client_predicts_the_same_whoever_was_evaluated_before(begun):

@@ -72,6 +72,8 @@ def test_validation_comes_from_the_training_samples_and_leaves_the_rest_of_a_tas
     before = {x.tobytes() for shard in plain.shards for x in shard.x}
     taken = [x.tobytes() for x in carved.validation.x]
     assert set(taken) <= before
+    for row, client in zip(carved.validation.ids, carved.validation_clients, strict=True):
+        assert row in plain.shards[client].ids
     assert not {x.tobytes() for shard in carved.shards for x in shard.x} & set(taken)
 
 
