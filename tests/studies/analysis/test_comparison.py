@@ -54,8 +54,11 @@ def test_the_gap_between_the_best_and_the_last_round_is_that_of_the_cell():
         replace(run, curve=run.curve | {"accuracy": [run.summary["accuracy"]["last"] + gaps[run.cell]] * 10})
         for run in records()
     ]
-    optimism = {(row.cell, row.arm): row.optimism for row in compare(runs, "a").rows}
+    compared = compare(runs, "a")
+    optimism = {(row.cell, row.arm): row.optimism for row in compared.rows}
     assert optimism == {(cell, arm): pytest.approx(gap) for cell, gap in gaps.items() for arm in "ab"}
+    table = comparison_tables.comparison_table(compared)
+    assert {row[table.head.index("best - last")] for row in table.rows} == {"10.00", "30.00"}
 
 
 def own_models(arm, seed, accuracy, **more):
@@ -350,6 +353,21 @@ def test_arms_without_the_first_measure_are_the_last_rows():
     table = comparison_tables.measures_table([of_few, of_all])
     assert table.rows == [["a", "1", "50.00", "50.00"], ["b", "1", "-", "90.00"]]
     assert table.places == {(1, 3): 1}
+
+
+def test_arms_are_ordered_by_the_first_measure_in_its_direction():
+    runs = [record(arm, seed, 0.5) for arm in "abc" for seed in (0, 1)]
+    for run in runs:
+        run.summary["seconds"] = {"a": 3.0, "b": 1.0, "c": 2.0}[run.arm]
+        if (run.arm, run.seed) == ("b", 1):
+            run.summary["groups"] = {}
+    by_seconds, of_few = (compare(runs, "a", measure=measure) for measure in ("seconds", "few"))
+    # the seeds are those of the measure that most runs have
+    assert [row[:2] for row in comparison_tables.measures_table([by_seconds, of_few]).rows] == [
+        ["b", "2"],
+        ["c", "2"],
+        ["a", "2"],
+    ]
 
 
 def test_an_arm_without_a_finished_run_is_listed_in_its_cell():
@@ -857,6 +875,13 @@ def test_differences_of_claims_have_units():
     (both,) = comparison_tables.comparison_table(compare(records(), "a", [of_accuracy, of_bytes])).further[:1]
     assert "difference, points or MiB" in both[1]
     assert [row[3].split()[-1] for row in both[2]] == ["points"] * 2 + ["MiB"] * 2
+
+
+def test_units_and_bounds_are_those_of_the_measure():
+    units = {measure: comparison_tables.unit_of_difference(measure) for measure in ("few", "bytes_down", "seconds")}
+    assert units == {"few": "points", "bytes_down": "MiB", "seconds": "s"}
+    bounds = [comparison_tables.within(-0.1, 1.2, measure) for measure in ("few", "bytes_down", "seconds")]
+    assert bounds == [(0.0, 1.0), (0.0, 1.2), (0.0, 1.2)]
 
 
 def test_one_client_has_test_images_of_its_own():

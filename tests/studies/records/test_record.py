@@ -7,6 +7,7 @@ import pytest
 from made import write_run
 
 from raylt.errors import CheckpointError
+from raylt.runs.folder import provenance
 from raylt.runs.folder.reader import Files
 from raylt.studies.definition import define, read_definition
 from raylt.studies.records.record import RunRecord, failure_file, read_run
@@ -41,6 +42,29 @@ def test_the_curve_that_is_shown_is_that_of_the_runs_main_figure(tmp_path, monke
     curve = read_run(tmp_path / "personal").curve
     assert curve["shown"] == curve["matched"] == [0.05, 0.15, 0.1]
     assert curve["accuracy"] == [0.1, 0.3, 0.2]
+
+
+def test_figures_over_clients_are_recorded_under_their_measures(tmp_path, monkeypatch):
+    kinds = ("local", "matched", "owned", "global", "long_tailed")
+
+    def report_of_clients(step, accuracy):
+        clients = {kind: {"mean": 0.1 * n + accuracy, "worst_decile": 0.1 * n} for n, kind in enumerate(kinds)}
+        by_client = {kind: [0.1 * n] for n, kind in enumerate(kinds)}
+        return plain_report(step, accuracy).model_copy(update={"clients": clients, "by_client": by_client})
+
+    plain_report = made.report
+    monkeypatch.setattr(made, "report", report_of_clients)
+    write_run(tmp_path / "run", PLAN, [0.1, 0.3])
+    record = read_run(tmp_path / "run")
+    lasts = {name: record.curve[name][-1] for name in ("local", "matched", "owned", "clients", "worst_decile")}
+    assert lasts == pytest.approx({"local": 0.3, "matched": 0.4, "owned": 0.5, "clients": 0.6, "worst_decile": 0.1})
+    assert record.by_client == {"local": [0.0], "matched": [0.1], "owned": [0.2]}
+
+
+def test_the_code_of_every_process_of_a_run_is_recorded(run, monkeypatch):
+    lines = [{"code": "old", "torch": "1"}, {"code": "new", "torch": "2"}]
+    monkeypatch.setattr(provenance, "read", lambda folder: lines)
+    assert read_run(run).made == {"torch": "2", "code": "new", "codes": ["new", "old"]}
 
 
 def test_no_folder_and_a_folder_that_was_never_begun_are_missing(tmp_path):
