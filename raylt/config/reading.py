@@ -67,7 +67,7 @@ def load(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Confi
 
 def load_data(path: Path | str | None = None, overrides: Sequence[str] = ()) -> DataConfig:
     """Load only the data section of a configuration, which need not name a method."""
-    return check(Config, {"method": "none"} | read(path, overrides)).data
+    return check(Config, read(path, overrides) | {"method": "none"}).data
 
 
 def read(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -205,7 +205,8 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
         tree = below
     if key == "method" and isinstance(value, str):  # another method: the fields of the previous method do not apply
         before = tree.get("method")
-        value = before if isinstance(before, dict) and before.get("name") == value else {"name": value}
+        fields = before if isinstance(before, dict) else {}
+        value = {"name": value} | (fields if fields.get("name", value) == value else {})  # unnamed fields are its own
     tree[last] = value
 
 
@@ -261,7 +262,7 @@ def _refusal(kind: type[BaseModel], mistake: Any, prefix: str) -> ConfigError:
     code = next((code for start, (code, _) in MISTAKES.items() if mistake["type"].startswith(start)), "")
     code = code or "config.wrong-type"
     if kind is Config and mistake["type"] == "missing" and mistake["loc"] == ("method",):
-        example = spoken("method=sfd; raylt run without settings runs a demonstration", "raylt.run('sfd')")
+        example = spoken("method=sfd, or change the demonstration with recipe:demo", "raylt.run('sfd')")
         return ConfigError(
             f"method: is missing. Give one that raylt methods lists, as in {example}.", code=code, key=key
         )

@@ -587,7 +587,7 @@ class Config(Section):
     method: dict[str, Any] = setting(
         ...,
         "Name of the method, as in method=sfd. Set its fields as method.FIELD; raylt methods lists them.",
-        "the name of a method, or a mapping with its name and fields",
+        "the name of a method, as in method.name=sfd, or a mapping with its name and fields",
     )
     augment: str = setting(
         "none",

@@ -44,8 +44,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def merge(tree: Mapping[str, Any], changes: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Return a copy of settings with changes merged in.
 
-    Keys may be nested or dotted. If the changes name a method, it replaces the former method and its fields. Otherwise
-    the changed fields are added to the former method.
+    Keys may be nested or dotted. If the changes name a method, it replaces the former method and its fields; fields
+    without a method belong to it. Otherwise the changed fields are added to the former method.
 
     Args:
         tree: Settings; not modified.
@@ -56,12 +56,14 @@ def merge(tree: Mapping[str, Any], changes: Mapping[str, Any], section: str = ""
         ConfigError: A change sets a key inside a value that is not a mapping.
     """
     merged = dict(tree)
-    for key, value in changes.items():
+    # the method first: its name drops fields of another method, but must not drop fields of the same changes
+    for key, value in sorted(changes.items(), key=lambda item: item[0] != "method"):
         first, dot, rest = str(key).partition(".")
         inner = f"{section}{first}."
         if first == "method" and not dot:
             fields = {"name": value} if isinstance(value, str) else _mapping(key, value)
-            merged["method"] = fields if "name" in fields else {**_method(merged.get("method")), **fields}
+            before = _method(merged.get("method"))
+            merged["method"] = fields if "name" in fields and "name" in before else before | fields
         elif dot:
             below = _method(merged.get(first)) if first == "method" else _mapping(inner[:-1], merged.get(first, {}))
             merged[first] = merge(below, {rest: value}, inner)

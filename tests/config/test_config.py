@@ -15,6 +15,7 @@ from raylt.errors import ConfigError, UnknownMethod
 from raylt.methods import make_method
 
 FEDAVG = "method=fedavg"
+NAMES = "the name of a method, as in method.name=sfd, or a mapping with its name and fields"
 
 
 def method_of(*overrides):
@@ -70,6 +71,7 @@ def test_a_mistyped_setting_is_reported_before_the_missing_method():
 def test_a_split_needs_no_method(file):
     assert load_data(None, ["data.clients=7"]).clients == 7
     assert load_data(file("data: {alpha: 0.1}"), ["method=sfd"]).alpha == 0.1
+    assert load_data(file("method: {mu: 3}"), ["data.alpha=0.1"]).alpha == 0.1
     with refused("config.out-of-range", ConfigError, key="data.clients", value=0):
         load_data(None, ["data.clients=0"])
 
@@ -123,6 +125,12 @@ def test_another_method_drops_the_fields_of_the_one_in_the_file(file):
     path = file("method: {name: fedprox, mu: 3}")
     assert load(path, ["method=fedavg"]).method == {"name": "fedavg"}
     assert load(path).method == {"name": "fedprox", "mu": 3}
+
+
+@pytest.mark.parametrize("text", ["method: {mu: 3}", "method.mu: 3"])
+@pytest.mark.parametrize("override", ["method=fedprox", "method.name=fedprox"])
+def test_fields_without_a_method_in_the_file_are_those_of_the_method_that_is_named_later(file, text, override):
+    assert load(file(text), [override]).method == {"name": "fedprox", "mu": 3}
 
 
 @pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001", "1.0e-5", ".00001"])
@@ -232,9 +240,9 @@ def test_unknown_setting_is_named_with_the_nearest_setting(override, key, named)
         ("data=null", "data", None, "a mapping"),
         ("data=5", "data", 5, "a mapping"),
         ("seed=null", "seed", None, "a whole number >= 0"),
-        ("method=null", "method", None, "the name of a method, or a mapping with its name and fields"),
-        ("method=3", "method", 3, "the name of a method, or a mapping with its name and fields"),
-        ("method={mu: 3}", "method", "{'mu': 3}", "the name of a method, or a mapping with its name and fields"),
+        ("method=null", "method", None, NAMES),
+        ("method=3", "method", 3, NAMES),
+        ("method={mu: 3}", "method", "{'mu': 3}", NAMES),
         ("resources.actors=many", "resources.actors", "many", "a whole number >= 1 or auto"),
         ("resources.actors=1.5", "resources.actors", 1.5, "a whole number >= 1 or auto"),
     ],

@@ -52,8 +52,15 @@ def test_merge_knows_that_a_method_is_replaced_by_name_and_changed_by_fields():
     assert merge(base, {"method": {"aligner": False}})["method"] == {"name": "sfd", "rf_dim": 10, "aligner": False}
     assert merge(base, {"method.aligner": False})["method"] == {"name": "sfd", "rf_dim": 10, "aligner": False}
     assert merge(base, {"method": "fedavg"})["method"] == {"name": "fedavg"}
+    assert merge(base, {"method.mu": 3, "method": "fedprox"})["method"] == {"name": "fedprox", "mu": 3}
     assert merge(base, {"data.clients": 4, "seed": 1}) == base | {"data": {"alpha": 1, "clients": 4}, "seed": 1}
     assert base == {"method": {"name": "sfd", "rf_dim": 10}, "data": {"alpha": 1}}
+
+
+@pytest.mark.parametrize("base", [{"method": {"mu": 3}}, {"method.mu": 3}])
+@pytest.mark.parametrize("arm", [{"method": "fedprox"}, {"method": {"name": "fedprox"}}, {"method.name": "fedprox"}])
+def test_fields_without_a_method_are_those_of_the_method_that_an_arm_names(base, arm):
+    assert merge(merge({}, base), arm)["method"] == {"name": "fedprox", "mu": 3}
 
 
 def test_cells_as_a_list_of_mappings_and_none_at_all():
