@@ -29,7 +29,6 @@ from raylt.cli.studies.reproduce import reproduce, verdicts
 from raylt.cli.studies.study import follow, ls, study
 from raylt.cli.verify import verify
 from raylt.config.reading import reason_of
-from raylt.config.sections import SIGNS
 from raylt.disk import FULL
 from raylt.errors import ConfigError, DiskFull, RayltError, abrupt_exits_raised, at_the_shell, no_exit, user_fault
 from raylt.signals import STOPPED, guard_output
@@ -139,12 +138,12 @@ def _usage(error: Any, message: str) -> str:
     if isinstance(error.__cause__, ValidationError):
         mistake = error.__cause__.errors()[0]
         if mistake["type"] != "value_error":
-            limits = mistake.get("ctx", {})
-            bounds = [f"Give a number {sign} {limits[name]:g}." for name, sign in SIGNS.items() if name in limits]
+            limits = {">=": error.param.min, "<=": error.param.max}
+            bounds = " and ".join(f"{sign} {limit:g}" for sign, limit in limits.items() if limit is not None)
             option = error.param.get_error_hint().strip("'")
             value = mistake["input"]
             reason = "is not a number" if str(value).casefold() == "nan" else reason_of(mistake)
-            return f"{option}: {reason} ({value}). {(bounds or [remedy])[0]}"
+            return f"{option}: {reason} ({value}). {f'Give a number {bounds}.' if bounds else remedy}"
     reason = " ".join(message.replace("Value error, ", "").split())
     return f"{reason}{'' if reason.endswith(('.', '?')) else '.'} {remedy}"
 

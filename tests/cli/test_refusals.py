@@ -237,10 +237,12 @@ def test_a_command_of_ten_thousand_letters_is_a_short_line(raylt):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
+        (["follow", "run", "--every", "inf"], "--every: is too large (inf). Give a number >= 0.1 and <= 86400."),
         (["tune", "--samples", "0"], "--samples: is too small (0). Give a number >= 1."),
-        (["compare", "runs", "--level", "2"], "--level: is too large (2). Give a number <= 0.999."),
-        (["compare", "runs", "--target", "-1"], "--target: is too small (-1). Give a number >= 0."),
-        (["compare", "runs", "--level", "most"], "--level: is not a number (most). Give what"),
+        (["compare", "runs", "--level", "2"], "--level: is too large (2). Give a number >= 0.5 and <= 0.999."),
+        (["compare", "runs", "--target", "-1"], "--target: is too small (-1). Give a number >= 0 and <= 1."),
+        (["compare", "runs", "--level", "most"], "--level: is not a number (most). Give a number >= 0.5 and <= 0.999."),
+        (["plot", "predictions", "r", "--image", "x"], "--image: is not a whole number (x). Give what"),
     ],
 )
 def test_an_option_that_is_no_such_number_is_named_with_its_value(raylt, arguments, problem):
