@@ -334,11 +334,6 @@ def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:
     return f"Did you mean {prefix}{written[nearest[0]]}? " if nearest else ""
 
 
-def resume_call(folder: object) -> str:
-    """Return the shell command or Python call that continues a run, for messages."""
-    return spoken(f"raylt resume {quoted(folder)}", f"raylt.resume({str(folder)!r})")
-
-
 @contextmanager
 def at_the_shell() -> Iterator[None]:
     """Let error messages inside the block mention shell commands and options, not Python calls.

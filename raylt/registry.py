@@ -208,14 +208,6 @@ def _is_built_in(kind: PluginKind, name: str) -> bool:
     return kind == "model" and colon == ":" and prefix in LIBRARIES
 
 
-def plugin_files() -> list[str]:
-    """Return the paths of the plugin files that this process has loaded.
-
-    Plugins that were registered as values have no file.
-    """
-    return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(PLUGIN)]
-
-
 def origins(config: Config) -> list[dict[str, str | None]]:
     """Return the records of the plugins that a configuration names."""
     named = _named(config)

@@ -24,7 +24,8 @@ from typing import Any, Literal, get_args
 
 from raylt.config import Config
 from raylt.disk import check_name, continuable, exists
-from raylt.errors import CheckpointError, RayltError, count_of, describe_error, quoted, spoken, without_remedy
+from raylt.errors import CheckpointError, RayltError, count_of, describe_error, spoken, without_remedy
+from raylt.own_code.commands import own_command
 from raylt.registry import Plugin, plugins
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import observer
@@ -274,7 +275,7 @@ def _in_folder(start: str | None) -> Iterator[None]:
 
 def _resume_call(folder: Path) -> str:
     """Return the shell command or Python call that continues a search, for messages."""
-    return spoken(f"raylt tune --resume {quoted(folder)}", f"tune.resume({str(folder)!r})")
+    return spoken(own_command("tune", "--resume", folder), f"tune.resume({str(folder)!r})")
 
 
 def _run(folder: Path, plan: SearchPlan, execution: Execution) -> SearchResult:

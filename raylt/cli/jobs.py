@@ -42,7 +42,8 @@ def submit(
 
     The default for --out is ~/raylt/runs on the cluster. For run and tune, the default for data.root is ~/raylt/data.
     """
-    from raylt.registry import plugin_files, resolve
+    from raylt.own_code.commands import plugin_options
+    from raylt.registry import resolve
 
     words = list(context.args)
     if command not in COMMANDS:
@@ -53,7 +54,7 @@ def submit(
             value=command,
         )
     parsed = _parsed(context, command, words)
-    words += [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
+    words += plugin_options()
     _check_files(words)
     if command == "run":
         _ = resolve(config_of(parsed["settings"]))  # raises errors here instead of in the job's log

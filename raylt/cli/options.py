@@ -1,8 +1,6 @@
 """Options that several commands share, and helpers for printing."""
 
 import json
-import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,11 +61,10 @@ def say_how_to_resume() -> Iterator[_Started]:
         if started.folder is None:
             err.print("stopped before it began; repeat the same command", soft_wrap=True)
         else:
-            from raylt.registry import plugin_files
+            from raylt.own_code.commands import own_command
 
-            plugins = [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
-            words = ["raylt", started.command, *plugins, *started.options, str(started.folder)]
-            err.print(f"stopped; continue with {shlex.join(words)}", soft_wrap=True)
+            command = own_command(started.command, *started.options, started.folder)
+            err.print(f"stopped; continue with {command}", soft_wrap=True)
         raise SystemExit(STOPPED) from None
 
 

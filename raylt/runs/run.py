@@ -16,9 +16,10 @@ from raylt.core.report import SHARES, ReportDict, best_validated, shown_figure
 from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task, task_from
 from raylt.disk import exists, folder_path
-from raylt.errors import CheckpointError, ConfigError, DataError, resume_call, spoken
+from raylt.errors import CheckpointError, ConfigError, DataError, spoken
 from raylt.formatting import percent
 from raylt.notebook import html_of, html_table, later
+from raylt.own_code.commands import resume_call
 from raylt.registry import IN_SETUP, IN_TASK, TABLES, PluginKind, check_origins, resolve, resolve_setup, seek
 from raylt.runs.callbacks.base import Callback, Callbacks, checked
 from raylt.runs.callbacks.notebook_progress import progress_display

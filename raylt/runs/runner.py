@@ -18,9 +18,10 @@ from raylt.core.training.stacked_sgd import MAX_STACKED_SAMPLES
 from raylt.data.augment import draw_view
 from raylt.data.task import Task, judged_images_of
 from raylt.disk import continuable
-from raylt.errors import ConfigError, ServerLost, describe_error, resume_call
+from raylt.errors import ConfigError, ServerLost, describe_error
 from raylt.models.split import SplitModel
 from raylt.models.trainable import trains_on_features
+from raylt.own_code.commands import resume_call
 from raylt.own_code.top_level_names import claim
 from raylt.runs import stopping
 from raylt.runs.callbacks.base import Callback

@@ -79,7 +79,7 @@ def test_interrupted_run_or_search_is_named(raylt, monkeypatch, tmp_path):
     code, _, err = raylt("tune", "--resume", tmp_path / "search")
     assert code == 130
     assert err.endswith(f"stopped; continue with raylt tune --resume {tmp_path / 'search'}\n")
-    monkeypatch.setattr("raylt.registry.plugin_files", lambda: [str(Path("own code.py").resolve())])
+    monkeypatch.setattr("raylt.own_code.commands.plugin_files", lambda: [str(Path("own code.py").resolve())])
     code, _, err = raylt("run", "method=fedavg")
     assert err == f"stopped; continue with raylt resume --plugin 'own code.py' '{tmp_path / 'my run'}'\n"
 

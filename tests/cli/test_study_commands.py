@@ -14,6 +14,7 @@ from refusals import refused
 from raylt.cli.main import app
 from raylt.errors import CheckpointError, ConfigError, Diverged
 from raylt.methods.sfd.method import SFD
+from raylt.runs.folder.reader import Files
 from raylt.runs.folder.writer import Journal
 from raylt.studies.definition import define
 from raylt.studies.report.listing import ListedRun
@@ -361,7 +362,15 @@ def test_follow_shows_a_run_until_it_ends(folder, capsys):
     out = printed(capsys, "follow", run, "--every", "0.1")
     assert "round 1/3  accuracy 10.00 %" in out
     assert "finish  accuracy 75.00 %" in out
-    assert "stopped after step 4" in out
+    assert f"stopped after step 4; continue with raylt resume {run}\n" in out
+
+
+def test_follow_names_the_plugin_of_a_run_that_has_stopped(folder, capsys, monkeypatch):
+    run = folder / "if10/fedavg/seed-0"
+    (run / "summary.json").unlink()
+    records = [{"kind": kind, "name": "own", "origin": "own.py", "sha256": None} for kind in ("method", "model")]
+    monkeypatch.setattr(Files, "plugins", lambda _: records)
+    assert f"continue with raylt resume --plugin own.py {run}\n" in printed(capsys, "follow", run)
 
 
 def test_follow_names_the_damage_of_a_run_that_has_ended(folder, capsys):

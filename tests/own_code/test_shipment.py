@@ -12,6 +12,7 @@ from refusals import refused
 
 from raylt import registry
 from raylt.errors import ConfigError
+from raylt.own_code.commands import plugin_files
 from raylt.own_code.module_sources import Source
 from raylt.own_code.shipment import Shipment, ship
 from raylt.registry import load_plugin, plugin_modules
@@ -245,7 +246,7 @@ def test_a_plugin_that_does_not_run_is_refused_with_its_line_and_forgotten(tmp_p
     with refused("plugin.failed", ConfigError, path=str(tmp_path / "own.py")) as caught:
         load_plugin(tmp_path / "own.py")
     assert re.fullmatch(cause, caught.value.details["cause"])
-    assert str(tmp_path / "own.py") not in registry.plugin_files()
+    assert str(tmp_path / "own.py") not in plugin_files()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from tiny import Recorder, configure, make_experiment
 
 from raylt import Run
 from raylt.data.fingerprint import hash_data
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ConfigError, TooFewReplies
 from raylt.methods.fedprox import FedProx
 from raylt.runs.debug import _describe, replay
 from raylt.runs.folder import provenance
@@ -104,6 +104,14 @@ def test_a_run_notes_once_the_command_that_repeats_a_failed_call(tmp_path, monke
     assert line.startswith(command)
     with pytest.raises(ZeroDivisionError):
         replay(run, round, 0, "train")
+
+
+def test_the_command_that_repeats_a_call_loads_the_plugin(tmp_path, monkeypatch):
+    monkeypatch.setattr("raylt.own_code.commands.plugin_files", lambda: ["/own.py"])
+    monkeypatch.setattr(FedProx, "objective", lambda *_: 1 / 0)
+    with pytest.raises(TooFewReplies):
+        make_run(tmp_path, "run", "method=fedprox")
+    assert f"raylt debug --plugin /own.py {tmp_path / 'run'} --round 1" in (tmp_path / "run" / NOTES).read_text()
 
 
 def test_a_leaf_of_a_reply_is_described_by_its_type_and_range():

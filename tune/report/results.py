@@ -4,7 +4,6 @@ import csv
 import hashlib
 import io
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from pydantic import TypeAdapter
 from raylt.config import yaml_text
 from raylt.errors import CheckpointError, count_of
 from raylt.formatting import in_percent, percent
-from raylt.registry import plugin_files
+from raylt.own_code.commands import own_command
 from raylt.runs.folder.reader import Files
 from raylt.store import Folder
 from raylt.studies.report.text_table import TextTable
@@ -168,11 +167,7 @@ def best_yaml(folder: Path, plan: SearchPlan, best: TrialRecord) -> str:
 
 def run_command(folder: Path) -> str:
     """Return the command that runs the best configuration of a search, with this process's plugins."""
-    return shlex.join(["raylt", "run", *_plugin_words(), str(folder / "best.yaml")])
-
-
-def _plugin_words() -> list[str]:
-    return [word for file in plugin_files() for word in ("--plugin", file)]
+    return own_command("run", folder / "best.yaml")
 
 
 def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> TextTable:
@@ -227,7 +222,7 @@ def front_lines(folder: Path, plan: SearchPlan, state: SearchState) -> list[str]
     if not plan.other_metrics:
         return []
     names = ", ".join(record.id for record in front_of(plan, state.trials))
-    command = shlex.join(["raylt", "run", *_plugin_words(), str(folder / "trials/TRIAL/config.yaml")])
+    command = own_command("run", folder / "trials/TRIAL/config.yaml")
     return [f"Pareto front by {', '.join(plan.metrics)}: {names}; to run one: {command}"]
 
 

@@ -1,7 +1,6 @@
 """The commands `raylt compare | rank | report`: print or draw comparisons of runs."""
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -197,10 +196,9 @@ def _rank_command(
     paths: Sequence[Path], measure: str, at: At, level: float, costs: bool, mix_versions: bool, to: Path
 ) -> str:
     """Return the command that writes a leaderboard page, with this process's plugins. Defaults are left out."""
-    from raylt.registry import plugin_files
+    from raylt.own_code.commands import plugin_options
 
-    options = [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
-    options += ["--measure", measure]
+    options = [*plugin_options(), "--measure", measure]
     options += [] if at is None else ["--at", at]
     options += [] if level == LEVEL else ["--level", f"{level:g}"]
     options += ["--costs"] if costs else []

@@ -123,13 +123,15 @@ def follow(
         Path,
         typer.Argument(metavar="RUN | JOB", help="Run folder; with --address, a job or its run."),
     ],
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, max=86400, help="Seconds between two updates.")] = 1.0,
     address: DashboardAddress = None,
 ) -> None:
     """Show the progress of a run in another process until it ends; stopping this command does not stop the run."""
     if address is not None:
         follow_job(str(run_folder), address, every)
         return
+    from raylt.own_code.commands import own_command
+    from raylt.runs.folder.reader import Files
     from raylt.studies.records.record import read_run
 
     record = read_run(run_folder)
@@ -159,7 +161,8 @@ def follow(
         code = "" if record.error is None else f" ({record.error})"
         out.print(f"failed{code} after step {record.steps}: {record.problem}", soft_wrap=True)
         raise typer.Exit(1)
-    stopped = f"stopped after step {record.steps}; continue with raylt resume {quoted(run_folder)}"
+    plugins = dict.fromkeys(each["origin"] for each in Files(run_folder).plugins() if each["origin"].endswith(".py"))
+    stopped = f"stopped after step {record.steps}; continue with {own_command('resume', run_folder, plugins=plugins)}"
     out.print("done" if record.state == "done" else stopped, soft_wrap=True)
 
 

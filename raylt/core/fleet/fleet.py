@@ -37,7 +37,8 @@ from raylt.core.fleet.wire import Fault, Unusable
 from raylt.core.protection.protection import Protection
 from raylt.core.round_stats import ProgressHook, RoundStats, StageProgress, Traffic
 from raylt.data.task import Task
-from raylt.errors import ClientError, ConfigError, Overflow, RayltError, TooFewReplies, quoted, shorten, type_name
+from raylt.errors import ClientError, ConfigError, Overflow, RayltError, TooFewReplies, shorten, type_name
+from raylt.own_code.commands import own_command
 from raylt.tree import Tree
 
 ItemFunction = Callable[[Tree], Tree]
@@ -430,10 +431,9 @@ class Fleet(ABC):
             return
         self._repeat_noted = True
         while_kept = f", as long as the checkpoint after round {before} is kept" if before else ""
-        self.note(
-            f"raylt debug {quoted(self.run_folder)} --round {error.round} --client {error.client} --function "
-            f"{error.function} repeats the call of client {error.client}{while_kept}"
-        )
+        place = ["--round", error.round, "--client", error.client, "--function", error.function]
+        command = own_command("debug", self.run_folder, *place)
+        self.note(f"{command} repeats the call of client {error.client}{while_kept}")
 
     def _reject(self, id: int, name: str, fault: Fault) -> ClientError:
         self.round_stats.rejected[id] = fault.text

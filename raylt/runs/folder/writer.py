@@ -35,7 +35,8 @@ from raylt.core.report import RoundReport, best_validated
 from raylt.data.splits.split import Split
 from raylt.data.task import TaskOutline
 from raylt.disk import make
-from raylt.errors import CheckpointError, FolderHeld, RayltError, resume_call
+from raylt.errors import CheckpointError, FolderHeld, RayltError
+from raylt.own_code.commands import resume_call
 from raylt.runs.callbacks.prediction_grid import Picture
 from raylt.runs.callbacks.tensorboard import Board
 from raylt.runs.folder import identity, metrics_log, provenance, summary

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from raylt import store
 from raylt.own_code.child_process import start_python
-from raylt.registry import plugin_files
+from raylt.own_code.commands import plugin_files
 from raylt.runs.callbacks.base import Callback, StudyStatus
 from raylt.studies.definition import Planned
 from raylt.studies.records.record import RunRecord, failure_file

@@ -25,7 +25,8 @@ from raylt.config import Config, Section, settings
 from raylt.core.method import Method
 from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, spoken
 from raylt.own_code.child_process import start_python
-from raylt.registry import plugin_files, resolve
+from raylt.own_code.commands import plugin_files
+from raylt.registry import resolve
 from raylt.runs.callbacks.base import Callback
 from raylt.studies.cells import slug
 from raylt.studies.records.former_names import former_name, former_settings

@@ -15,7 +15,8 @@ from small_runs import make_run
 import raylt
 from raylt import Run, store
 from raylt.core.device import describe
-from raylt.errors import CheckpointError, ConfigError, DiskFull, RayltError, resume_call
+from raylt.errors import CheckpointError, ConfigError, DiskFull, RayltError
+from raylt.own_code.commands import resume_call
 from raylt.plots.style import new_figure, save
 from raylt.runs.folder import provenance
 from raylt.runs.verify import repair, verify
