@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,27 +49,41 @@ def continuable(folder: Path, command: str) -> Iterator[None]:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a plain file. An invalid path gives False."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
+    """Return whether a path is a plain file. An invalid path gives False.
+
+    Raises:
+        CheckpointError: The user may not enter the path's folder.
+    """
+    return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is a folder. An invalid path gives False."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
+    """Return whether a path is a folder. An invalid path gives False.
+
+    Raises:
+        CheckpointError: The user may not enter the path's folder.
+    """
+    return stat.S_ISDIR(_mode(path))
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists. An invalid path gives False."""
+    """Return whether a path exists. An invalid path gives False.
+
+    Raises:
+        CheckpointError: The user may not enter the path's folder.
+    """
+    return _mode(path) != 0
+
+
+def _mode(path: Path) -> int:
+    """Return the type and permissions of a path, as `os.stat` gives them; 0 if there is no such path."""
     try:
-        return path.exists()
+        return os.stat(path).st_mode
+    except PermissionError:  # to say that the path does not exist may be wrong
+        with file_errors(path):
+            raise
     except (OSError, ValueError):
-        return False
+        return 0
 
 
 def as_path(value: Path | str, key: str) -> Path:

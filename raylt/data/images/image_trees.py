@@ -17,7 +17,7 @@ from raylt.data.images.cache_builder import pack, place_of
 from raylt.data.images.decoding import Fit, Fitted, full_scale, grouped_by_cause
 from raylt.data.images.image_files import shown_name
 from raylt.disk import is_file
-from raylt.errors import DataError, count_of, first_names
+from raylt.errors import CheckpointError, DataError, count_of, first_names
 
 LOOKED_AT = 200  # number of files whose full scale is read for notices
 FORMAT = 5  # version of the decoding; each version has its own cache
@@ -231,7 +231,7 @@ def _hash_of(file: Path) -> str:
     """Return the SHA-256 of a plain file; an empty string for others, which are reported when they are decoded."""
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest() if is_file(file) else ""
-    except OSError:
+    except (OSError, CheckpointError):
         return ""
 
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from raylt.config.yaml_text import read_file
-from raylt.disk import exists, is_folder, named
+from raylt.disk import exists, is_file, is_folder, named
 from raylt.errors import CheckpointError, ConfigError, count_of
 from raylt.runs.folder.reader import is_locked
 from raylt.store import Folder
@@ -77,6 +77,7 @@ class ListedRun:
     Attributes:
         name: Folder, relative to the listed folder.
         kind: "run", "study" or "search".
+        state: State of the run, study or search; "unreadable" for a folder that the user may not enter.
         progress: Committed rounds of all rounds; for a study, finished runs of all runs; for a search, trials so far.
         accuracy: Main accuracy of the last evaluated round. For clients' own models it is the accuracy on their own
             test images or class mix.
@@ -129,22 +130,22 @@ def listing(folder: Path) -> list[ListedRun]:
     elif _is_run(folder):
         entries = [_run(folder, named(folder).name)]
     else:
-        entries = [
-            _row(path)
-            for path in folder.iterdir()
-            if any((path / name).is_file() for name in (STUDY, SEARCH, RAY_SEARCH, "config.yaml"))
-        ]
+        entries = list(filter(None, map(_row, folder.iterdir())))
     return sorted(entries, key=lambda entry: (entry.age_s if entry.age_s is not None else float("inf"), entry.name))
 
 
-def _row(folder: Path) -> ListedRun:
-    if (folder / STUDY).is_file():
-        return _study(folder)
-    if (folder / SEARCH).is_file():
-        return _search(folder)
-    if (folder / RAY_SEARCH).is_file():
-        return _ray_search(folder)
-    return _run(folder, folder.name)
+def _row(folder: Path) -> ListedRun | None:
+    """Return the row of a folder, or None if it holds neither a run nor a study nor a search."""
+    try:
+        if is_file(folder / STUDY):
+            return _study(folder)
+        if is_file(folder / SEARCH):
+            return _search(folder)
+        if is_file(folder / RAY_SEARCH):
+            return _ray_search(folder)
+        return _run(folder, folder.name) if is_file(folder / "config.yaml") else None
+    except CheckpointError:  # perhaps another user's run, since only its user can open a run folder
+        return ListedRun(folder.name, "run", "", "unreadable", "", None, None)
 
 
 def _is_run(folder: Path) -> bool:
