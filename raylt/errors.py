@@ -303,8 +303,12 @@ def on_one_line(text: str) -> str:
 
 
 def quoted(path: object) -> str:
-    """Return a path quoted for the shell, for commands in messages that the user may copy and paste."""
-    return shlex.quote(str(path))
+    """Return a path quoted for the shell, for commands in messages that the user may copy and paste.
+
+    A path that begins with a dash gets ./ in front, so that no command takes it for an option.
+    """
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def count_of(number: float, unit: str, plural: str | None = None) -> str:

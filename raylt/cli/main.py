@@ -148,6 +148,17 @@ def _usage(error: Any, message: str) -> str:
     return f"{reason}{'' if reason.endswith(('.', '?')) else '.'} {remedy}"
 
 
+def _check_current_folder() -> None:
+    """Raise ConfigError if the current folder was removed, in which torch cannot load its libraries."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"current folder: cannot be used ({error.strerror}). Go to a folder that exists, as in cd ~.",
+            code="file.not-found",
+        ) from None
+
+
 def main() -> None:
     """Run the command line.
 
@@ -159,6 +170,7 @@ def main() -> None:
     guard_output()
     try:
         with at_the_shell(), no_exit(), abrupt_exits_raised():  # user code may call sys.exit
+            _check_current_folder()
             code = app(_plugins_first([a for a in arguments if a != "--debug"]), standalone_mode=False) or 0
             if sys.stdout is not None:
                 sys.stdout.flush()  # so that its errors are raised here

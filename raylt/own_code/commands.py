@@ -4,8 +4,9 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
-from raylt.errors import spoken
+from raylt.errors import quoted, spoken
 from raylt.own_code.module_sources import PLUGIN
 
 
@@ -33,10 +34,11 @@ def own_command(command: str, *arguments: object, plugins: Iterable[str] | None 
         arguments: Its arguments and options.
         plugins: The plugin files that the command needs, by default those that this process has loaded.
     """
-    return shlex.join(["raylt", command, *plugin_options(plugins), *map(str, arguments)])
+    words = [quoted(word) if isinstance(word, Path) else shlex.quote(str(word)) for word in arguments]
+    return " ".join(["raylt", command, *map(shlex.quote, plugin_options(plugins)), *words])
 
 
-def resume_call(folder: object) -> str:
+def resume_call(folder: Path) -> str:
     """Return the shell command or Python call that continues a run, for messages."""
     return spoken(own_command("resume", folder), f"raylt.resume({str(folder)!r})")
 

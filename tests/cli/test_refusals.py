@@ -252,6 +252,15 @@ def test_an_option_that_is_no_such_number_is_named_with_its_value(raylt, argumen
     assert line.startswith(f"error [command.usage]: {problem}")
 
 
+def test_a_current_folder_that_was_removed_is_a_line(raylt, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, _, err = raylt("methods")
+    assert code == 2
+    assert err.startswith("error [file.not-found]: current folder: "), err
+
+
 def test_nodes_and_the_address_of_a_cluster_exclude_each_other(raylt):
     ended = raylt("plan", "method=fedavg", "--nodes", "2x8cpu", "--address", "127.0.0.1:1")
     refused(ended)

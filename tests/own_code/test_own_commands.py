@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from raylt.errors import at_the_shell
+from raylt.errors import at_the_shell, quoted
 from raylt.own_code.commands import own_command, plugin_options, resume_call
 from raylt.own_code.module_sources import PLUGIN
 
@@ -26,9 +26,14 @@ def plugin(tmp_path, monkeypatch):
 def test_a_command_loads_the_plugin_files_of_this_process(plugin):
     assert own_command("debug", Path("a run"), "--round", 3) == "raylt debug --plugin 'own code.py' 'a run' --round 3"
     with at_the_shell():
-        assert resume_call("r") == "raylt resume --plugin 'own code.py' r"
-    assert resume_call("r") == "raylt.resume('r')"
+        assert resume_call(Path("r")) == "raylt resume --plugin 'own code.py' r"
+    assert resume_call(Path("r")) == "raylt.resume('r')"
     assert own_command("resume", "r", plugins=["other.py"]) == "raylt resume --plugin other.py r"
+
+
+def test_a_folder_that_begins_with_a_dash_is_not_an_option():
+    assert own_command("resume", Path("-runs/a b"), "--fleet", "local") == "raylt resume './-runs/a b' --fleet local"
+    assert (quoted("-r"), quoted("r"), quoted("/-r")) == ("./-r", "r", "/-r")
 
 
 def test_a_file_outside_the_current_folder_has_its_whole_path(plugin, tmp_path, monkeypatch):
