@@ -35,5 +35,7 @@ def test_a_given_gradient_has_the_bits_of_its_formula_and_adds_zero():
     assert ours.item() == formula.item() == plain.item()
     got, expected = (torch.autograd.grad(value, params, retain_graph=True) for value in (ours, formula))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    scaled = torch.autograd.grad(3 * with_gradient(params, given), params)
+    assert all(torch.equal(a, 3 * b) for a, b in zip(scaled, given, strict=True))
     # the given tensors are not changed in place
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))

@@ -43,6 +43,14 @@ def test_draws_of_two_classes_are_independent(kind):
     assert abs(np.corrcoef(one.flatten().numpy(), other.flatten().numpy())[0, 1]) < 0.4
 
 
+def test_noise_around_means_is_as_wide_for_a_narrow_class_as_for_a_wide_one():
+    z = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(40) % 2
+    z[y == 1] *= 20
+    narrow, wide = draws("means", class_sums(z, y), [4000, 4000], 7)
+    assert (narrow - narrow.mean(0)).std().item() == pytest.approx((wide - wide.mean(0)).std().item(), rel=0.05)
+
+
 def test_closed_forms_leave_a_class_without_samples_out():
     z, y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2] * 4 + [2])
     for kind in ("ncm", "ridge"):
