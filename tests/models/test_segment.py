@@ -16,7 +16,11 @@ SHAPE = (40, 56, 3)
 @pytest.fixture(scope="module")
 def model() -> PixelModel:
     torch.manual_seed(0)
-    return build_model("lraspp", 12, SHAPE).eval()
+    made = build_model("lraspp", 12, SHAPE)
+    with torch.no_grad():
+        for _ in range(20):  # with the statistics of a new model, deep features vanish
+            made.train()(torch.randn(4, 3, *SHAPE[:2]))
+    return made.eval()
 
 
 def test_it_has_the_parameters_of_torchvisions_but_for_one_of_two_biases(model):
@@ -40,7 +44,10 @@ def test_its_logits_are_those_of_torchvisions_model_with_the_same_weights(model)
             conv.bias.copy_(model.classifier.bias / 2)
         x = torch.randn(2, 3, *SHAPE[:2])
         expected = theirs(x)["out"]
+        features = model.encoder(x)
     assert expected.std() > 0.01
+    assert features[:, :24].std() > 0.01
+    assert features[:, 24:].std() > 0.01
     assert torch.allclose(model(x), expected, atol=1e-5)
 
 

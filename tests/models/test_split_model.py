@@ -15,6 +15,7 @@ from raylt.methods import METHODS
 from raylt.models import build_model
 from raylt.models.split import (
     SplitModel,
+    clipped,
     has_no_negative_features,
     linear,
     load_entries,
@@ -153,3 +154,15 @@ def test_a_linear_layer_is_made_of_the_tensors_themselves():
     layer = linear(weight, bias)
     assert (layer.weight.data_ptr(), layer.bias.data_ptr()) == (weight.data_ptr(), bias.data_ptr())
     assert linear(weight, None).bias is None
+
+
+def test_longer_features_are_clipped_and_shorter_ones_stay():
+    z = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
+    assert torch.allclose(clipped(z, 1.0), torch.tensor([[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]]))
+    assert torch.allclose(clipped(z, torch.tensor(0.25)), torch.tensor([[0.15, 0.2], [0.15, 0.2], [0.0, 0.0]]))
+
+
+def test_running_statistics_are_those_of_batch_norm_of_any_dimension():
+    layers = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.GroupNorm(1, 2))
+    buffers = ("running_mean", "running_var", "num_batches_tracked")
+    assert running_statistics(layers) == {f"{number}.{name}" for number in range(3) for name in buffers}
