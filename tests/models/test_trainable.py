@@ -214,14 +214,16 @@ class Heads(nn.Module):
 
     def __init__(self, **options):
         super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True, **options)
+        self.attention = nn.MultiheadAttention(6, 2, **{"batch_first": True, **options})
 
     def forward(self, x):
         x = x.flatten(1, 2)
         return self.attention(x, x, x, need_weights=False)[0].mean(1)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"batch_first": False}]
+)
 def test_attention_of_torch_has_adapters_that_act_and_merge(options):
     torch.manual_seed(0)
     encoder = Heads(**options)

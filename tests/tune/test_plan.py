@@ -20,8 +20,10 @@ from tune.plan import (
     _propose,
     client_steps,
     cost_of,
+    default_metric,
     distributions_of,
     front_of,
+    with_validation,
 )
 from tune.records import Score, TrialRecord, on_split
 from tune.report.drawing import COLOURS, PAPER, draw
@@ -166,6 +168,10 @@ def test_the_best_trial_of_a_method_is_one_of_its_own():
         state.update(record)
     assert state.best().id == state.best("moon").id == "moon-000"
     assert state.best("fedprox").id == "fedprox-000"
+    stopped = state.sequences["moon"].records[0]
+    stopped.outcome = Outcome("stopped", 3, 0.9)  # after a round before the last, it is not compared
+    assert state.best().id == "fedprox-000"
+    assert state.best("moon") is None
 
 
 def test_a_budget_waits_for_running_trials_which_may_leave_some_of_it():
@@ -292,6 +298,19 @@ def test_client_steps_by_hand():
     # without a number of clients, as a source with clients of its own decides it; two of five that train hold nothing
     own = late.model_copy(update={"data": late.data.model_copy(update={"clients": None, "new_clients": 3})})
     assert client_steps(own, [64, 32, 0, 0, 32]) == 9 * 3 * (4 + 2 + 2) / 3
+    assert client_steps(BASE, [64, 32, 0, 0, 32]) == 9 * (4 + 2 + 2)  # all clients that hold samples
+
+
+def test_a_search_holds_out_a_fifth_unless_another_share_is_set():
+    configs = [Config(method="fedavg", data={"validation": share}) for share in (0.0, 0.1)]
+    assert [with_validation(config).data.validation for config in configs] == [0.2, 0.1]
+
+
+def test_a_search_compares_the_global_models_unless_all_methods_have_models_of_clients():
+    methods = (["fedavg"], ["fedper"], ["fedavg", "fedper"], ["fedper", "ditto"])
+    assert [default_metric(BASE, names) for names in methods] == ["accuracy", "local", "accuracy", "local"]
+    own_statistics = Config(method="fedavg", federation={"batchnorm": "local"})
+    assert default_metric(own_statistics, ["fedavg"]) == "local"
 
 
 def test_methods_share_nothing_but_the_budget_each_may_spend():
