@@ -23,6 +23,7 @@ from raylt.methods.fedavg import FedAvg
 from raylt.methods.la import LogitAdjustment
 from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.sfd.method import SFD
+from raylt.models import build_model
 from raylt.models.split import clipped
 from raylt.ops.matching import class_gradients
 from raylt.privacy import gradient_inversion
@@ -209,6 +210,7 @@ def test_equal_images_are_as_near_as_can_be():
     far = nearness(grey + 0.1, grey)
     assert far.psnr == pytest.approx(20, abs=1e-3)
     assert far.mae == pytest.approx(0.1)
+    assert nearness(torch.full_like(x, 1.5), torch.ones_like(x)).mae == 0.0  # no pixel is brighter than white
     assert nearness(torch.rand(2, 3, 32, 32), torch.rand(2, 3, 32, 32)).ssim < 0.1
 
 
@@ -216,6 +218,49 @@ def test_an_image_is_identified_among_the_candidates_of_its_class_alone():
     made, candidates = torch.full((1, 1, 8, 8), 0.5), torch.stack([torch.full((1, 8, 8), x) for x in (0.6, 0.5)])
     assert nearness(made, candidates[:1], candidates, tensor([0]), tensor([0, 1])).identified == 1.0
     assert nearness(made, candidates[:1], candidates, tensor([0]), tensor([0, 0])).identified == 0.0
+
+
+def test_the_average_that_needs_no_upload_is_that_of_the_true_class():
+    levels = torch.stack([torch.full((1, 8, 8), level) for level in (0.2, 0.8)])
+    attacker = object.__new__(_Attacker)
+    attacker.averages = levels
+    attacker.private = Images(levels, tensor([0, 1]), torch.zeros(2, 1), tensor([0, 0]))
+    finding = attacker._finding("means", "it", levels.flip(0), attacker.private, levels.flip(0))
+    assert [each.mae for each in (finding.reached, finding.control, finding.average)] == pytest.approx([0.6, 0.6, 0.0])
+
+
+def test_the_control_of_an_attack_is_the_decoder_that_learnt_from_wrong_pairs(monkeypatch):
+    levels = torch.stack([torch.full((1, 8, 8), level) for level in (0.2, 0.8)])
+    attacker = object.__new__(_Attacker)
+    attacker.averages, attacker.outside = levels, SimpleNamespace(z=torch.zeros(2, 1))
+    attacker.private = Images(levels, tensor([0, 1]), torch.zeros(2, 1), tensor([0, 0]))
+    monkeypatch.setattr(attacker, "_some", torch.arange)
+    monkeypatch.setattr(attacker, "_decoder", lambda name, z, paired: lambda z: levels if paired else levels.flip(0))
+    finding = attacker._inverted("means", "it", torch.zeros(2, 1), attacker.private)
+    assert [each.mae for each in (finding.reached, finding.control)] == pytest.approx([0.0, 0.6])
+
+
+def test_an_update_is_that_of_the_normalised_image_and_the_control_has_another_s(monkeypatch):
+    levels = torch.stack([torch.full((1, 8, 8), level) for level in (0.2, 0.8)])
+    model = build_model("small", 2, (8, 8, 1))
+    spec = SimpleNamespace(mean=(0.3,), std=(0.5,), shape=(8, 8, 1))
+    attacker = object.__new__(_Attacker)
+    attacker.config = SimpleNamespace(federation=SimpleNamespace(secure=False))
+    attacker.experiment = SimpleNamespace(
+        server=SimpleNamespace(model=model),
+        method=SimpleNamespace(shared=lambda model: model.state_dict()),
+        task=SimpleNamespace(spec=spec),
+    )
+    attacker.averages = levels
+    attacker.private = Images(levels, tensor([0, 1]), torch.zeros(2, 1), tensor([0, 0]))
+    monkeypatch.setattr(attacker, "_some", torch.arange)
+    # gradients that are the images, which a perfect attack reads
+    monkeypatch.setattr("raylt.privacy.attack.gradient_of", lambda model, x, y: [x])
+    monkeypatch.setattr(
+        "raylt.privacy.attack.invert_gradient", lambda model, upload, shape, mean, std: upload[0] * std + mean
+    )
+    (finding,) = attacker.update()
+    assert [each.mae for each in (finding.reached, finding.control)] == pytest.approx([0.0, 0.6], abs=1e-6)
 
 
 def test_a_decoder_gets_each_dimension_of_the_features_at_its_own_scale():
