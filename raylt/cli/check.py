@@ -29,9 +29,12 @@ def check(
 ) -> None:
     """Check a method against the contract of all methods, on a tiny task; stop at the first failure."""
     from raylt.contract.checks import run_checks
+    from raylt.contract.fields import fields_without_effect
+    from raylt.registry import is_plugin
 
     results: list[Result] = []
-    for result in (each for method in _methods(what, fields or []) for each in run_checks(method)):
+    methods = _methods(what, fields or [])
+    for result in (each for method in methods for each in run_checks(method)):
         results.append(result)
         if err.is_terminal:
             err.print(f"{result.case}: {result.what}", soft_wrap=True)
@@ -49,6 +52,13 @@ def check(
         )
     if broken is not None:
         raise typer.Exit(1)
+    for method in methods:
+        if idle := is_plugin("method", method.name) and fields_without_effect(method):
+            err.print(
+                f"{method.name}: other values of {', '.join(idle)} change nothing on the tiny task of the checks. If "
+                "they should, see that the method reads them.",
+                soft_wrap=True,
+            )
 
 
 def _methods(what: str, fields: Sequence[str]) -> list[Any]:

@@ -1,7 +1,10 @@
-"""Checks that a method's fields have an effect only from their declared stage on."""
+"""Checks that a method's fields have an effect, and only from their declared stage on."""
 
+import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,6 +16,8 @@ from raylt.core.experiment import Experiment
 from raylt.core.method import Method
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, range_of
+
+MEASURED = {"seconds", "evaluation_seconds", "timings"}  # Parts of a report that differ between two equal runs.
 
 
 def acts_from_its_stage_on(case: Case) -> None:
@@ -31,6 +36,30 @@ def acts_from_its_stage_on(case: Case) -> None:
                 value = getattr(other, name)
                 expect(state == own[step], f"{name} = {value!r} acts before the stage {stage!r} of `later`")
                 break
+
+
+def fields_without_effect(method: Method) -> list[str]:
+    """Return the fields whose other values change nothing in the method's runs on the tiny tasks of the checks.
+
+    Such a field is no violation: it may act only on larger tasks, or together with another field.
+    """
+    idle = list(type(method).model_fields)
+    for kind in method.problems:
+        with tempfile.TemporaryDirectory(prefix="raylt-check-") as folder:
+            case = Case(method, kind, Path(folder))
+            own = _outcome(case, method)
+            idle = [name for name in idle if all(_outcome(case, other) == own for other in others(method, name))]
+    return idle
+
+
+def _outcome(case: Case, method: Method) -> Any:
+    """Return everything that a run computes: states, model and the figures of its reports; None if it fails."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            trace = replace(case, method=method).run()
+    except Exception:  # a value at the end of a range may not suit the tiny task
+        return None
+    return trace.bits, [report.model_dump(exclude=MEASURED) for report in trace.reports]
 
 
 def others(method: Method, name: str) -> Iterator[Method]:

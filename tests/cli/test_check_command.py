@@ -50,6 +50,17 @@ def test_a_method_that_does_not_import_elsewhere_is_found_out(raylt, tmp_path, n
     assert out.count("\n") == 1
 
 
+@pytest.mark.slow
+def test_fields_that_change_nothing_are_a_notice(raylt, tmp_path, no_guests):
+    own = "    used: float = raylt.hp(1.0, raylt.Uniform(0.5, 2.0), 'weight of the loss')\n"
+    own += "    unread: float = raylt.hp(1.0, raylt.Uniform(0.5, 2.0), 'weight of nothing')\n\n    def objective"
+    text = GOOD.replace("    def objective", own).replace("F.cross", "self.used * F.cross")
+    (tmp_path / "own.py").write_text(text)
+    code, _, err = raylt("check", "own.py")
+    assert code == 0
+    assert err.startswith("checked: other values of unread change nothing on the tiny task"), err
+
+
 def test_a_method_s_name_after_its_file_is_answered_with_the_call_that_checks_it(raylt, tmp_path, no_guests):
     (tmp_path / "own.py").write_text(GOOD)
     code, _, err = raylt("check", "own.py", "checked")
