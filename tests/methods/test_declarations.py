@@ -45,6 +45,31 @@ def test_declarations_are_those_of_the_list(name):
     assert declarations(name) == (DECLARED[name] or {})
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "word", "value"),
+    [
+        ("sfd", {"statistics_area": 0.9}, "augments", True),
+        ("sfd", {"safs": False}, "finishes", False),
+        ("sfd", {"classifier": "oracle"}, "sees_each", ("features",)),
+        ("la", {"prior": "global"}, "uploads_more", True),
+        ("feddecorr", {"beta": 0.0}, "acts_on_encoder", False),
+        ("moon", {"mu": 0.0}, "acts_on_encoder", False),
+        ("fedsm", {"teacher": "none"}, "sees_images", False),
+        ("clip2fl", {"kd": 0.0, "contrast": 0.0}, "sees_images", False),
+        ("mupfl", {"last_update": True}, "finishes", True),
+        ("mupfl", {"acmu": False}, "sees_each", ("gradients",)),
+        ("bpfed", {"crt": False, "lws": False}, "finishes", False),
+        ("fedbabu", {"tune_epochs": 0}, "finishes", False),
+        ("fedetf", {"turns": 0}, "finishes", False),
+        ("fedrep", {"head_epochs": 0}, "finishes", False),
+    ],
+    ids=str,
+)
+def test_fields_change_what_is_declared(name, fields, word, value):
+    assert getattr(METHODS[name](**fields), word) == value
+    assert getattr(METHODS[name](), word) != value
+
+
 def test_the_list_has_every_method_and_no_other():
     assert DECLARED.keys() == METHODS.keys()
 
