@@ -1,7 +1,7 @@
 """FedPer: a shared encoder and a private classifier for each client (Arivazhagan et al., 2019, Algorithms 1 and 2).
 
 Departures from the text: only the last layer is personal, as in the papers that compare with it; the original may keep
-more layers. All classifiers start from the same random weights; the text's start from weights of their own (from memory).
+more layers. All classifiers start from the same random weights; in the text each starts from its own (from memory).
 `method=bpfed alpha=0 crt=false lws=false` is FedPer with that start (docs/results/bpfed.md compares the two).
 """
 
