@@ -108,7 +108,7 @@ def test_errors_name_the_python_call_or_the_command(run, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "shell", "python"),
     [
-        ({"what": "empty.yaml"}, "raylt run", "raylt.run('sfd')"),
+        ({"what": "empty.yaml"}, "recipe:demo", "raylt.run('sfd')"),
         ({"what": "fedavg", "data": "nothing"}, "--plugin FILE", "raylt.register"),
         ({"what": "fedavg", "data": {"partition": "nothing"}}, "--plugin FILE", "raylt.register"),
         ({"what": "fedavg", "model": "nothing"}, "--plugin FILE", "raylt.register"),
