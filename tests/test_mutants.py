@@ -76,6 +76,7 @@ def test_a_mutant_is_noticed(name):
     assert f"{name}: noticed\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_word_that_names_no_mutant_is_refused_in_a_line():
     done = subprocess.run([sys.executable, FOLDER / "run.py", "nonsense"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 2

@@ -132,6 +132,7 @@ def test_the_hash_of_a_plugin_without_imports_of_its_own_is_that_of_its_file(tmp
     assert registry._source_hash(run_plugin(file)) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_a_study_is_not_read_without_the_plugin_of_an_arm_which_is_named(shops, tmp_path):
     load_plugin(shops)
     definition = {

@@ -71,6 +71,7 @@ def test_help_ends_quietly_when_its_reader_closes_the_pipe():
     assert (command.wait(60), command.stderr.read()) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
 @pytest.mark.parametrize("words", [("methods", "--format", "json"), ("methods",)])
 def test_output_that_cannot_be_written_is_said_in_a_line(tmp_path, words):
@@ -147,6 +148,7 @@ def started(folder, *settings):
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signals", [[signal.SIGTERM, signal.SIGINT, signal.SIGTERM], [signal.SIGHUP]], ids=["three at once", "hang-up"]
 )

@@ -101,6 +101,7 @@ class Forking(raylt.Method):
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_a_plugin_forks_may_leave_abruptly(tmp_path):
     (tmp_path / "own.py").write_text(FORKING)
     command = [sys.executable, "-m", "raylt", "run", "method=forking", *SMALL, "--plugin", "own.py", "--out", "runs"]

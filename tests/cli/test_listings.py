@@ -76,6 +76,7 @@ def test_methods_are_listed_with_default_range_and_source(raylt):
     assert "privileged: labelled images" in " ".join(table.split())
 
 
+@pytest.mark.slow
 def test_one_method_is_shown_with_its_fields_what_it_sends_and_what_it_costs(raylt):
     assert "measured with resnet8, images of 8x8x3 and 10 classes" in raylt("methods", "fedavg").out
     out = raylt("methods", "fedncm").out
@@ -161,6 +162,7 @@ def test_page_of_methods_has_all_of_them_and_is_measured_for_one_model(raylt, tm
         assert not (tmp_path / "methods.md").exists()
 
 
+@pytest.mark.slow
 def test_words_longer_than_their_column_are_folded_not_cut(raylt):
     out = raylt("settings").out
     assert "…" not in out

@@ -53,6 +53,7 @@ def test_passes_are_counted_copies_of_the_model_included(name, fields, passes):
     assert [(call.trained, call.read) for call in calls(METHODS[name](**fields))] == passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fields", "epochs", "expected"),
     [

@@ -100,6 +100,7 @@ def test_personal_models_are_exported_whole(folder):
         assert torch.equal(counts_of(run, labels), own[id])
 
 
+@pytest.mark.slow
 def test_a_run_does_not_continue_with_other_frozen_weights(folder):
     state = dict(build_model(LIBRARY, 4, (8, 8, 1)).encoder.get_submodule("body").state_dict())
     file = folder / "tiny.safetensors"

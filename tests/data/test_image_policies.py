@@ -114,6 +114,7 @@ def test_draws_and_pixels_are_those_of_torchvisions_transform_on_one_image_after
     assert torch.equal(found, torch.stack(expected))
 
 
+@pytest.mark.slow
 def test_draws_are_uniform_and_half_of_the_strengths_are_negative():
     n = 8_000
     drawn = rand_augment.draw_batch(torch.empty(n, 8, 8, 3, dtype=torch.uint8), seeded(3))

@@ -168,6 +168,7 @@ def bounded(field: tuple[str, Any]) -> dict[str, Any]:
     return tree
 
 
+@pytest.mark.slow
 @cases("exported models")
 def test_exported_models(fixture, folder):
     clean = description()
@@ -293,6 +294,7 @@ class _Labels:
         self.split = type("Split", (), {"labels_sha256": hash_labels(FEATURES["y"])})()
 
 
+@pytest.mark.slow
 @cases("teachers")
 def test_teachers(fixture, folder):
     keys = st.sampled_from([*FEATURES, "about", "text_label"])

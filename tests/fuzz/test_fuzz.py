@@ -190,6 +190,7 @@ def test_overrides(fixture, folder):
 METHOD_FIELDS = [(name, field) for name in sorted(METHODS) for field in METHODS[name].model_fields if field != "name"]
 
 
+@pytest.mark.slow
 @cases("method fields")
 def test_method_fields(fixture, folder):
     """Set any field of any method to any value, together with another setting."""
@@ -307,6 +308,7 @@ WORDS_OF_LISTS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @cases("imported lists")
 def test_imported_lists(fixture, folder):
     """Read changed index lists of other tools: the result has each row that the file lists, and no other."""

@@ -138,6 +138,7 @@ def test_a_run_from_texts_has_its_accuracy_before_training(tmp_path, clip_name):
     assert right == pytest.approx(zero_shot["accuracy"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings"),
     [

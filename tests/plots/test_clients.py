@@ -81,6 +81,7 @@ def test_owned_classes_are_those_of_the_runs_split(runs):
     assert comparison.owned == [int((row > 0).sum()) for row in runs["fedper"].task.client_counts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clients", "names"), [(1, 1), (20, 5), (100, 3)])
 def test_picture_shows_a_group_of_bars_per_client(tmp_path, clients, names):
     runs = {f"run {i}": [0.2 + 0.1 * i if k else None for k in range(clients)] or [0.5] for i in range(names)}

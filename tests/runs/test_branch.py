@@ -120,6 +120,7 @@ def test_a_field_of_evaluations_that_were_made_cannot_be_changed(tmp_path, setti
         raylt.branch(parent, [override], tmp_path / "branch", fleet="local", quiet=True)
 
 
+@pytest.mark.slow
 def test_branch_can_be_resumed_and_branched_again(tmp_path):
     parent = make_run(tmp_path, "parent", *SFD)
     first = raylt.branch(parent, ["method.mmd=false"], tmp_path / "first", fleet="local", quiet=True)

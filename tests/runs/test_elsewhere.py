@@ -70,6 +70,7 @@ def test_the_message_names_the_path_that_was_looked_for(made, tmp_path):
     assert Run.open(made).model().shape == (8, 8, 1)
 
 
+@pytest.mark.slow
 def test_weights_that_were_moved_are_named_with_the_place_to_put_them(tmp_path, monkeypatch):
     timm = pytest.importorskip("timm")
     torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "encoder.pt")

@@ -59,6 +59,7 @@ def test_open_refuses_what_is_no_run_folder_and_leaves_nothing_there(tmp_path, m
     assert not made or list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_state_is_missing_running_stopped_or_done(plain, tmp_path):
     run = copied(plain, tmp_path / "run")
     assert run.state == "done"

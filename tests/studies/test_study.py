@@ -343,7 +343,7 @@ def test_a_fleet_or_number_of_runs_that_a_study_cannot_use_is_refused(tmp_path, 
         study.run([Recorder()], **argument)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [[], ["done"]])
 def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatch, others):
     arms = dict([*TINY["arms"].items()][: 1 + len(others)])

@@ -28,6 +28,7 @@ def test_the_setting_that_decides_the_scores_has_nearly_all_importance(scheduler
     assert sum(shares.values()) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_it_does_not_depend_on_the_timing_of_the_trials():
     settings, state = searched(scheduler="asha")
     other = run(SearchState(settings, sizes), random.Random(5), 2)

@@ -1,6 +1,7 @@
 """A search reads its data once, and again where the file or the working directory has changed."""
 
 import numpy as np
+import pytest
 
 from raylt.config import load
 from tune.loop import sizes
@@ -13,6 +14,7 @@ def save(folder, images):
     np.savez(folder / "data.npz", x_train=x, y_train=y, x_test=x[:40], y_test=y[:40], class_names=list("abcd"))
 
 
+@pytest.mark.slow
 def test_data_are_read_again_where_the_file_or_the_folder_changed(tmp_path, monkeypatch):
     config = load(None, ["method=fedavg", "data.source=npz:data.npz", "data.clients=4", "data.imbalance=1"])
     save(tmp_path / "one", 100)

@@ -168,6 +168,7 @@ def handlers():
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_a_search_after_tune_saved_it(ray_session, tmp_path, monkeypatch, handlers, number):
     class Stopping(ray_tune.Callback):

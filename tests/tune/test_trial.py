@@ -159,6 +159,7 @@ def test_a_trial_continues_on_the_split_at_which_it_was_interrupted(tmp_path):
     assert finish(ended)[-1] == expected
 
 
+@pytest.mark.slow
 def test_a_rehearsal_leaves_no_trace(tmp_path):
     for name, rungs in (("with", True), ("without", False)):
         finish(trial(tmp_path / name, "method=late", "federation.rounds=6", rungs=rungs))

@@ -40,6 +40,7 @@ def run(task, folder, method, rounds=2, **settings):
     return experiment, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [Ditto(), PFedMe(), MuPFL(judged="post_local", last_update=False)])
 def test_fresh_models_are_those_after_a_further_round(tiny_task, tmp_path, method):
     # the models of these methods do not depend on the global model with which they are evaluated

@@ -229,6 +229,7 @@ def test_student_that_is_fine_tuned_comes_to_point_where_its_teacher_does(tiny_t
     assert near[1.0] > 0.4
 
 
+@pytest.mark.slow
 def test_cosine_of_students_to_their_teachers_rises_from_round_to_round(tiny_task, tmp_path, npz):
     cosines = {}
     for squares in (0.0, 1.0):

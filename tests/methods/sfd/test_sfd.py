@@ -210,6 +210,7 @@ def test_killed_during_synthesis_and_resumed_it_ends_with_the_same_model(tmp_pat
     assert straight["model_sha256"] == killed["model_sha256"]
 
 
+@pytest.mark.slow
 def test_share_of_the_contrastive_term_grows_with_its_weight_and_falls_with_the_rounds(task, tmp_path):
     seen = {}
     for beta in (0.0, 0.1, 1.0):

@@ -134,6 +134,7 @@ def test_a_file_has_the_rounds_and_the_clients_figures_after_the_last_phase(fold
         assert entry["figures"] == {kind: values[entry["id"]] for kind, values in last.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [None, 12])
 def test_an_exported_model_prepares_images_and_scales_deep_ones_as_its_training_did(tmp_path, depth):
     for name, level in (("dark", 400), ("light", 3000)):
@@ -166,6 +167,7 @@ def test_an_exported_model_prepares_images_and_scales_deep_ones_as_its_training_
     assert (load_images([file], (8, 16, 1), "crop", depth) == images[0, 0, 0, 0]).all()
 
 
+@pytest.mark.slow
 def test_the_model_of_an_earlier_round_is_that_of_a_shorter_run(folder):
     settings = ["output.keep=9", "federation.rounds=3"]
     run = make_tiny_run(folder, "fedavg", *settings, name="three")

@@ -141,6 +141,7 @@ def test_folder_is_held_until_its_block_ends(journal):
     release(Journal(journal.folder))
 
 
+@pytest.mark.slow
 def test_folder_held_by_another_process_is_refused_until_that_is_killed(journal):
     release(journal)
     script = f"""

@@ -412,6 +412,7 @@ def test_the_leaderboard_of_the_documentation_is_that_of_the_records(tmp_path, m
     assert (tmp_path / "leaderboard.svg").read_text() == (root / "docs/leaderboard.svg").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (Path(__file__).parents[3] / "docs").is_dir(), reason="the copy that mutants are tested in has no docs"
 )

@@ -17,6 +17,7 @@ def test_every_printed_cell_is_there_with_its_source():
     assert sum(bool(e.note) for e in expectations()) == 236
 
 
+@pytest.mark.slow
 def test_a_cell_is_run_or_says_why_not():
     for each in expectations():
         assert (each.problem is None) == (each.recipe in recipes()) or each.problem is not None

@@ -163,7 +163,7 @@ def test_a_field_that_the_code_of_then_did_not_have_is_no_other_setting(tmp_path
     assert len(load_planned(record, other, mix_versions=True).records) == 2  # another method is another setting
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ground_tuned", "ground_own"])
 def test_searches_of_versions_with_fewer_settings_are_still_recognised(name, tmp_path):
     record = STUDIES / "results" / f"{name}.json"

@@ -287,7 +287,7 @@ def tuned(tmp_path_factory):
     return study(definition, tmp_path_factory.mktemp("tuned"), parallel=1).folder
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

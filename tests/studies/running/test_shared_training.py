@@ -46,6 +46,7 @@ def test_runs_that_part_late_share_the_first_of_them_within_a_cell_and_a_seed():
     assert not any("more" in folder for folder in stems(define(SHARED | {"arms": SHARED["arms"] | local}).runs()))
 
 
+@pytest.mark.slow
 def test_run_that_keeps_the_checkpoint_where_the_others_part_is_the_stem(tmp_path):
     fedsm = {"name": "fedsm", "teacher": "none"}
     study = {

@@ -194,6 +194,7 @@ def test_the_reference_must_be_in_every_cell():
         define(TUNED | {"cells": {"5": {}, "10": {}}, "only": {"10": ["prox"]}})
 
 
+@pytest.mark.slow
 def test_an_arm_is_searched_within_the_budget_and_resumes_after_an_interruption(tmp_path):
     definition = define(TUNED)
     base, reference = (definition.bases()["", arm] for arm in ("prox", "fedavg"))
@@ -372,6 +373,7 @@ def test_a_study_that_was_tuned_otherwise_is_refused_before_its_file_changes(tmp
     assert {file.name: file.read_bytes() for file in study.folder.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_searches_of_earlier_versions_count_with_the_settings_of_their_runs():
     results = Path(__file__).parents[3] / "studies/results/ground_own.json"
     study = Study.open(results)
@@ -530,6 +532,7 @@ def test_a_search_that_fails_ends_the_searches_that_wait_for_its_place(tmp_path,
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 def test_files_of_the_current_folder_are_no_packages_to_a_search(tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise SystemExit('a file of the user')\n")
     monkeypatch.chdir(tmp_path)
