@@ -52,13 +52,23 @@ def test_a_method_that_does_not_import_elsewhere_is_found_out(raylt, tmp_path, n
 
 @pytest.mark.slow
 def test_fields_that_change_nothing_are_a_notice(raylt, tmp_path, no_guests):
-    own = "    used: float = raylt.hp(1.0, raylt.Uniform(0.5, 2.0), 'weight of the loss')\n"
-    own += "    unread: float = raylt.hp(1.0, raylt.Uniform(0.5, 2.0), 'weight of nothing')\n\n    def objective"
-    text = GOOD.replace("    def objective", own).replace("F.cross", "self.used * F.cross")
+    own = (
+        "    used: float = raylt.hp(1.0, raylt.Uniform(0.5, 2.0), 'weight of the loss')\n"
+        "    rare: str = raylt.hp('a', raylt.Choice('a', 'b', 'c'), 'only c has an effect')\n"
+        "    unread: float = raylt.hp(1.0, raylt.Uniform(0.5, 2.0), 'weight of nothing')\n\n    def objective"
+    )
+    text = GOOD.replace("    def objective", own).replace("F.cross", "(self.used + (self.rare == 'c')) * F.cross")
     (tmp_path / "own.py").write_text(text)
     code, _, err = raylt("check", "own.py")
     assert code == 0
     assert err.startswith("checked: other values of unread change nothing on the tiny task"), err
+
+
+@pytest.mark.slow
+def test_fields_of_raylts_own_methods_are_not_tried(raylt):
+    code, _, err = raylt("check", "fedrela")  # its `after` acts only on larger tasks
+    assert code == 0
+    assert "change nothing" not in err
 
 
 def test_a_method_s_name_after_its_file_is_answered_with_the_call_that_checks_it(raylt, tmp_path, no_guests):
