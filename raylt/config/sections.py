@@ -572,10 +572,11 @@ class Config(Section):
         ge=8,
         le=8192,
     )
-    classifier: Literal["random", "text"] = setting(
+    classifier: Literal["random", "text", "text_cosine"] = setting(
         "random",
         "Initial classifier: random weights, or the class names encoded by the text tower of model=clip:NAME. "
-        "With text, every summary has the accuracy before training (zero-shot).",
+        "text is a linear layer; text_cosine has cosines times a learned scale as logits. With both, every summary has "
+        "the accuracy before training (zero-shot).",
     )
     trainable: str = setting(
         "all",

@@ -57,7 +57,7 @@ class Setup:
 
     def zero_shot_model(self, spec: TaskSpec) -> SplitModel | None:
         """Return the model that classifies by texts, before any training; None if the run does not start from texts."""
-        if self.config.classifier != "text":
+        if self.config.classifier == "random":
             return None
         with one_thread():
             return self._base(spec)
@@ -73,8 +73,8 @@ class Setup:
                 value=self.config.model,
                 method=self.method.name,
             )
-        if self.config.classifier == "text":
-            start_from_texts(model, self.config.model, spec.class_names)
+        if self.config.classifier != "random":
+            start_from_texts(model, self.config.model, spec.class_names, self.config.classifier)
         return model
 
     def check(self, spec: TaskSpec, model: SplitModel) -> None:

@@ -5,8 +5,8 @@
     clip:local-dir:FOLDER   the user's own model: open_clip_config.json and the weights, as open_clip saves them
 
 Features and texts have the length sqrt(s), where s is the scale of the model's logits (100 in OpenAI's). The inner
-product of a feature z and a text t is then s cos(z, t), the image-text model's logit, and the classifier is an ordinary
-linear layer.
+product of a feature z and a text t is then s cos(z, t), the image-text model's logit, and the classifier can be an
+ordinary linear layer. With a `CosineClassifier` the logits remain cosines, and s is learned.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from raylt.errors import ConfigError
 from raylt.models.clip import OpenClip, TowerDescription, new_tower, open_clip_named
 from raylt.models.prompts import Prompts, open_clip_prompts
-from raylt.models.split import SplitModel
+from raylt.models.split import CosineClassifier, SplitModel
 from raylt.models.teacher import describe
 from raylt.models.trainable import Frozen
 
@@ -149,28 +149,34 @@ def tower_of(model: nn.Module) -> ImageTower | None:
     return None
 
 
-def start_from_texts(model: SplitModel, name: str, class_names: Sequence[str]) -> None:
+def start_from_texts(model: SplitModel, name: str, class_names: Sequence[str], kind: str = "text") -> None:
     """Set a new model's classifier to the texts "a photo of a {class}". It then classifies as the image-text model.
 
     Args:
         model: The model, which is changed in place.
         name: Name of the model, as in `image_text_model`.
         class_names: The class names.
+        kind: The setting `classifier`: "text" for a linear layer, "text_cosine" for a `CosineClassifier`.
 
     Raises:
         ConfigError: The model has no text tower, or the class names are not readable.
     """
     if not name.startswith(PREFIX):
         raise ConfigError(
-            f"classifier: model = {name} has no text tower (text). Set model=clip:NAME, or classifier=random.",
+            f"classifier: model = {name} has no text tower ({kind}). Set model=clip:NAME, or classifier=random.",
             code="config.conflict",
             key="classifier",
-            value="text",
+            value=kind,
             model=name,
         )
+    texts = _texts(open_tower(name).name, tuple(class_names))
+    if kind == "text_cosine":
+        length = texts.norm(dim=1).mean()
+        model.classifier = CosineClassifier(texts / length, 2 * length.log())
+        return
     assert isinstance(model.classifier, nn.Linear)
     with torch.no_grad():
-        model.classifier.weight.copy_(_texts(open_tower(name).name, tuple(class_names)))
+        model.classifier.weight.copy_(texts)
         model.classifier.bias.zero_()
 
 

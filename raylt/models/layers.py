@@ -7,7 +7,7 @@ from torch import nn
 
 from raylt.config import Config
 from raylt.errors import ConfigError
-from raylt.models.split import SplitModel
+from raylt.models.split import CosineClassifier, SplitModel
 from raylt.models.trainable import FrozenEncoder
 
 
@@ -66,11 +66,20 @@ def check_linear_classifier(method: str, config: Config, model: SplitModel, bias
     """
     classifier = model.classifier
     needed = {"weight", "bias"} if bias else {"weight"}
+    kind = f"a linear classifier{' with a bias' if bias else ''}"
+    if isinstance(classifier, CosineClassifier):
+        raise ConfigError(
+            f"classifier: method = {method} needs {kind} ({config.classifier}). Set classifier=text, or choose another "
+            "method.",
+            code="model.wrong-classifier",
+            key="classifier",
+            value=config.classifier,
+            method=method,
+        )
     if type(classifier) is not model.head or not needed <= classifier.state_dict().keys() <= {"weight", "bias"}:
         raise ConfigError(
-            f"model: method = {method} needs a linear classifier{' with a bias' if bias else ''}, and {config.model} "
-            f"has another one ({' '.join(str(classifier).split())}). Use the classifier that raylt.SplitModel makes, "
-            "or another method.",
+            f"model: method = {method} needs {kind}, and {config.model} has another one ("
+            f"{' '.join(str(classifier).split())}). Use the classifier that raylt.SplitModel makes, or another method.",
             code="model.wrong-classifier",
             key="model",
             value=config.model,

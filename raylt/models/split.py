@@ -105,6 +105,27 @@ class CutLinear(nn.Linear):
         return super().forward(clipped(input, self.longest))
 
 
+@recordable
+class CosineClassifier(nn.Module):
+    """Classifier whose logits are a learned scale times the cosines between features and its rows.
+
+    The scale is learned as its logarithm, as in CLIP (Radford et al., ICML 2021, section 2.3). CLIP's limit of 100 is
+    left out, since OpenAI's models begin at it.
+
+    Args:
+        weight: Rows [C, d] of any length.
+        log_scale: Logarithm of the scale, a scalar.
+    """
+
+    def __init__(self, weight: Tensor, log_scale: Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.log_scale = nn.Parameter(log_scale)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.log_scale.exp() * F.linear(F.normalize(z, dim=1), F.normalize(self.weight, dim=1))
+
+
 def clipped(z: Tensor, length: float | Tensor) -> Tensor:
     """Scale down features [n, d] that are longer than the given length."""
     return z * (length / z.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
@@ -124,6 +145,11 @@ def with_classifier(
     classifier = linear(weight, bias, model.head if longest is None else CutLinear)
     if longest is not None:
         classifier.register_buffer("longest", torch.as_tensor(longest, device=weight.device))
+    return with_layer(model, classifier)
+
+
+def with_layer(model: SplitModel, classifier: nn.Module) -> SplitModel:
+    """Return a model with the same encoder, another layer as the classifier and no further heads."""
     other = copy.copy(model)
     kept = {name: module for name, module in model._modules.items() if name not in model.method_heads}
     other._modules = {**kept, "classifier": classifier}

@@ -18,12 +18,17 @@ from raylt.core.encoding import encode
 from raylt.core.training.features import teacher_features
 from raylt.data.images.cache import load
 from raylt.errors import CheckpointError, ConfigError
+from raylt.methods import METHODS
 from raylt.models import build_model, image_text
 from raylt.models.clip import TowerDescription, open_teacher
 from raylt.models.image_text import ImageTower
+from raylt.models.split import CosineClassifier
 from raylt.models.trainable import FrozenEncoder, blocks_of
 from raylt.runs.export import artefact
 
+# methods, and fields of others, that compute with the weight and bias of a linear classifier
+LINEAR = ("bpfed", "ccvr", "fedloge", "fednpc", "fedrod", "noisymeans", "oracle", "posthoc", "rucr", "sfd")
+MODULES = {"fedsm": {"teacher": "none", "retrain": "after"}}
 NAMES = ("up left", "up right", "low left", "low right")
 
 
@@ -86,9 +91,10 @@ def test_grey_images_count_as_three_equal_colours(clip_name):
         assert torch.equal(model.encoder(grey), model.encoder(grey.repeat(1, 3, 1, 1)))
 
 
+@pytest.mark.parametrize("classifier", ["text", "text_cosine"])
 @pytest.mark.parametrize("trainable", ["classifier", "last:1", "norm", "lora:2", "all"])
-def test_a_classifier_from_texts_gives_the_models_own_logits(clip_name, clip_network, tiny_task, trainable):
-    setup = make_setup(configure(model=clip_name, classifier="text", trainable=trainable))
+def test_a_classifier_from_texts_gives_the_models_own_logits(clip_name, clip_network, tiny_task, trainable, classifier):
+    setup = make_setup(configure(model=clip_name, classifier=classifier, trainable=trainable))
     model = setup.new_model(tiny_task.spec).eval()
     x = torch.rand(5, tiny_task.spec.shape[2], *tiny_task.spec.shape[:2])
     texts = open_teacher(clip_name.removeprefix("clip:")).text(tiny_task.class_names, "phrase", torch.device("cpu"))
@@ -99,6 +105,56 @@ def test_a_classifier_from_texts_gives_the_models_own_logits(clip_name, clip_net
         images = F.normalize(clip_network.encode_image(pixels))
         expected = clip_network.logit_scale.exp() * images @ F.normalize(texts, dim=1).T
         assert torch.allclose(model(x), expected, atol=1e-4)
+
+
+def test_logits_of_a_cosine_classifier_are_a_learned_scale_times_cosines():
+    rows, z = torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.tensor([[5.0, 0.0], [0.0, -1.0], [0.0, 0.0]])
+    classifier = CosineClassifier(rows, torch.tensor(7.0).log())
+    expected = torch.tensor([[7 * 0.6, 0.0], [7 * -0.8, -7.0], [0.0, 0.0]])
+    assert torch.allclose(classifier(z), expected)
+    weights = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    (classifier(z) * weights).sum().backward()
+    # the derivative of a logit by the logarithm of the scale is the logit; rows have no derivative along themselves
+    assert classifier.log_scale.grad == pytest.approx((expected * weights).sum().item())
+    assert classifier.weight.grad.norm() > 0.1
+    assert torch.allclose((classifier.weight.grad * rows).sum(1), torch.zeros(2), atol=1e-6)
+
+
+def test_a_run_learns_the_scale_of_its_cosine_classifier(tmp_path, clip_name, clip_network):
+    settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", "local.lr=0.05")
+    linear, cosine = (
+        make_tiny_run(tmp_path, "fedavg", *settings, f"classifier={kind}", name=kind)
+        for kind in ("text", "text_cosine")
+    )
+    assert cosine.summary["figures"]["zero_shot"] == linear.summary["figures"]["zero_shot"]
+    entries = cosine.model().network.classifier.state_dict()
+    assert entries["weight"].shape == (4, DIM)
+    assert entries["log_scale"].shape == ()
+    assert 1e-4 < abs(entries["log_scale"] - clip_network.logit_scale) < 1
+    assert cosine.summary["model_sha256"] != linear.summary["model_sha256"]
+
+
+@pytest.mark.parametrize(
+    "settings", [["federation.robust=median"], ["privacy.update_epsilon=500", "privacy.delta=1e-3"]], ids=str
+)
+def test_the_scale_is_protected_like_other_entries(tmp_path, clip_name, settings):
+    base = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", "classifier=text_cosine")
+    plain = make_tiny_run(tmp_path, "fedavg", *base, "local.lr=0.05", name="plain")
+    run = make_tiny_run(tmp_path, "fedavg", *base, "local.lr=0.05", *settings, name="changed")
+    scales = [each.model().network.state_dict()["classifier.log_scale"] for each in (plain, run)]
+    assert scales[0] != scales[1]
+    assert all(scale.isfinite() for scale in scales)
+
+
+@pytest.mark.parametrize(("method", "fields"), [*((name, {}) for name in LINEAR), *MODULES.items()])
+def test_methods_that_need_a_linear_classifier_say_which_one_to_set(clip_name, tiny_task, method, fields):
+    made = METHODS[method](**fields)
+    config = configure(model=clip_name, classifier="text_cosine")
+    model = make_setup(config, made).new_model(tiny_task.spec)
+    with refused("model.wrong-classifier", ConfigError, key="classifier", value="text_cosine", method=method):
+        made.prepare(tiny_task, config, model)
+    config = configure(model=clip_name, classifier="text")
+    made.prepare(tiny_task, config, make_setup(config, made).new_model(tiny_task.spec))
 
 
 def test_each_layer_of_the_tower_is_a_block(tmp_path):
@@ -144,6 +200,8 @@ def test_a_run_from_texts_has_its_accuracy_before_training(tmp_path, clip_name):
     [
         ("fedavg", ["trainable=classifier"]),
         pytest.param("fedavg", ["trainable=classifier", "classifier=text"], marks=pytest.mark.slow),
+        ("fedavg", ["trainable=classifier", "classifier=text_cosine"]),
+        ("ditto", ["trainable=classifier", "classifier=text_cosine"]),
         pytest.param("fedavg", ["trainable=all"], marks=pytest.mark.slow),
         pytest.param("ditto", ["trainable=lora:2"], marks=pytest.mark.slow),
         ("promptfl", ["trainable=classifier", "classifier=text"]),
@@ -279,6 +337,7 @@ def test_paths_start_where_the_run_was_made(tmp_path):
     ("settings", "code", "key"),
     [
         (["classifier=text", "model=small"], "config.conflict", "classifier"),
+        (["classifier=text_cosine", "model=small"], "config.conflict", "classifier"),
         (["model=clip:ViT-B-32"], "config.unknown-name", "model"),
         (["model=clip:ViT-B-33/openai"], "config.unknown-name", "model"),
         (["model=clip:ViT-B-32/openia"], "config.unknown-name", "model"),

@@ -33,7 +33,7 @@ from raylt.errors import CheckpointError, ConfigError, RayltError, did_you_mean,
 from raylt.methods.fedavg import FedAvg
 from raylt.models.clip import TowerDescription, new_tower
 from raylt.models.image_text import described_model
-from raylt.models.split import StateDict, with_classifier
+from raylt.models.split import CosineClassifier, SplitModel, StateDict, with_classifier, with_layer
 from raylt.registry import check_origins, resolve, seek
 from raylt.runs.export.trained_model import TrainedModel, joins_later, names_of
 from raylt.runs.folder.identity import PluginRecord
@@ -409,14 +409,20 @@ def rebuild(setup: Setup, spec: TaskSpec, entries: StateDict) -> nn.Module:
     _check_sizes(setup, spec, entries)
     model = setup.new_model(spec)
     if entries.keys() != model.state_dict().keys() and "classifier.weight" in entries:
-        model = with_classifier(
-            model, entries["classifier.weight"], entries.get("classifier.bias"), entries.get("classifier.longest")
-        )
+        model = _with_classifier_of(model, entries)
     try:
         model.load_state_dict(entries)
     except RuntimeError as error:
         raise _not_rebuildable(setup, " ".join(str(error).split())[:200]) from None
     return model
+
+
+def _with_classifier_of(model: SplitModel, entries: StateDict) -> SplitModel:
+    """Return the model with the kind of classifier to which the entries belong."""
+    weight = entries["classifier.weight"]
+    if "classifier.log_scale" in entries:
+        return with_layer(model, CosineClassifier(weight, entries["classifier.log_scale"]))
+    return with_classifier(model, weight, entries.get("classifier.bias"), entries.get("classifier.longest"))
 
 
 def _check_sizes(setup: Setup, spec: TaskSpec, entries: StateDict) -> None:
