@@ -18,15 +18,10 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
-# a file of tests on one of two processes; the tests outside COMPUTE start clusters, and those of ALONE failed when
-# another file ran beside them
-PAIRED = -n 2 --dist loadfile
-FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
-COMPUTE = $(addprefix tests/,cli/test_attack_command.py cli/test_check_command.py cli/test_listings.py cli/test_page.py cli/test_plot_command.py \
-	contract core data docs fuzz methods models ops own_code plots privacy recipes runs/callbacks runs/export runs/folder \
-	runs/serving runs/test_branch.py runs/test_continuation.py runs/test_shown.py studies tune/test_importance.py \
-	tune/test_trial.py test_accelerator.py test_contract.py test_docs.py test_machine.py test_metrics.py test_mutants.py \
-	test_prose.py)
+# a file of tests on one process; of the slow tests, many wait for clusters, so three processes share two cores
+FAST = $(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+SLOW = $(BIN)/pytest -m slow -n 3 --dist loadfile --durations=10
+# tests that failed when another file ran beside them
 ALONE = $(addprefix tests/actors/,test_jobs.py test_joining.py test_two_nodes.py)
 
 .PHONY: install run test fast mutants bench fuzz soak docs
@@ -49,8 +44,7 @@ test: .venv/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(FAST)
-	$(BIN)/pytest -m slow $(PAIRED) $(COMPUTE)
-	$(BIN)/pytest -m slow $(PAIRED) --durations=10 $(addprefix --ignore=,$(COMPUTE) $(ALONE))
+	$(SLOW) $(addprefix --ignore=,$(ALONE))
 	$(BIN)/pytest -m slow $(ALONE)
 
 fast: .venv/test.stamp

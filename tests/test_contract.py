@@ -257,7 +257,7 @@ class WritesMessageUncounted(Base):
         return reply
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("method", "check", "violation"),
     [

@@ -241,6 +241,7 @@ OFFERED = {
 }
 
 
+@pytest.mark.slow
 def test_functions_of_later_layers_are_named_in_three_objects_only():
     found = set()
     for module in modules():

@@ -171,6 +171,7 @@ def long_sentences(texts: Iterator[tuple[str, str]]) -> list[str]:
     return [f"{place}: {part}" for place, text in texts for part in sentences(text) if len(part.split()) > LONGEST]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", [docstrings, pytest.param(prose_of_tests, marks=pytest.mark.slow)])
 def test_first_lines_of_docstrings_are_no_headless_clauses(texts):
     assert [f"{place}: {text.splitlines()[0]}" for place, text in texts() if QUESTION.match(text)] == []

@@ -92,6 +92,7 @@ def test_examples_and_guests_use_the_public_interface_alone(file):
     assert faults(file.read_text()) == []
 
 
+@pytest.mark.slow
 def test_plugins_inside_tests_use_the_public_interface_alone():
     sources = {
         file.name: list(plugins_in(file))
@@ -136,6 +137,7 @@ def test_all_has_each_name_once_and_no_other_is_offered():
         raylt.runn  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "absent"),
     [

@@ -48,6 +48,7 @@ def remedies() -> Iterator[tuple[str, str]]:
             yield f"{file}:{node.lineno}", text_of(node.args[0]) or ""
 
 
+@pytest.mark.slow
 def test_commands_and_options_in_messages_exist():
     assert [f"{place}: {wrong_names(text)}" for place, text in remedies() if wrong_names(text)] == []
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import typer
 import yaml
 from commands import SMALL, Outcome, copied, damage
@@ -101,6 +102,7 @@ def test_help_ends_with_exit_code_0(raylt):
 # a whole run
 
 
+@pytest.mark.slow
 def test_json_of_a_run_has_the_figures_of_summary_json(finished):
     folder, (code, out, _) = finished
     assert code == 0

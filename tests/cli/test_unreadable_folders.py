@@ -49,6 +49,7 @@ def exchanged(path):
         path.mkdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICKLY else pytest.mark.slow) for name in FILES]
 )

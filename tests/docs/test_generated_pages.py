@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import generate
@@ -19,6 +20,7 @@ import raylt
 from raylt.cli.main import app
 from raylt.config import settings
 from raylt.contract.checks import CHECKS
+from raylt.contract.costs import relative_cost
 from raylt.errors import CODES
 from raylt.methods import METHODS
 
@@ -259,8 +261,10 @@ def test_methods_are_measured_where_the_code_is_newer_than_the_page(tmp_path, mo
 
 @pytest.fixture(scope="module")
 def measured_page():
-    """Return the page of methods; measuring them all takes minutes."""
-    return generate.methods_page()
+    """Return the page of methods, with costs measured in four rounds; the page's own 30 rounds take minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raylt.cli.method_page.relative_cost", partial(relative_cost, rounds=4))
+        return generate.methods_page()
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ def documented(name: str) -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [

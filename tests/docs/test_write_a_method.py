@@ -41,6 +41,7 @@ def my_method(tmp_path, monkeypatch):
     return file
 
 
+@pytest.mark.slow
 def test_the_file_brings_the_methods_of_the_page_and_each_does_what_it_says(my_method, tiny_task, tmp_path):
     made = {plugin.name: plugin.value() for plugin in load_plugin(my_method)}
     assert list(made) == list(NAMES)

@@ -229,6 +229,7 @@ class Code:
         return os.system, ("touch /tmp/raylt-weights-ran",)
 
 
+@pytest.mark.slow
 @cases("weights")
 def test_weights(fixture, folder):
     clean = {"a.weight": torch.ones(2, 3), "a.bias": torch.zeros(2)}
@@ -353,6 +354,7 @@ def results(tmp_path_factory) -> bytes:
     return (study.folder / "results.json").read_bytes()
 
 
+@pytest.mark.slow
 @cases("records")
 def test_records(fixture, folder):
     content = fixture("results")

@@ -208,6 +208,7 @@ def test_method_fields(fixture, folder):
     )
 
 
+@pytest.mark.slow
 @cases("files")
 def test_configuration_files(fixture, folder):
     text = (Path(raylt.__file__).parent / "recipes/demo.yaml").read_bytes()

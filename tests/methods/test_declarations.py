@@ -74,6 +74,7 @@ def test_the_list_has_every_method_and_no_other():
     assert DECLARED.keys() == METHODS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].encoder_fields])
 def test_fields_of_the_encoder_change_nothing_if_it_is_frozen(tiny_task, tmp_path, name):
     method = METHODS[name](**QUICK.get(name, {}))

@@ -53,6 +53,7 @@ def calls_by_seed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> d
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in METHODS]
 )
@@ -104,6 +105,7 @@ def draws(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dic
     return places, of_generators, seeds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SERVERS else pytest.mark.slow) for name in METHODS]
 )

@@ -35,6 +35,7 @@ def without_times(run: Run) -> list[dict]:
     return [{key: value for key, value in report.items() if key not in OF_TIME} for report in run.reports]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -76,6 +77,7 @@ def test_an_extended_run_of_many_own_models_lists_clients_in_its_last_line_only(
     assert None not in [report["clients"] for report in after.reports]  # the means over clients are in each line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("best", [1, 2, 3])
 def test_an_extended_run_keeps_its_best_round(tmp_path, monkeypatch, best):
     def judge(method, server, fleet, task):

@@ -60,6 +60,7 @@ def made(tmp_path_factory):
     return study, recorder
 
 
+@pytest.mark.slow
 def test_all_runs_are_done_on_one_split_and_shown_as_they_end(made):
     study, recorder = made
     assert [record.state for record in study.records] == ["done", "done"]

@@ -304,6 +304,7 @@ def test_a_full_disk_names_the_search_and_the_call_that_continues_it(tmp_path, m
     assert f"tune.resume({str(tmp_path / 's')!r})" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_search_folder_is_not_used_twice(undisturbed):
     with refused("search.exists", CheckpointError, path=str(undisturbed.folder)):
         small_search(undisturbed.folder.parent)

@@ -53,6 +53,7 @@ def test_fresh_models_are_those_after_a_further_round(tiny_task, tmp_path, metho
     assert fresh.others["fresh"]["by_client"] != fresh.by_client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [Ditto(), APFL(), FedPer()])
 def test_the_further_round_asks_every_client_and_is_undone(tiny_task, tmp_path, method):
     federation = {"participation": 0.5}

@@ -63,6 +63,7 @@ def test_a_judgement_counts_only_with_the_counts_of_the_test_set(ended, kind):
     assert reports[-1].by_client["owned"][0] is None
 
 
+@pytest.mark.slow
 def test_without_templates_the_replies_that_most_clients_sent_refuse_it_as_well(tiny_task, tmp_path):
     experiment = make_experiment(configure(federation={"retries": 0}), tiny_task, tmp_path)
     fleet, message = experiment.fleet, experiment.method.message(experiment.server)

@@ -191,6 +191,7 @@ def moved(parts):
 QUICK = {"virtual": 20, "retrain_epochs": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "change"),
     [

@@ -504,6 +504,7 @@ def test_a_resumed_run_has_the_bits_of_a_straight_one(tmp_path):
     assert fingerprint(ends[0]) == fingerprint(ends[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -93,6 +93,7 @@ def test_a_process_that_waits_for_a_removed_cache_is_told_so(root):
         assert missing
 
 
+@pytest.mark.slow
 def test_the_command_lists_and_removes(root):
     def data(*arguments):
         return subprocess.run(

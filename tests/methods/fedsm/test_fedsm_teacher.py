@@ -73,6 +73,7 @@ def test_bits_do_not_depend_on_where_and_how_often_features_are_encoded(
     assert bits(resumed) == straight
 
 
+@pytest.mark.slow
 def test_both_towers_of_an_open_clip_model_teach(tiny_task, tmp_path, clip_folder):
     method = FedSM(teacher=f"local-dir:{clip_folder}", **QUICK)
     prepare(method, tiny_task)

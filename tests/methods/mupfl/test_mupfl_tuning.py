@@ -99,6 +99,7 @@ def test_update_starts_before_or_after_the_tuning(tiny_task, tmp_path, updates):
     assert torch.equal(reply["start"]["classifier.weight"], before) == (updates == "received")
 
 
+@pytest.mark.slow
 def test_gradients_can_be_those_of_the_model_received(tiny_task, tmp_path):
     experiment, _ = run(tiny_task, tmp_path, MuPFL(**QUICK, gradients="global"), until=1)
     client = open_client(tiny_task, 0)

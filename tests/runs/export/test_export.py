@@ -419,6 +419,7 @@ class Brightness(raylt.Method):
         return torch.where(bright[:, None] & (torch.arange(4) == 3), 9.0, model(x) - 5 * (torch.arange(4) == 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "pt2"])
 def test_what_a_method_predicts_by_is_in_the_file(tmp_path, format):
     raylt.register(Brightness)

@@ -104,6 +104,7 @@ def test_probability_of_improvement_stays_between_0_and_1():
     assert (improvement(above, below).high, improvement(below, above).low) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cells", "seeds"), [(2, 3), (4, 3), (4, 6)])
 def test_intervals_over_cells_cover_the_truth_with_few_seeds(cells, seeds, monkeypatch):
     """Cells whose means differ by 1 from one to the next; the reference is 0.5 above the arm, in units of the noise."""
