@@ -7,6 +7,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
+from ray import cloudpickle
 from ray import tune as ray_tune
 from refusals import refused
 
@@ -14,7 +15,17 @@ from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError, RayltError
 from raylt.registry import load_plugin
 from raylt.signals import STOPS
-from tune.ray_tune.search import RaySearchPlan, _conclude, _fit, _opened, _searcher, ray_search, resume_ray_search
+from tune.ray_tune import waiting
+from tune.ray_tune.search import (
+    RaySearchPlan,
+    _conclude,
+    _fit,
+    _opened,
+    _print,
+    _searcher,
+    ray_search,
+    resume_ray_search,
+)
 from tune.ray_tune.space import param_space
 
 
@@ -64,6 +75,45 @@ def test_trials_that_all_failed_have_no_best(tmp_path):
     with refused("search.no-result", RayltError, trials=2, cause="no room"):
         _conclude(tmp_path, plan_of(), results)
     assert not (tmp_path / "best.yaml").exists()
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def noticed(monkeypatch, steps):
+    """Return the times at which a search notes that it waits, for steps of (time, running, waits for room)."""
+    clock, state, times = Clock(), {}, []
+    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(waiting, "_waits_for_room", lambda: state["waits"])
+    notice = waiting.WaitingNotice(lambda text: times.append(clock.now))
+    for clock.now, running, state["waits"] in steps:
+        notice.on_step_end(0, [SimpleNamespace(status="PENDING"), SimpleNamespace(status="RUNNING")][: 1 + running])
+    return times
+
+
+@pytest.mark.parametrize(
+    ("steps", "times"),
+    [
+        ([(0, False, True), (9, False, True), (10, False, True), (30, False, True)], [10]),
+        ([(0, False, True), (9, True, True), (12, False, True), (21, False, True), (22, False, True)], [22]),
+        ([(0, False, False), (10, False, False), (19, False, True), (20, False, True)], [20]),
+        ([(0, False, True), (10, False, True), (11, True, False), (12, False, True), (22, False, True)], [10, 22]),
+        ([(0, True, True), (50, True, True)], []),
+    ],
+)
+def test_a_search_without_room_says_so_once_after_ten_seconds_without_a_trial(monkeypatch, steps, times):
+    assert noticed(monkeypatch, steps) == times
+
+
+def test_notices_of_searches_are_pickled_with_tunes_settings():
+    from tune.ray_tune.backend import RaySearchAdapter
+
+    assert cloudpickle.loads(cloudpickle.dumps(waiting.WaitingNotice(RaySearchAdapter(object(), 1).note)))
+    assert cloudpickle.loads(cloudpickle.dumps(waiting.WaitingNotice(_print)))
 
 
 @pytest.mark.parametrize("choices", [{"searcher": "random"}, {"searcher": "tpe", "scheduler": "pbt"}])

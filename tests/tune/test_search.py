@@ -617,6 +617,29 @@ def test_a_search_on_ray_with_a_killed_process_equals_one_without(undisturbed, r
 
 
 @pytest.mark.slow
+def test_a_search_that_waits_for_room_says_so_once_and_goes_on(ray_session, tmp_path, monkeypatch):
+    import ray
+    from ray.util import placement_group, remove_placement_group
+
+    monkeypatch.setattr("tune.ray_tune.waiting.QUIET_WAIT_S", 0.5)
+    other = placement_group([{"CPU": 4}])
+    ray.get(other.ready())
+    waits = []
+
+    class OtherJobEnds(Callback):
+        def on_message(self, text, minor=False):
+            if "no room" in text:
+                waits.append(text)
+                remove_placement_group(other)
+
+    result = small_search(
+        tmp_path, "resources.actors=1", fleet="ray", samples=1, scheduler="none", callbacks=[OtherJobEnds()]
+    )
+    assert len(waits) == 1
+    assert [trial.outcome.state for trial in result.trials] == ["done"]
+
+
+@pytest.mark.slow
 def test_a_search_killed_on_ray_is_resumed_to_the_same_end(tmp_path):
     asked = [*SETTINGS, *(f"{key}={text}" for key, text in RANGES.items()), "--samples", "3", "--out", str(tmp_path)]
     with (tmp_path / "log").open("w") as log:

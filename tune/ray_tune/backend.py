@@ -31,6 +31,7 @@ from raylt.store import Folder, folder_for
 from tune.loop import ERROR, SearchLoop
 from tune.placement import bundles_of
 from tune.plan import OVER
+from tune.ray_tune.waiting import WaitingNotice
 from tune.records import Score, TrialRecord
 from tune.trial import Trial, TrialJob
 
@@ -74,7 +75,7 @@ def run_trials(
             # trials write their own checkpoints
             checkpoint_config=ray_tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
             failure_config=ray_tune.FailureConfig(max_failures=retries),
-            callbacks=_callbacks(track, job.folder),
+            callbacks=[WaitingNotice(adapter.note), *_callbacks(track, job.folder)],
         ),
     ).fit()
 
@@ -162,6 +163,10 @@ class RaySearchAdapter:
         self.loop = loop
         self.at_once = at_once
         self.running: dict[str, str] = {}
+
+    def note(self, text: str) -> None:
+        """Show a line to the user."""
+        self.loop.callback.on_message(text)
 
     def __deepcopy__(self, memo: Any) -> "RaySearchAdapter":
         return self

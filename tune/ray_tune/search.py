@@ -42,6 +42,7 @@ from raylt.typed_json import as_json, closed
 from tune.plan import with_validation
 from tune.ray_tune.space import param_space
 from tune.ray_tune.trainable import trainable
+from tune.ray_tune.waiting import WaitingNotice
 from tune.records import Metric, Searcher
 from tune.report.drawing import draw_pareto, value_text
 from tune.report.pareto import pareto_front
@@ -175,7 +176,7 @@ def _new_tuner(folder: Path, plan: RaySearchPlan, trial: Any, config: Config, sp
             verbose=0,
             checkpoint_config=_checkpoints(plan, config),
             failure_config=ray_tune.FailureConfig(max_failures=plan.retries),
-            callbacks=[_EndedTrials(plan.metrics)],
+            callbacks=[_EndedTrials(plan.metrics), WaitingNotice(_print)],
         ),
     )
 
@@ -267,10 +268,14 @@ class _EndedTrials(ray_tune.Callback):
         first, *others = (percent(figures.get(name)) for name in self._metrics)
         scores = "".join([first, *(f"  {name} {text}" for name, text in zip(self._metrics[1:], others, strict=True))])
         values = " ".join(f"{key}={value_text(value)}" for key, value in trial.config.items())
-        print(f"{trial.trial_id}  ended after round {figures.get('round', 0)}  {scores}  {values}", file=sys.stderr)
+        _print(f"{trial.trial_id}  ended after round {figures.get('round', 0)}  {scores}  {values}")
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        print(f"{trial.trial_id}  failed", file=sys.stderr)
+        _print(f"{trial.trial_id}  failed")
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _opened(plan: RaySearchPlan) -> tuple[Config, Space]:
