@@ -26,7 +26,7 @@ from raylt.core.fleet.quorum import MAY_DIVERGE, ROBUST_REMEDY
 from raylt.core.protection.protection import check_delta
 from raylt.core.report import CHECKPOINT, EVALUATION, JUDGED, RoundReport
 from raylt.core.round_stats import RoundStats, Timings, Traffic
-from raylt.core.server import ENDED_EARLY, Server
+from raylt.core.server import ENDED_EARLY, EVALUATED, Server
 from raylt.core.setup import Setup, check_model
 from raylt.data.samples import Samples
 from raylt.data.task import Task
@@ -259,16 +259,21 @@ class Experiment:
         finally:
             server.model, server.state, server.round, server.figures, server.timings = before
 
-    def judge_again(self) -> dict[str, Any]:
+    def judge_again(self, figures: dict[str, Any]) -> dict[str, Any]:
         """Repeat the evaluation after the last step, in a branched run whose method fields differ from the parent's.
 
+        Args:
+            figures: The parent's `RoundReport.figures` of this step.
+
         Returns:
-            All figures of an evaluation, by their names in `RoundReport`.
+            All fields of `RoundReport` that depend on an evaluation, among them `figures`.
         """
         assert self.done
+        self.fleet.begin(self._step)  # seeds of new clients depend on the round
         judged, self._matrices = self.evaluator.evaluate(self._step, last=True, done=True)
         self._write_matrices()
-        return dict.fromkeys(JUDGED) | judged
+        trained = {name: value for name, value in figures.items() if name not in EVALUATED}
+        return dict.fromkeys(JUDGED) | judged | {"figures": trained | self.server.figures}
 
     def export_model(self) -> dict[str, str]:
         """Write the deployed model into the run folder.

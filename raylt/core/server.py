@@ -104,7 +104,8 @@ class ServerYogi(ServerAdam):
 
 
 ENDED_EARLY = "rounds ended"  # figure in the last steps of a run that federation.patience stopped early
-OWN_FIGURES = ("validation", "new_clients", "predictions", "zero_shot", "privacy", ENDED_EARLY)
+EVALUATED = ("validation", "new_clients", "predictions")  # figures that the evaluation of a step logs
+OWN_FIGURES = (*EVALUATED, "zero_shot", "privacy", ENDED_EARLY)
 
 
 class Server:

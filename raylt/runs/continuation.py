@@ -119,7 +119,7 @@ def branch_to(
         with one_thread():
             end = open_in_process(setup, run.task, folder, saved)
             if end.done:  # the last shared step ends this run, so evaluate it as the last step
-                report |= end.judge_again()
+                report |= end.judge_again(report["figures"])
 
     continuation = _Continuation(run, config, setup, folder, stage, saved, judge_again)
     return continuation.run_rest(fleet, address, quiet, callbacks)

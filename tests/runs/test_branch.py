@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import ClassVar
 
 import pytest
 from refusals import refused
@@ -13,6 +14,7 @@ from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.branch_points import Fork, fork
 from raylt.errors import CheckpointError, ConfigError
 from raylt.methods import METHODS
+from raylt.methods.fedavg import FedAvg
 from raylt.registry import resolve
 from raylt.runs import continuation
 from raylt.runs.folder import provenance
@@ -55,8 +57,8 @@ ALSO = pytest.mark.slow
         pytest.param(FEDSM, ["method.retrain_rounds=1"], "retraining", 2, marks=ALSO),
         pytest.param(FEDSM, ["method.retrain_rounds=0"], "retraining", 2, marks=ALSO),
         (("method=fedrela", "method.after=0.5", "federation.rounds=3"), ["method.share=0.5"], "relabelling", 1),
-        (MUPFL, ["method.judged=global"], "judging", 2),
-        (BPFED, ["method.argmax=owned"], "judging", 3),
+        ((*MUPFL, "data.validation=0.2", "data.new_clients=1"), ["method.judged=global"], "judging", 2),
+        ((*BPFED, "data.new_clients=1"), ["method.argmax=owned"], "judging", 3),
         pytest.param(MUPFL, ["method.last_update=true"], "finish", 2, marks=ALSO),
         (("method=fedavg",), ["method=ccvr", "method.retrain_epochs=2"], "finish", 1),
         pytest.param(("method=fedavg",), ["method=fed3r"], "finish", 1, marks=ALSO),
@@ -171,6 +173,23 @@ def test_stage_that_begins_with_the_first_round_is_no_branch(tmp_path):
     other = run.config.model_copy(update={"method": run.config.method | {"retrain_rounds": 5}})
     with pytest.raises(ConfigError, match="first round"):
         fork(run.config, run.method, other, resolve(other).method)
+
+
+class Pushed(FedAvg):
+    """FedAvg with a last phase, whose field acts from the first round on."""
+
+    name: ClassVar[str] = "pushed"
+    trains_as: ClassVar[str | None] = "fedavg"
+    push: float = 0.0
+
+    def finish(self, server, fleet):
+        server.log(note="finished")
+
+
+def test_a_method_with_a_field_of_its_own_that_acts_at_once_is_no_branch():
+    config = load(None, ["method=fedavg", "federation.rounds=3"])
+    with refused("run.not-branchable", ConfigError, key="method.push", value=0.5):
+        fork(config, FedAvg(), config, Pushed(push=0.5))
 
 
 def test_fields_of_two_stages_branch_a_run_before_the_earlier_one():
