@@ -231,7 +231,7 @@ class Schema:
             if label in part.counted and self._labels == 1 and count != labels:
                 text = f"{counted} counts {short_text(count)} samples, and the client has {labels}"
                 return Fault("reply.wrong-sums", text)
-            if part.kind == "total" and count > max(labels, part.largest or 0):
+            if (part.kind == "total" or label in part.counted) and count > max(labels, part.largest or 0):
                 has = count_of(labels, "sample")
                 text = f"{counted} counts {short_text(count)}, and the client has {has} ({ONLY_COUNTS})"
                 return Fault("reply.wrong-sums", text)

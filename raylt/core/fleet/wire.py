@@ -23,7 +23,7 @@ from raylt.errors import CODES, RayltError, describe_error, one_line, shorten, t
 from raylt.tree import Tree, map_tensors, to, to_arrays, view
 
 MAX_DEPTH = 16  # nested dicts; a model's entries are one dict, with dotted names
-MAX_LEAVES = 200_000  # ImageNet-21k has 21,841 classes, and each class has four statistics
+MAX_NAMES = 200_000  # in all dicts; ImageNet-21k has 21,841 classes, and each class has a dict of four statistics
 MAX_TEXT = 10_000  # characters
 MAX_NAME = 500  # characters
 DTYPES = (
@@ -182,7 +182,7 @@ class _Walk:
         self._leaf = leaf
         self._room = room
         self._texts_only = texts_only
-        self._leaves = 0
+        self._names = 0
         self._bytes = 0
         self._paths = set[str]()
 
@@ -198,6 +198,9 @@ class _Walk:
             raise _NotSendable(f"{dotted(path)} is {name}" if path else f"the parts are {name}")
         if len(path) > MAX_DEPTH:
             raise _NotSendable(f"{dotted(path)} is nested more than {MAX_DEPTH} dicts deep", "reply.too-large")
+        self._names += len(tree)
+        if self._names > MAX_NAMES:
+            raise _NotSendable(f"there are more than {MAX_NAMES:,} names", "reply.too-large")
         copied = {}
         for key, value in tree.items():
             inner = (*path, self._name(key, path))
@@ -212,14 +215,11 @@ class _Walk:
         return key
 
     def _visit(self, value: Any, path: Path) -> Any:
-        self._leaves += 1
         if self._texts_only:
             name = ".".join(map(str, path))
             if name in self._paths:
                 raise _NotSendable(f"{dotted(path)} occurs twice")
             self._paths.add(name)
-        if self._leaves > MAX_LEAVES:
-            raise _NotSendable(f"there are more than {MAX_LEAVES:,} names", "reply.too-large")
         if isinstance(value, Tensor) and self._room is not None:
             self._bytes += value.numel() * value.element_size()
             if self._bytes > self._room:

@@ -119,8 +119,9 @@ def dicts_in_dicts(number):
         ({"text": "x" * 10_001}, "reply.too-large"),
         (dict.fromkeys(range(200_000), 0), None),
         (dict.fromkeys(range(200_001), 0), "reply.too-large"),
+        ({"inner": {number: {} for number in range(200_000)}}, "reply.too-large"),
     ],
-    ids=["deep", "deeper", "64 bits", "65 bits", "name", "long name", "text", "long text", "names", "many names"],
+    ids=["deep", "deeper", "64 bits", "65 bits", "name", "long name", "text", "long text", "names", "more", "dicts"],
 )
 def test_each_process_lets_names_and_texts_pass_up_to_their_limits(tree, code):
     for checked in (sendable(Reply(1.0, tree), {}, room=100)[0], unpacked(Reply(1.0, tree))):
@@ -134,6 +135,8 @@ def test_each_process_lets_names_and_texts_pass_up_to_their_limits(tree, code):
 def test_a_process_that_sends_its_own_classes_sends_nothing_usable():
     assert isinstance(unpacked(Reply(1.0, {"x": 1.0})), Reply)
     assert isinstance(unpacked(Reply(1.0, OrderedDict(x=1.0))), Unusable)
+    for values in (np.ones(1, np.uint16), np.ones(1, np.complex64), np.array([None])):
+        assert isinstance(unpacked(Reply(1.0, {"x": values})), Unusable)
     assert unpacked(Unusable(Fault("reply.missing", "x is missing"), nbytes="many")).nbytes == 0
 
 

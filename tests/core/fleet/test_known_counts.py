@@ -62,6 +62,16 @@ def test_an_undeclared_total_counts_no_more_than_the_samples(part):
 def test_a_client_with_label_maps_counts_up_to_all_of_its_pixels():
     assert fault(total, torch.tensor([5 * 64, 0, 0]), labels=64) is None
     assert fault(total, torch.tensor([5 * 64, 1, 0]), labels=64).code == "reply.wrong-sums"
+    unlabelled = torch.tensor([5 * 64 - 3, 0, 0])
+    assert fault(total.like(COUNTS_LIKE).counting(), unlabelled, labels=64) is None
+
+
+def test_a_call_counts_the_pixels_of_label_maps(tmp_path):
+    case = Case(FedAvg(), "segmentation", tmp_path)
+    fleet = case.experiment(case.config()).fleet
+    got = fleet.ask(lambda client, message: client.reply(counts=client.counts), fleet.everyone, {}, counts=total)
+    assert fleet.round_stats.rejected == {}
+    assert got["counts"].sum() > sum(fleet.sizes.values())
 
 
 def test_counts_of_entries_are_added_up_over_the_classes():
@@ -79,7 +89,7 @@ def test_counts_of_entries_are_added_up_over_the_classes():
 def test_sums_of_floats_are_bounded_by_the_samples():
     for value in (torch.tensor([5e8]), 5e8):
         assert fault(total, value) is None
-    for value in (torch.tensor([6e8]), -6e8):
+    for value in (torch.tensor([6e8]), torch.tensor([-6e8, 0.0]), -6e8):
         assert fault(total, value).code == "reply.out-of-range"
     assert fault(total, torch.tensor([6e8]), labels=64) is None  # counts of pixels
     assert fault(total.up_to(1), torch.tensor([2.0])).code == "reply.out-of-range"
@@ -118,7 +128,8 @@ def test_the_length_of_a_sum_over_pixels_is_per_pixel():
 def test_values_by_client_count_only_where_they_are_declared_to():
     like = {0: {"n": 1}, 1: {"n": 1}}
     assert fault(each.within(like), {0: {"n": 2**53}}) is None
-    assert fault(each.within(like).counting("n"), {0: {"n": 2**53}}).code == "reply.wrong-sums"
+    for labels in (1, 64):
+        assert fault(each.within(like).counting("n"), {0: {"n": 2**53}}, labels=labels).code == "reply.wrong-sums"
 
 
 def test_a_condition_that_raises_is_not_met():
