@@ -161,6 +161,20 @@ def test_work_of_map_is_done_on_the_device_that_is_handed_over():
     assert seen == ["meta"]
 
 
+def test_work_of_map_has_as_many_threads_as_it_is_given_and_returns_values_alone():
+    def count(item):
+        return {"threads": torch.get_num_threads(), "x": torch.nn.Parameter(item["x"])}
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        result = compute(count, {"x": torch.ones(2)}, 1, torch.device("cpu"))
+        assert (result["threads"], torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
+    assert not result["x"].requires_grad
+
+
 @pytest.mark.parametrize(("setting", "recorded"), [("auto", True), ("off", False)])
 def test_steps_on_a_gpu_are_recorded_unless_that_is_switched_off(a_gpu, monkeypatch, setting, recorded):
     monkeypatch.setattr(cuda_graphs, "_RECORDERS", {"cuda": cuda_graphs.CudaRecorder()})  # left by an earlier run

@@ -18,7 +18,7 @@ from actors.shards import packs
 from raylt import metrics, tree
 from raylt.contract.case import Case
 from raylt.contract.trace import private_states
-from raylt.core.encoding import KEY_BYTES, FeatureCache, FeatureFiles, _key_of_view, _write, encode
+from raylt.core.encoding import BATCH, KEY_BYTES, FeatureCache, FeatureFiles, _key_of_view, _write, encode
 from raylt.core.training.features import teacher_features
 from raylt.data.augment import AUGMENTATIONS, crop_flip, draw_view, normalise
 from raylt.data.images.cache import caches, load
@@ -108,6 +108,15 @@ def test_a_feature_does_not_depend_on_the_images_beside_it(tiny_task, tmp_path):
     )
     _, alone = encode(setup_for(tmp_path / "b"), few)
     assert np.array_equal(features_of(whole.shards[2]), features_of(alone.shards[2]))
+
+
+def test_every_batch_of_images_has_one_size(tiny_task, tmp_path):
+    sizes = []
+    with torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, given: sizes.append(len(given[0])) if isinstance(module, FrozenEncoder) else None
+    ):
+        encode(setup_for(tmp_path), tiny_task)
+    assert set(sizes) == {BATCH}  # another size would change the last bits of some features
 
 
 def shard_of_none(shard):
@@ -322,6 +331,42 @@ def test_no_file_of_features_stays_open(tmp_path):
         features = files.get(keys)
         assert len(features) == 40
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_features_whose_keys_were_not_written_do_not_count(tmp_path, monkeypatch):
+    files, key, rows = FeatureFiles(), bytes(KEY_BYTES), np.ones((1, 2), np.float32)
+    with folder_for(tmp_path) as folder:
+        with monkeypatch.context() as patch:
+            patch.setattr(Folder, "write", interrupted_after_one(Folder.write))
+            with pytest.raises(KeyboardInterrupt):
+                _write(folder, [key], rows)
+        files.read_new_keys(folder)
+        assert len(files) == 0
+        _write(folder, [key], rows)
+        files.read_new_keys(folder)
+        assert len(files) == 1
+
+
+def interrupted_after_one(write):
+    """Return a function that writes one file and raises on its next call."""
+    written = []
+
+    def once(folder, name, content):
+        if written:
+            raise KeyboardInterrupt
+        written.append(name)
+        write(folder, name, content)
+
+    return once
+
+
+def test_keys_of_other_features_are_named(tmp_path):
+    with folder_for(tmp_path) as folder:
+        _write(folder, [bytes([number]) * KEY_BYTES for number in range(2)], np.ones((2, 2), np.float32))
+        (file,) = tmp_path.glob("features.*")
+        np.save(file, np.ones((1, 2), np.float32))
+        with refused("data.cache-unreadable", DataError, key="data.root", path=str(file)):
+            FeatureFiles().read_new_keys(folder)
 
 
 def test_a_file_that_is_lost_after_its_keys_were_read_is_named(tmp_path):

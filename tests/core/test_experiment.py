@@ -12,9 +12,16 @@ from torch import tensor
 from raylt.config import load
 from raylt.core.checkpoint import checkpoint
 from raylt.core.checkpoint.client_states import SavedStates, part_of_client
+from raylt.core.client import Reply
+from raylt.core.evaluation import counts
 from raylt.core.experiment import Experiment
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.core.fleet.reductions import each as by_client
 from raylt.core.method import Method
 from raylt.core.setup import private_entries
+from raylt.core.training.sgd import learning_rate
+from raylt.data.images.cache import Mapped
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, build_task
 from raylt.errors import ConfigError, Diverged
@@ -137,6 +144,13 @@ def class_accuracies(matrix) -> list[float]:
     return [matrix[c, c].item() / 10 for c in range(4)]  # ten test images of each class
 
 
+def on_own_classes(each: list[float]) -> tuple[list[float], list[float]]:
+    """Return each client's accuracies on the classes that it holds, with equal weights and in its own mix."""
+    owned = [sum(a for a, n in zip(each, COUNTS[k], strict=True) if n) / (COUNTS[k] > 0).sum() for k in IDS]
+    matched = [sum(a * n for a, n in zip(each, COUNTS[k], strict=True)) / COUNTS[k].sum() for k in IDS]
+    return owned, matched
+
+
 # steps and figures
 
 
@@ -151,6 +165,29 @@ def test_steps_are_the_rounds_and_then_the_finish(build):
     assert reports[-1].accuracy == 0.25
 
 
+class Forgetting(Finishing):
+    """The same, with a phase after the last round that changes the state in place."""
+
+    name: ClassVar[str] = "forgetting"
+
+    def finish(self, server, fleet):
+        super().finish(server, fleet)
+        server.state["rounds"]["seen"] = 0
+
+
+def test_a_rehearsal_of_the_last_phase_is_undone(build):
+    experiment = build(Forgetting())
+    experiment.step()
+    server = experiment.server
+    before = fingerprint(server.model.state_dict())
+    with experiment.rehearsal():
+        assert (server.round, server.state) == (2, {"rounds": {"seen": 0}})
+        assert not server.model.classifier.weight.any()
+    assert (server.round, server.state) == (1, {"rounds": {"seen": 1}})
+    assert fingerprint(server.model.state_dict()) == before
+    assert server.figures["note"] == "round 1"
+
+
 def test_a_report_says_what_the_time_of_its_step_went_to(build):
     first, last = run(build(Slow(), federation={"rounds": 1}))
     assert set(first.timings) == {"train", "aggregation", "evaluation", "checkpoint"}
@@ -160,6 +197,20 @@ def test_a_report_says_what_the_time_of_its_step_went_to(build):
         assert report.timings["evaluation"] == report.evaluation_seconds
         own = sum(s for stage, s in report.timings.items() if stage not in ("evaluation", "checkpoint"))
         assert 0 < own <= report.seconds
+
+
+class Saving(FedAvg):
+    """FedAvg with a stage of one second in each round."""
+
+    name: ClassVar[str] = "saving"
+
+    def round(self, server, fleet):
+        super().round(server, fleet)
+        server.timings.add({"saving": 1.0})
+
+
+def test_a_stage_has_the_seconds_of_its_own_step(build):
+    assert [report.timings["saving"] for report in run(build(Saving()))] == [1.0, 1.0]
 
 
 class NamesStages(FedAvg):
@@ -211,6 +262,25 @@ def test_clients_join_once_before_the_first_round(build):
     assert reports[0].traffic["join"] == {"down": 0, "up": 0, "replies": 5}
 
 
+class JoiningWithTrouble(Joining):
+    """The same, where client 0 raises and client 1 sends a wrong weight."""
+
+    name: ClassVar[str] = "joining_with_trouble"
+
+    def join(self, client, message):
+        if client.id == 0:
+            raise ValueError("no such luck")
+        return Reply(0.0, {}) if client.id == 1 else client.reply()
+
+
+def test_troubles_of_clients_that_join_are_in_the_first_report(build):
+    experiment = build(JoiningWithTrouble(), federation={"retries": 1, "quorum": 0.5})
+    experiment.fleet.on_note = lambda text: None
+    first, second = run(experiment)
+    assert (first.retried, first.lost, list(first.rejected)) == ([0], [0], [1])
+    assert (second.retried, second.lost, second.rejected) == ([], [], {})
+
+
 def test_a_join_that_does_nothing_is_not_sent(build):
     experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 1})
     (report,) = run(experiment)
@@ -243,8 +313,7 @@ def test_figures_of_a_report_equal_a_loop_over_the_test_set(build, tiny_task):
     union = [sum(matrix[c]) + sum(row[c] for row in matrix) - matrix[c][c] for c in range(4)]
     assert report.global_miou == pytest.approx(sum(matrix[c][c] / union[c] for c in range(4)) / 4)
     assert report.groups == pytest.approx({"many": each[0], "medium": (each[1] + each[2]) / 2, "few": each[3]})
-    owned = [sum(a for a, n in zip(each, COUNTS[k], strict=True) if n) / (COUNTS[k] > 0).sum() for k in IDS]
-    matched = [sum(a * n for a, n in zip(each, COUNTS[k], strict=True)) / COUNTS[k].sum() for k in IDS]
+    owned, matched = on_own_classes(each)
     # the worst tenth of 5 clients is one client
     assert report.clients["owned"] == pytest.approx({"mean": sum(owned) / 5, "worst_decile": min(owned)})
     assert report.clients["matched"] == pytest.approx({"mean": sum(matched) / 5, "worst_decile": min(matched)})
@@ -262,6 +331,20 @@ def test_evaluation_changes_no_weight(build, tmp_path):
 def test_training_makes_the_model_better_than_chance(build):
     # chance is 0.25; client 2 holds one class only and client 3 one sample, so the model is not perfect
     assert run(build(federation={"rounds": 8}))[-1].accuracy > 0.5
+
+
+def test_server_and_clients_have_the_schedule_of_the_setup(tiny_task, tmp_path):
+    """A process of clients has no registry of schedules of one's own."""
+    config = configure()
+    setup = replace(make_setup(config), schedule=lambda local, round, rounds: 0.125)
+    host = ClientHost(setup, tiny_task.spec, tiny_task.test, CPU)
+    experiment = Experiment(setup, tiny_task, LocalFleet(config, tiny_task, host), CPU, tmp_path)
+
+    def tell_rate(client, message):
+        return client.reply(rate=learning_rate(client))
+
+    assert experiment.fleet.ask(tell_rate, [0, 1], {}, rate=by_client)["rate"] == {0: 0.125, 1: 0.125}
+    assert learning_rate(experiment.server) == 0.125
 
 
 # private entries
@@ -308,6 +391,48 @@ def test_clients_own_models_are_validated_in_evaluation_mode_and_with_equal_clas
         figures += [matrix[c, c].item() / n for c, n in enumerate((10, 5, 2, 1))]
     assert len(set(figures)) > 3  # otherwise equal classes would weigh as much as equal samples
     assert report.figures["validation"]["accuracy"] == pytest.approx(sum(figures) / len(figures))
+
+
+def test_a_global_model_is_validated_with_equal_classes_and_on_the_images_of_each_client(validated, tmp_path):
+    task = replace(validated, validation_clients=np.arange(18) % 2)
+    experiment = make_experiment(configure(federation={"rounds": 3}), task, tmp_path)
+    figures = run(experiment)[-1].figures["validation"]
+    matrix = judge_by_loop(experiment.server.model, replace(task, test=task.validation))
+    each = [matrix[c, c].item() / n for c, n in enumerate((10, 5, 2, 1))]
+    assert figures["accuracy"] == pytest.approx(sum(each) / 4)
+    assert figures["accuracy"] != pytest.approx(matrix.diagonal().sum().item() / 18)
+    assert [figures[group] for group in ("many", "medium", "few")] == [each[0], (each[1] + each[2]) / 2, each[3]]
+    owned, matched = on_own_classes(each)
+    assert figures["owned"] == pytest.approx(sum(owned) / 5)
+    assert figures["matched"] == pytest.approx(sum(matched) / 5)
+    local = []
+    for id in (0, 1):
+        part = Shard(task.validation.x[id::2], task.validation.y[id::2])
+        of_client = judge_by_loop(experiment.server.model, replace(task, test=part))
+        local.append(of_client.diagonal().sum().item() / 9)
+    assert local[0] != local[1]
+    assert figures["local"] == pytest.approx(sum(local) / 2)
+    assert figures["worst_decile"] == min(local)
+
+
+def test_own_models_are_validated_whenever_they_are_judged(validated, tmp_path):
+    config = configure(federation={"rounds": 3}, evaluation={"personal": 1, "every": 9})
+    reports = run(make_experiment(config, validated, tmp_path, OwnClassifier()))
+    assert [report.global_accuracy is None for report in reports] == [True, True, False]
+    assert ["validation" in report.figures for report in reports] == [True, True, True]
+
+
+def test_own_models_are_validated_on_rows_of_a_memory_mapped_array_as_in_memory(validated, tmp_path):
+    x = validated.test.x
+    np.save(tmp_path / "images.npy", x)
+    rows = np.flatnonzero((validated.test.y == 3) | (validated.test.y == 1))[::-1].copy()
+    figures = []
+    for images in (x[rows], Mapped(str(tmp_path / "images.npy"), rows)):
+        shard = Shard(images, validated.test.y[rows])
+        task = replace(validated, validation=shard, validation_clients=np.zeros(len(rows), dtype=np.int64))
+        experiment = make_experiment(configure(federation={"rounds": 3}), task, tmp_path, OwnClassifier())
+        figures.append(run(experiment)[-1].figures["validation"])
+    assert figures[0] == figures[1]
 
 
 def test_private_classifier_appears_in_no_message_and_no_reply(build):
@@ -397,6 +522,7 @@ def test_with_local_statistics_clients_are_judged_with_their_own(build, tiny_tas
     right = {id: judge_by_loop(model, tiny_task).diagonal().sum().item() for id, model in personal_models(experiment)}
     assert len(set(right.values())) > 1
     assert report.accuracy == pytest.approx(sum(right.values()) / (5 * 40))
+    assert report.shown == "matched"
     assert report.clients["global"]["worst_decile"] == pytest.approx(min(right.values()) / 40)
 
 
@@ -454,9 +580,11 @@ def test_a_resumed_run_keeps_the_checkpoint_that_was_best_before(validated, tmp_
     assert checkpoint.at(tmp_path / "checkpoints", 5).facts["best"] == {"step": 1, "accuracy": 0.9}
 
 
-def test_newest_checkpoints_alone_are_kept(build, tmp_path):
+def test_newest_checkpoints_alone_are_kept_with_their_counts(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(counts, "KEPT", 1)
     run(build(federation={"rounds": 4}, output={"keep": 2}))
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").glob("*")) == ["000003", "000004"]
+    assert sorted(file.stem for file in (tmp_path / "confusions").glob("*")) == ["000003", "000004"]
 
 
 def test_files_of_clients_that_did_not_train_are_carried_on_and_not_written_again(build, tmp_path, monkeypatch):
@@ -535,30 +663,51 @@ def test_a_run_that_holds_a_validation_part_is_judged_on_it_and_trains_the_same(
     assert ended[0] == ended[1]
 
 
+def test_checkpoints_of_a_resumed_run_hold_the_clients_of_all_rounds(build, tmp_path):
+    settings = {"participation": 0.3, "rounds": 5}
+    first, second = (build(OwnClassifier(), federation=settings) for _ in range(2))
+    for _ in range(2):
+        first.advance()
+    second.load(checkpoint.latest(tmp_path / "checkpoints")[0])
+    report = second.advance()
+    states = SavedStates(checkpoint.latest(tmp_path / "checkpoints")[0])
+    assert states.part_of.keys() > set(report.participants)
+    assert {id: fingerprint(states.read(id)) for id in states.part_of} == {
+        id: fingerprint(state) for id, state in second.fleet.private_states(second.fleet._private)
+    }
+
+
 class Exploding(FedAvg):
-    """FedAvg in which two of five clients send too large values in the second round."""
+    """FedAvg with a large loss in one round; in the next, two of five clients send too large values or raise."""
 
     name: ClassVar[str] = "exploding"
 
     def train(self, client, message):
         reply = super().train(client, message)
-        if client.round == 2 and client.id in (1, 3):
+        if client.round == self.last + 1 and client.id in (1, 3):
+            assert not self.raises
             reply.tree["model"]["classifier.weight"] = reply.tree["model"]["classifier.weight"] + 1e7
         return reply
 
     def round(self, server, fleet):
         super().round(server, fleet)
-        server.log(loss=server.figures["loss"] * self.factor)
+        server.log(loss=server.figures["loss"] * (self.factor if server.round == self.last else 1.0))
 
     factor: float = 100.0
+    last: int = 1
+    raises: bool = False
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize(("factor", "code"), [(100.0, "training.diverged"), (1.0, "reply.too-few")])
-def test_too_large_values_after_a_loss_far_above_guessing_are_divergence(build, tmp_path, resumed, factor, code):
-    method, settings = Exploding(factor=factor), {"quorum": 0.8}
+@pytest.mark.parametrize(
+    ("factor", "last", "code"),
+    [(100.0, 1, "training.diverged"), (100.0, 2, "training.diverged"), (1.0, 1, "reply.too-few")],
+)
+def test_too_large_values_after_a_loss_far_above_guessing_are_divergence(build, tmp_path, resumed, factor, last, code):
+    method, settings = Exploding(factor=factor, last=last), {"quorum": 0.8, "rounds": 3}
     experiment = build(method, federation=settings)
-    first = experiment.advance()
+    for _ in range(last):
+        report = experiment.advance()
     if resumed:
         saved, _ = checkpoint.latest(tmp_path / "checkpoints")
         experiment = build(method, federation=settings)
@@ -568,8 +717,16 @@ def test_too_large_values_after_a_loss_far_above_guessing_are_divergence(build, 
     assert caught.value.details["cause"] == "reply.out-of-range"
     if code == "training.diverged":
         assert isinstance(caught.value, Diverged)
-        assert caught.value.details["loss"] == first.figures["loss"]
-        assert (caught.value.details["round"], caught.value.details["key"]) == (1, "local.lr")
+        assert caught.value.details["loss"] == report.figures["loss"]
+        assert (caught.value.details["round"], caught.value.details["key"]) == (last, "local.lr")
+
+
+def test_clients_that_raise_after_a_loss_far_above_guessing_are_no_divergence(build):
+    experiment = build(Exploding(raises=True), federation={"quorum": 0.8, "retries": 0})
+    experiment.fleet.on_note = lambda text: None
+    experiment.advance()
+    with refused("reply.too-few", cause="client.failed"):
+        experiment.advance()
 
 
 class LogsTwoLosses(Exploding):

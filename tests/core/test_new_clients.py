@@ -334,7 +334,9 @@ def test_running_statistics_that_stay_at_clients_are_those_of_the_evaluated_mode
     ask_only(monkeypatch, method, [1])
     experiment = run(late(tiny_task, 0), tmp_path, method, rounds=2, federation={"batchnorm": "local"})
     client = joined(experiment, method, 0)
-    entries = judged_model(method, client, judged_entries(experiment.server, method)).state_dict()
+    model = judged_model(method, client, judged_entries(experiment.server, method))
+    entries = {name: value.clone() for name, value in model.state_dict().items()}
+    matrix = client.test.counts(model, method.predict, 500).all
     other = open_client(tiny_task, method, 0, config=experiment.config)
     other.receive({name: value.clone() for name, value in experiment.server.model.named_parameters()})
     take_statistics(other)
@@ -342,7 +344,9 @@ def test_running_statistics_that_stay_at_clients_are_those_of_the_evaluated_mode
         assert torch.equal(entries[name], value), name
     counters = {entries[name].item() for name in other.model.local_buffers if name.endswith("num_batches_tracked")}
     assert counters == {2 * 3}  # two epochs of 24 samples in batches of 8
-    assert experiment.server.figures["new_clients"]["count"] == 1
+    figures = experiment.server.figures["new_clients"]
+    matched = metrics.matched_accuracy(matrix, torch.from_numpy(tiny_task.client_counts[0])).item()
+    assert (figures["count"], figures["matched"]) == (1, pytest.approx(matched))
 
 
 @pytest.mark.parametrize(
@@ -409,7 +413,12 @@ def test_clients_that_are_never_asked_are_judged_and_exported_under_statistics_o
         model = judged_model(method, client, entries).state_dict()
         seen.append({name: model[name].clone() for name in client.model.local_buffers})
     assert {value.item() for name, value in seen[0].items() if name.endswith("tracked")} == {2 * 3}
-    assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+    other = open_client(tiny_task, method, 0, config=experiment.config)
+    other.receive(entries)
+    take_statistics(other)
+    for name, value in seen[0].items():
+        assert torch.equal(value, seen[1][name])
+        assert torch.equal(value, other.model.state_dict()[name])
 
 
 # what is reported of new clients

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from raylt.core.report import FIGURES, JUDGED, POOLED, SHARED, RoundReport
+from raylt.core.report import FIGURES, JUDGED, POOLED, SHARED, RoundReport, best_validated, shown_figure
 from raylt.runs.callbacks.tensorboard import curve_of
 from raylt.runs.folder.metrics_log import MetricsLine
 from raylt.runs.folder.summary import Summary
@@ -84,9 +84,25 @@ def test_json_schema_of_a_line_describes_every_field():
     assert properties["seconds"]["unit"] == "seconds"
 
 
-def test_figures_of_the_global_model_are_read_off_its_counts_by_their_names():
+@pytest.mark.parametrize(("figures", "prefix"), [(POOLED, ""), (SHARED, "global_")], ids=["pooled", "shared"])
+def test_figures_are_read_off_counts_by_their_names(figures, prefix):
     # of class 0, 8 of 10 are right; of class 1, 1 of 2
     matrix = torch.tensor([[8, 2], [1, 1]])
-    assert {name: read(matrix) for name, read in SHARED.items()} == pytest.approx(
-        {"global_accuracy": 9 / 12, "global_macro": (0.8 + 0.5) / 2, "global_miou": (8 / 11 + 1 / 4) / 2}
+    expected = {"accuracy": 9 / 12, "macro": (0.8 + 0.5) / 2, "miou": (8 / 11 + 1 / 4) / 2}
+    assert {name: read(matrix) for name, read in figures.items()} == pytest.approx(
+        {prefix + name: value for name, value in expected.items()}
     )
+
+
+def test_the_best_step_has_a_checkpoint_and_is_the_first_of_equals():
+    accuracies = (0.9, 0.5, 0.7, 0.7, None)
+    figures = [{} if accuracy is None else {"validation": {"accuracy": accuracy}} for accuracy in accuracies]
+    lines = [report(step=step, figures=each).record() for step, each in enumerate(figures, 1)]
+    assert best_validated(lines, {2, 3, 4, 5}) == {"step": 3, "accuracy": 0.7}
+    assert best_validated(lines, {5}) is None
+
+
+def test_the_shown_figure_is_the_mean_over_clients():
+    line = report(shown="local", accuracy=0.8, clients={"local": {"mean": 0.4, "worst_decile": 0.1}}).record()
+    assert shown_figure(line) == ("local", 0.4)
+    assert shown_figure(line | {"shown": None}) == ("accuracy", 0.8)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from refusals import refused
-from tiny import CPU, configure, make_experiment, make_setup
+from tiny import CPU, configure, make_experiment, make_setup, tiny_pretrained
 
-from raylt.core.server import Server, ServerMomentum
+from raylt.core.server import ENDED_EARLY, Server, ServerMomentum
 from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 
@@ -21,6 +21,11 @@ def server(tiny_task):
 def test_the_longest_feature_is_that_to_which_features_are_clipped(server, tiny_task, epsilon, longest):
     config = configure(privacy={"epsilon": epsilon, "clip": 3.0})
     assert Server(config, tiny_task.spec, server.model, CPU).feature_limits == {"longest": longest, "negative": False}
+
+
+def test_features_of_an_encoder_that_does_not_end_in_a_relu_may_be_negative(tiny_task):
+    model = tiny_pretrained(tiny_task.classes, tiny_task.shape)
+    assert Server(configure(), tiny_task.spec, model, CPU).feature_limits == {"longest": None, "negative": True}
 
 
 def test_seeds_differ_by_purpose_round_and_run(server, tiny_task):
@@ -50,6 +55,12 @@ def test_numbers_of_torch_and_numpy_are_logged_as_plain_numbers(server):
     assert type(server.figures["e"]["inner"][1]) is bool
 
 
+def test_figures_that_are_logged_one_after_another_stay(server):
+    server.log(a=1, b=2)
+    server.log(b=3)
+    assert server.figures == {"a": 1, "b": 3}
+
+
 @pytest.mark.parametrize(
     ("value", "name"),
     [
@@ -67,7 +78,7 @@ def test_a_figure_that_json_does_not_have_is_named(server, value, name):
         server.log(figure=value)
 
 
-@pytest.mark.parametrize("name", ["validation", "new_clients", "zero_shot", "privacy"])
+@pytest.mark.parametrize("name", ["validation", "new_clients", "predictions", "zero_shot", "privacy", ENDED_EARLY])
 def test_a_figure_of_raylts_own_is_not_logged_by_a_method(server, name):
     with refused("method.wrong-argument", ConfigError, key="server.log", value=name):
         server.log(**{name: 0.5})

@@ -270,6 +270,13 @@ def test_damage_to_a_tensor_file_names_the_file(two):
     assert latest(two)[1] == ["checkpoint 000002 is damaged (server.safetensors: its content does not match its hash)"]
 
 
+def test_a_checkpoint_under_another_number_is_passed_over(two):
+    (two / "000002").rename(two / "000007")
+    saved, faults = latest(two)
+    assert saved.facts == {"step": 1}
+    assert faults == ["checkpoint 000007 is damaged (it belongs to step 2)"]
+
+
 def test_another_format_is_refused(two):
     file = two / "000002/manifest.json"
     content = json.loads(file.read_text()) | {"format": 1}

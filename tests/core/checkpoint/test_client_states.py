@@ -112,6 +112,17 @@ def test_a_full_pack_is_cut_and_large_states_stay_where_they_are(tmp_path, monke
     assert all(SavedStates(third).read(id)["model"]["w"][0] == id for id in range(6))
 
 
+def test_a_pack_of_which_less_than_half_is_in_use_is_written_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(client_states, "SMALL_PACK_BYTES", 1)
+    fleet = Kept(held={id: state_of(id, 1) for id in range(4)}, changed=set(range(4)))
+    saved, _ = saved_after(tmp_path / "c", 1, fleet, None)
+    for step, id, kept in ((2, 0, True), (3, 1, True), (4, 2, False)):
+        fleet.changed.add(id)
+        saved, _ = saved_after(tmp_path / "c", step, fleet, saved)
+        assert ("clients-000001-0" in saved.parts) == kept
+    assert SavedStates(saved).part_of.keys() == fleet.held.keys()
+
+
 def test_a_copied_checkpoint_has_all_states_in_new_packs(tmp_path):
     states = {id: state_of(id, 1) for id in (0, 7, 1234)}
     first, _ = saved_after(tmp_path / "c", 1, Kept(held=states, changed=set(states)), None)

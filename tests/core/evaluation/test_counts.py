@@ -244,8 +244,8 @@ def test_all_predictions_of_a_client_may_be_nan_but_not_more_than_there_are_labe
 def test_a_run_says_how_many_predictions_are_nan(tiny_task, tmp_path, own):
     experiment = make_experiment(configure(federation={"rounds": 1}), tiny_task, tmp_path, Unsure(own=own))
     report = experiment.step()
-    models = "clients' models" if own else "the global model"
-    assert f" of {models} are not numbers; they count as wrong" in report.figures["predictions"]
+    of_each = "10 predictions of clients' models" if own else "2 predictions of the global model"
+    assert f"{of_each} are not numbers; they count as wrong" in report.figures["predictions"]
     assert " of the global model are not numbers" in report.figures["predictions"]  # both where both are judged
     if not own:
         right = metrics.unpacked(report.answers, len(tiny_task.test))

@@ -12,13 +12,14 @@ from tiny import configure, make_experiment
 
 from raylt.contract.case import CPU, Case, make_scenes
 from raylt.core.evaluation.counts import Matrices
-from raylt.core.evaluation.evaluator import validate
+from raylt.core.evaluation.evaluator import balance, validate
 from raylt.core.fleet.fleet import Answer
 from raylt.core.fleet.function_name import function_name
 from raylt.data.label_maps import class_counts, class_views
 from raylt.data.samples import IGNORED, Samples
+from raylt.data.splits.split import IndexLists
 from raylt.data.task import Shard
-from raylt.errors import ClientLost, ConfigError, TooFewReplies
+from raylt.errors import ClientError, ConfigError, TooFewReplies
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedper import FedPer
 from raylt.models.split import with_classifier
@@ -66,6 +67,20 @@ def test_the_mean_iou_on_validation_images_has_equal_classes_as_each_client_sees
     assert figures["miou"] == pytest.approx(iou)
 
 
+def test_own_models_have_figures_on_the_clients_own_maps(scenes, tmp_path):
+    own_tests = IndexLists.of([np.arange(2), np.arange(2, 6), *(np.arange(0) for _ in range(3))])
+    case = Case(FedPer(), "segmentation", tmp_path)
+    experiment = case.experiment(case.config(), task=replace(scenes, own_tests=own_tests))
+    while not experiment.done:
+        report = experiment.step()
+    assert [value is None for value in report.by_client["local"]] == [False, False, True, True, True]
+
+
+def test_an_absent_class_has_no_weight():
+    balanced = balance(torch.tensor([[0, 0, 0], [1, 3, 0], [0, 0, 2]]))
+    assert balanced.tolist() == [[0, 0, 0], [0.25, 0.75, 0], [0, 0, 1]]
+
+
 @pytest.mark.parametrize("cut", [lambda logits: logits[:, :3], lambda logits: logits[:1], lambda logits: [logits]])
 def test_a_prediction_without_one_logit_per_class_ends_the_evaluation(cut, tiny_task, tmp_path):
     class Cuts(FedAvg):
@@ -108,7 +123,8 @@ def test_a_single_client_that_fails_in_the_trial_of_its_model_ends_no_run(tiny_t
     assert (report.lost, report.rejected) == ([], {})
 
 
-def test_clients_that_are_lost_in_the_trial_of_their_models_end_no_run(tiny_task, tmp_path):
+@pytest.mark.parametrize("code", ["client.lost", "client.late", "device.full"])
+def test_clients_that_fail_by_chance_in_the_trial_of_their_models_end_no_run(tiny_task, tmp_path, code):
     experiment = make_experiment(configure(), tiny_task, tmp_path, FedPer())
     answers = experiment.fleet._answers
     lost = []
@@ -118,9 +134,10 @@ def test_clients_that_are_lost_in_the_trial_of_their_models_end_no_run(tiny_task
             yield from answers(fn, ids, *call)
             return
         lost.extend(ids)
-        yield from (Answer(id, None, None, ClientLost(id, 1, "try_models", "its process died")) for id in ids)
+        yield from (Answer(id, None, None, ClientError(id, 1, "try_models", "bad luck", code=code)) for id in ids)
 
     experiment.fleet._answers = lose
+    experiment.fleet.on_note = lambda text: None
     report = experiment.step()
     assert lost == [0, 1, 2]
     assert report.clients is None

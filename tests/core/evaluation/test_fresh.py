@@ -1,5 +1,7 @@
 """Evaluation of clients' own models after one more round with every client."""
 
+from dataclasses import replace
+
 import pytest
 from refusals import refused
 from small_runs import make_tiny_run
@@ -56,9 +58,9 @@ def test_fresh_models_are_those_after_a_further_round(tiny_task, tmp_path, metho
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [Ditto(), APFL(), FedPer()])
 def test_the_further_round_asks_every_client_and_is_undone(tiny_task, tmp_path, method):
-    federation = {"participation": 0.5}
-    plain, expected = run(tiny_task, tmp_path / "a", method, federation=federation)
-    made, report = run(tiny_task, tmp_path / "b", method, federation=federation, evaluation={"fresh": True})
+    federation, task = {"participation": 0.5}, replace(tiny_task, new_clients=(5,))
+    plain, expected = run(task, tmp_path / "a", method, federation=federation)
+    made, report = run(task, tmp_path / "b", method, federation=federation, evaluation={"fresh": True})
     assert made.fleet.calls == [(1, 3), (2, 3), (3, len(made.fleet.ids))]
     assert report.by_client == expected.by_client
     assert report.traffic == expected.traffic
@@ -125,6 +127,12 @@ def test_a_client_that_fails_in_the_further_training_is_not_lost_in_the_last_rou
 def test_a_shared_model_has_no_fresh_version(tiny_task, tmp_path):
     _, report = run(tiny_task, tmp_path, FedAvg(), evaluation={"fresh": True})
     assert report.others is None
+
+
+def test_a_shared_model_under_statistics_of_each_client_has_a_fresh_version(tiny_task, tmp_path):
+    settings = {"federation": {"batchnorm": "local"}, "evaluation": {"fresh": True}}
+    _, report = run(tiny_task, tmp_path, FedAvg(), **settings)
+    assert report.others["fresh"]["by_client"] != report.by_client
 
 
 def test_studies_compare_fresh_models(tiny_task, tmp_path):

@@ -148,3 +148,20 @@ def test_a_call_has_the_threads_of_its_client_and_leaves_those_of_its_process(ti
         assert (seen, torch.get_num_threads()) == ([1], 2)
     finally:
         torch.set_num_threads(before)
+
+
+def test_torchs_own_generator_draws_otherwise_in_each_call_of_each_client(tiny_task):
+    def draw(client, message):
+        return client.reply(x=torch.rand(1).item())
+
+    def redraw(client, message):
+        return draw(client, message)
+
+    host = host_of(tiny_task)
+    drawn = {
+        host.run(fn, {}, round, id, tiny_task.shards[id], None)[0].tree["x"]
+        for fn in (draw, redraw)
+        for round in (1, 2)
+        for id in (0, 1)
+    }
+    assert len(drawn) == 8

@@ -177,6 +177,8 @@ class Uncounted(FedAvg):
     def round(self, server: Server, fleet: Fleet) -> None:
         for _ in range(1 + (self.where == "twice")):
             train_clients(self, server, fleet)
+        if self.where == "nothing more":
+            fleet.ask(self.join, fleet.everyone, {})
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         if self.where == "finish":
@@ -197,6 +199,11 @@ def test_an_upload_of_models_that_the_accountant_does_not_count_is_refused(tiny_
 def test_a_second_upload_of_models_in_a_round_is_refused(tiny_task, tmp_path):
     with refused("privacy.budget-spent", BudgetSpent, round=1, value=500.0):
         run_uncounted(tiny_task, tmp_path, "twice")
+
+
+def test_a_call_without_an_upload_leaves_what_the_round_says_of_its_noise(tiny_task, tmp_path):
+    report = make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, Uncounted(where="nothing more")).step()
+    assert report.figures["privacy"]["covers"] == "the models of 1 round"
 
 
 def test_everyone_may_be_asked_only_where_sampling_earns_no_credit(tiny_task, tmp_path):

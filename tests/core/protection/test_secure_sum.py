@@ -69,6 +69,25 @@ def test_counters_in_a_mean_may_grow_with_the_run(clients):
     assert got["model"]["batches"] == 40_000_001
 
 
+def test_declared_weights_may_be_larger_than_numbers_of_samples(tiny_task, tmp_path):
+    def tell(client, message):
+        return Reply(message["weights"][client.id], {"w": tensor([1e3 * client.id])})
+
+    fleet = make_experiment(configure(federation=SECURE), tiny_task, tmp_path).fleet
+    weights = {id: 1e9 * (1 + id) for id in fleet.ids}
+    got = fleet.ask(tell, fleet.ids, {"weights": weights}, weights, w=mean.like(torch.zeros(1)))
+    assert fleet.round_stats.rejected == {}
+    expected = sum(weights[id] * 1e3 * id for id in fleet.ids) / sum(weights.values())
+    assert got["w"].item() == pytest.approx(expected)
+
+
+def test_replies_to_an_evaluation_have_no_masks(tiny_task, tmp_path):
+    fleet = make_experiment(configure(federation=SECURE), tiny_task, tmp_path).fleet
+    with fleet.judging():
+        got = fleet.ask(lambda client, message: client.reply(id=client.id), fleet.everyone, {}, id=each)
+    assert got["id"] == {id: id for id in fleet.ids}
+
+
 def test_a_sum_of_vectors_is_the_sum_of_the_parts():
     layout = FixedPoint(PARTS, 3, heaviest=4.0)
     vectors = [layout.encode(reply(1.0, 0), 4.0), layout.encode(reply(-0.5, 0, 2), 1.0)]

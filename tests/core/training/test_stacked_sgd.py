@@ -236,6 +236,16 @@ def test_a_stack_leaves_nothing_behind(optimiser):
     assert all(client.model is host.model for client in host.clients.values())
 
 
+def test_a_state_from_before_the_training_stays():
+    host = make_host()
+    message = {"model": tree.snapshot(host.setup.method.shared(host.model))}
+    calls = [
+        ClientCall(id, shard(id), {"model": {}, "state": {"joined": torch.full((2,), float(id))}}) for id in (3, 5)
+    ]
+    outcomes = host.run_stacks(host.setup.method.train, message, 1, calls)
+    assert {id: state["state"]["joined"].tolist() for id, (_, state) in outcomes.items()} == {3: [3, 3], 5: [5, 5]}
+
+
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
 def test_more_clients_than_slots_train_in_several_stacks(monkeypatch, optimiser):
     whole = train_stack(make_host(optimiser=optimiser), range(11))
