@@ -131,6 +131,17 @@ def test_a_block_has_the_same_sums_in_every_process(blocked):
     assert blocks[0].sent < alone[0].sent
 
 
+def test_weights_that_the_server_declares_count_in_every_process():
+    weights = {id: 2.0 + id % 5 for id in IDS}
+    answers = {id: Reply(weight, reply_of(id).tree) for id, weight in weights.items()}
+    outcomes = []
+    for blocked in ((), (0, 1, 2)):
+        fleet = Scripted(answers, blocked)
+        outcomes.append(outcome(fleet, fleet.ask(tell, IDS, {}, weights, **PARTS)))
+        assert fleet.round_stats.rejected == {}
+    assert outcomes[0] == outcomes[1]
+
+
 def test_a_block_in_which_a_client_is_lost_is_added_up_without_it():
     answers = {id: reply_of(id) for id in IDS} | {IDS[5]: None}
     fleet, got = ask(answers, (1, 2), quorum=0.5)
