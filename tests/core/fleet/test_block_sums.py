@@ -142,6 +142,17 @@ def test_weights_that_the_server_declares_count_in_every_process():
     assert outcomes[0] == outcomes[1]
 
 
+def test_conditions_are_checked_in_every_process():
+    answers = {id: reply_of(id) for id in IDS}
+    for id, loss in ((IDS[2], 7.0), (IDS[5], 8.0)):
+        answers[id].tree["loss"] = loss
+    seven = mean.where(lambda loss: "is seven" if loss == 7 else None)
+    checked = seven.where_of(lambda id, loss: f"is eight at {id}" if loss == 8 else None)
+    for blocked in ((), (0, 1, 2)):
+        fleet, _ = ask(answers, blocked, parts=PARTS | {"loss": checked})
+        assert fleet.round_stats.rejected == {IDS[2]: "loss is seven", IDS[5]: f"loss is eight at {IDS[5]}"}
+
+
 def test_a_block_in_which_a_client_is_lost_is_added_up_without_it():
     answers = {id: reply_of(id) for id in IDS} | {IDS[5]: None}
     fleet, got = ask(answers, (1, 2), quorum=0.5)

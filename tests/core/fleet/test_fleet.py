@@ -505,6 +505,13 @@ def test_a_robust_rule_leaves_out_a_reply_of_another_layout(make_fleet):
     assert list(got.weights) == [1, 2, 3, 5]
 
 
+def test_a_clipped_mean_weights_each_reply_by_its_samples(make_fleet):
+    got = make_fleet(robust="norm_clipped_mean").ask(tell, [0, 1, 5], {}, w=mean, deep=each, id=mean)
+    # distances from the median 1 are 1, 0 and 4, so the radius is 1: 1 + (24 * -1 + 14 * 0 + 12 * 1) / 50
+    assert got["w"][1].item() == pytest.approx(0.76)
+    assert list(got["deep"]) == [0, 1, 5]
+
+
 def test_where_two_layouts_are_equally_frequent_no_reply_counts(make_fleet):
     fleet = make_fleet(quorum=0.1)
     with refused("reply.too-few", TooFewReplies, usable=0, asked=4, cause="reply.no-majority"):
