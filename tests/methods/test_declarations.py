@@ -55,6 +55,8 @@ def test_declarations_are_those_of_the_list(name):
         ("feddecorr", {"beta": 0.0}, "acts_on_encoder", False),
         ("moon", {"mu": 0.0}, "acts_on_encoder", False),
         ("fedsm", {"teacher": "none"}, "sees_images", False),
+        ("fedsm", {"teacher": "npz:features.npz"}, "sees_images", False),
+        ("fedsm", {"kd": 0.0, "finetune": True}, "terms", ("cross_entropy", "hint")),
         ("clip2fl", {"kd": 0.0, "contrast": 0.0}, "sees_images", False),
         ("mupfl", {"last_update": True}, "finishes", True),
         ("mupfl", {"acmu": False}, "sees_each", ("gradients",)),

@@ -181,6 +181,8 @@ def test_gradients_are_those_of_probabilities_and_bounded_features():
         {},
         {2: -honest[2]},
         {2: 2 * honest[2] + 1},
+        {2: honest[2] * 1.2 / honest[2][[0, 1, 3], -1].sum()},  # probabilities of other classes that sum up to 1.2
+        {2: honest[2] * torch.tensor([1, 1, 0.5, 1])[:, None]},  # all of p - e_c does not sum up to 0
         {2: torch.full_like(honest[2], 1e17)},
         {2: torch.cat([1e5 * honest[2][:, :-1], honest[2][:, -1:]], 1)},
     )

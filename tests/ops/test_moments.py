@@ -75,9 +75,9 @@ def test_prototypes_of_any_partition_are_the_pooled_class_means(cuts):  # T-FSM-
 
 
 def test_unit_prototypes_are_the_weighted_mean_of_directions():
-    # one client has 3 samples with mean (0, 2), another has 1 with mean (4, 0): (3 (0, 1) + (1, 0)) / 4
+    # one client has 3 samples with mean (0, 2), another has 1 with mean (0.5, 0): (3 (0, 1) + (1, 0)) / 4
     first = weighted_class_means(torch.tensor([[0.0, 1], [0, 2], [0, 3]]), torch.zeros(3, dtype=torch.int64), unit=True)
-    second = weighted_class_means(torch.tensor([[4.0, 0]]), torch.zeros(1, dtype=torch.int64), unit=True)
+    second = weighted_class_means(torch.tensor([[0.5, 0]]), torch.zeros(1, dtype=torch.int64), unit=True)
     fold = RunningSum()
     for part in (first, second):
         fold.add(part)
@@ -109,6 +109,9 @@ def test_sums_belong_to_as_many_features_of_no_more_than_the_bound():
     for lie in lies:
         assert sums_fault(6, {"classes": honest | {1: of_one | lie}}, 3.0), lie
     assert packed_trace(of_one["zz"], 4) == pytest.approx(2 * 9)
+    for length, believed in ((9e3, True), (2e4, False)):  # without a bound, no feature is longer than 1e4
+        sums = class_sums(torch.tensor([[length, 0.0]]), torch.tensor([0]))
+        assert (sums_fault(1, {"classes": sums}) is None) == believed
 
 
 @pytest.mark.parametrize("lie", ["z", "zz"])
@@ -126,9 +129,20 @@ def test_scatter_belongs_to_as_many_samples(weight):
     scatter, n = class_scatter(z, torch.tensor([0, 0, 0, 0, 1, 2]), weight)
     honest = {"scatter": pack(scatter).float(), "n": n}
     assert scatter_fault(6, honest, 5, weight, 4.0) is None
-    lies = ({"n": 7}, {"n": -1}, {"n": 2**53}, {"scatter": -honest["scatter"]}, {"scatter": 1e4 * honest["scatter"]})
+    most = 6 if weight == "n" else 5
+    lies = (
+        *({"n": n} for n in (most + 1, 7, 0, -1, 2**53)),
+        {"scatter": -honest["scatter"]},
+        {"scatter": 1e4 * honest["scatter"]},
+    )
     for lie in lies:
         assert scatter_fault(6, honest | lie, 5, weight, 4.0), lie
+
+
+def test_scatter_of_two_opposite_features_of_the_greatest_length_is_believed():
+    scatter, n = class_scatter(torch.tensor([[3.0, 0.0], [-3.0, 0.0]]), torch.tensor([1, 1]), "n")
+    assert scatter.trace().item() == pytest.approx(2 * 2 * 3**2)
+    assert scatter_fault(2, {"scatter": pack(scatter).float(), "n": n}, 5, "n", 3.0) is None
 
 
 @pytest.mark.parametrize("weight", ["n", "n-1"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from bpfed_runs import loss_of, open_client, run
 from refusals import refused
-from tiny import configure, fingerprint, make_experiment, make_setup, make_task, private_states
+from tiny import Recorder, configure, fingerprint, make_experiment, make_setup, make_task, private_states
 from torch import tensor
 from torch.nn import functional as F
 
@@ -219,6 +219,23 @@ def test_reported_loss_of_the_retraining_is_the_clients_mean(finished):
     losses = [reply["loss"] for name, *_, reply in experiment.fleet._host.replies if name == "retrain"]
     assert len(losses) == 5
     assert reports[-1].figures["retrain_loss"] == pytest.approx(sum(losses) / 5)
+
+
+def test_reported_means_of_the_retraining_are_over_the_clients_that_replied(tiny_task, tmp_path):
+    class Loses(Recorder):
+        def run(self, fn, message, round, id, shard, private):
+            if fn.__name__ == "retrain" and id == 2:
+                raise OSError("out of reach")
+            return super().run(fn, message, round, id, shard, private)
+
+    config = configure(federation={"rounds": 1, "quorum": 0.5, "retries": 0})
+    experiment = make_experiment(config, tiny_task, tmp_path, BPFed(delta=1.0, retrain_epochs=1), host=Loses)
+    experiment.step()
+    figures = experiment.step().figures
+    replies = [reply for name, *_, reply in experiment.fleet._host.replies if name == "retrain"]
+    assert len(replies) == 4
+    assert figures["undecided"] == sum(reply["undecided"] for reply in replies) / 4 > 0
+    assert figures["retrain_loss"] == pytest.approx(sum(reply["loss"] for reply in replies) / 4)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,11 @@ def test_loss_is_that_of_equation_1_written_out(tiny_task, npz):
     assert method.objective(client, {})(batch).item() == pytest.approx(expected.item(), rel=2e-3)  # half precision
 
 
+def test_runs_shorter_than_the_rounds_with_retraining_retrain_from_the_first_round():
+    assert FedSM(teacher="none", retrain_rounds=50).stages(20)["retraining"] == 0
+    assert FedSM(teacher="none", retrain_rounds=5).stages(20)["retraining"] == 15
+
+
 # the authors' schedule, B1-B13
 
 

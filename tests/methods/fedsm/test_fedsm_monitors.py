@@ -12,7 +12,7 @@ from raylt.contract.hosts import Backwards, FailsFirst, NewHosts
 from raylt.core.training.features import features
 from raylt.core.training.sgd import sgd
 from raylt.data.splits.long_tail import shot_groups
-from raylt.methods.fedsm.method import FedSM
+from raylt.methods.fedsm.method import FedSM, teacher_counts_fault
 from raylt.methods.fedsm.monitors import drift, zero_shot
 
 
@@ -149,3 +149,8 @@ def test_classifiers_for_the_averaged_encoder_do_not_depend_on_the_process_that_
         bits(run(tiny_task, tmp_path, method, host=host, federation={"rounds": 1})[0]) for host in (Recorder, NewHosts)
     )
     assert straight == moved
+
+
+def test_teacher_has_no_more_correct_predictions_than_images_of_any_class():
+    assert teacher_counts_fault({"n": tensor([3, 0, 5]), "right": tensor([3, 0, 1])}) is None
+    assert teacher_counts_fault({"n": tensor([3, 0, 5]), "right": tensor([2, 1, 1])})

@@ -13,6 +13,7 @@ from raylt.core.training import features as feature_module
 from raylt.core.training.features import features
 from raylt.core.training.sgd import sgd
 from raylt.errors import ConfigError
+from raylt.methods.fedsm.losses import Projection
 from raylt.methods.fedsm.method import FedSM
 from raylt.methods.fedsm.tower import ImageTower
 from raylt.models.clip import open_teacher
@@ -174,6 +175,35 @@ def test_client_continues_with_the_encoder_that_it_has_trained(tiny_task, clip_f
     with torch.no_grad():  # the towers of clients are their own
         untrained = ImageTower(other, name, 1e-2, unit=False).features(rows)
     assert torch.allclose(untrained, before, atol=1e-5)
+
+
+def test_client_continues_with_the_projection_that_it_has_trained(tiny_task, npz):
+    client, other = (open_client(tiny_task, FedSM(teacher=npz, finetune=True)) for _ in range(2))
+    h = torch.from_numpy(teachers.feature_arrays(tiny_task)["image"][:8]).float()
+    Projection(client, npz, 1e-2, unit=False).step(h, client.samples.y[:8], states_of(tiny_task)["phrase"], 0.3, 100.0)
+    again, untrained = (Projection(each, npz, 1e-2, unit=False).matrix for each in (client, other))
+    assert torch.equal(again, client.state["projection"])
+    assert not torch.allclose(again, untrained, atol=1e-3)
+    assert torch.equal(untrained, torch.eye(64))  # each client has its own
+
+
+@pytest.mark.parametrize("part", ["projection", "encoder"])
+def test_teacher_is_trained_in_float32_under_autocast(tiny_task, npz, clip_folder, part):
+    rows, text = torch.arange(8), states_of(tiny_task)["phrase"]
+
+    def trained(precision):
+        client = open_client(tiny_task, FedSM(teacher=npz, finetune=True))
+        y = client.samples.y[rows]
+        with torch.autocast("cpu", precision, enabled=precision is not None):
+            if part == "encoder":
+                tower = ImageTower(client, f"local-dir:{clip_folder}", 1e-2, unit=False)
+                return tower.step(rows, y, text, 0.3, 100.0), client.state["tower"]["proj"]
+            h = torch.from_numpy(teachers.feature_arrays(tiny_task)["image"][:8]).float() + 1e-3
+            u = Projection(client, npz, 1e-2, unit=False).step(h, y, text, 0.3, 100.0)
+            return u, client.state["projection"]
+
+    for ours, expected in zip(trained(torch.bfloat16), trained(None), strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_cosine_is_to_the_encoder_as_the_client_has_trained_it(tiny_task, clip_folder):

@@ -113,6 +113,9 @@ def test_normalised_map_is_in_0_to_1_and_zero_where_all_are_equal():
     assert torch.allclose(layer.normalised(), (m - m.min()) / (m.max() - m.min()))
     layer.reset(torch.full((1, *SHAPE), 3.0), tensor(1.0))
     assert torch.equal(layer.normalised(), torch.zeros(60))
+    of_samples = trained(BAVD(SHAPE, "bchw"), [1.0, 0.2])
+    m = of_samples.map.mean(0).flatten()
+    assert torch.allclose(of_samples.normalised(), (m - m.min()) / (m.max() - m.min()))
 
 
 def test_layers_go_on_from_what_they_knew():

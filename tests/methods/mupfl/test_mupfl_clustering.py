@@ -59,7 +59,7 @@ def test_gram_matrix_in_blocks_is_that_of_whole_vectors(block):
     vectors = torch.stack([torch.cat([update[name].reshape(-1) for name in ("a", "b")]) for update in updates]).double()
     found = update_gram(updates, ["a", "b"], block=block)
     assert found.dtype == torch.float64
-    assert torch.allclose(found, vectors @ vectors.T, atol=1e-5)
+    assert torch.allclose(found, vectors @ vectors.T, rtol=1e-12)
 
 
 def test_cosines_are_those_of_the_vectors_and_a_zero_vector_is_like_itself_alone():

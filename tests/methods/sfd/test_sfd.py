@@ -159,6 +159,7 @@ def test_official_preset_selects_the_codes_variants_and_explicit_fields_win():
     [
         ({"m_min": 64}, "config.out-of-range", "method.m_min", 64),
         ({"m_min": 100, "m_max": 90}, "config.out-of-range", "method.m_min", 100),
+        ({"m_min": 0, "aligner": False}, "config.out-of-range", "method.m_min", 0),
         ({"aligner": False, "mmd": False}, "config.conflict", "method.aligner", False),
     ],
 )
@@ -172,6 +173,7 @@ def test_settings_that_cannot_work_are_refused_by_a_plan(task, tmp_path, fields,
     "fields",
     [
         {"m_min": 64, "safs": False},
+        {"m_min": 64, "aligner": False},
         {"m_min": 64, "classifier": "gaussian"},
         {"m_min": 100, "m_max": 90, "classifier": "ncm"},
         {"aligner": False, "mmd": False, "classifier": "ridge"},
@@ -182,6 +184,10 @@ def test_settings_that_cannot_work_are_refused_by_a_plan(task, tmp_path, fields,
 def test_settings_that_are_not_used_are_not_refused(task, tmp_path, fields):
     experiment = open_experiment(configure(**fields), task, tmp_path)
     experiment.method.prepare(task, experiment.config, experiment.server.model)
+
+
+def test_all_classes_may_get_banks_of_the_same_size():
+    assert SFD(m_min=100, m_max=100).bank(64) == (100, 100)
 
 
 @pytest.mark.parametrize(("dim", "bank"), [(64, (600, 2000)), (512, (600, 2000)), (1024, (1112, 3706))])
@@ -293,6 +299,7 @@ def test_last_phase_is_described_with_its_time(tiny_task):
     assert "preset" not in SFD(preset="quick", **fields).last_phase(spec, model)
     assert SFD(safs=False, **fields).last_phase(spec, model) == ""
     assert SFD(classifier="gaussian", **fields).last_phase(spec, model) == ""
+    assert SFD(mmd=False, arr=False, **fields).last_phase(spec, model) == ""
 
 
 def test_the_time_of_the_synthesis_is_that_of_its_steps(tiny_task, monkeypatch):

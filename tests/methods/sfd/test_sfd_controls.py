@@ -96,6 +96,7 @@ def test_what_is_drawn_has_saf_ss_sizes_and_trains_the_same_classifier(tiny_task
         own = other[labels == c].double()
         if kind == "oracle":
             assert torch.cdist(own, z[y == c]).min(1).values.max() < 1e-5
+            assert len(own.unique(dim=0)) > int((y == c).sum()) / 2  # 70 draws or more of at most 26 samples
         else:
             deviation = (own.var(0).sum() / len(own)).sqrt()
             assert (own.mean(0) - z[y == c].mean(0)).norm() < 3 * deviation

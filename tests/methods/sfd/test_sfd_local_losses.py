@@ -120,4 +120,11 @@ def test_loss_stays_finite_for_batches_of_one_class_and_under_autocast(y):
     assert h.grad.isfinite().all()
 
 
-# distillation and Margin Metric Softmax, which FedSM takes
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_similarities_are_in_float32_under_autocast(precision):
+    _, h, y = draw()
+    h = h.bfloat16()
+    expected = adaptive_supcon(h.float(), y, COUNTS.log(), 0.07)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = adaptive_supcon(h.to(precision), y, COUNTS.log(), 0.07)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
