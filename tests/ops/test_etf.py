@@ -32,6 +32,13 @@ def test_sparse_frame_has_the_zeros_asked_for_and_nears_its_length_and_angles():
     assert end.norm(dim=1).tolist() == pytest.approx([0.1] * 4, abs=0.05)
 
 
+def test_two_rows_in_opposite_directions_keep_them():
+    """The derivative of their angle is infinite."""
+    end = sparse_etf(2, 4, 0.0, 20, torch.Generator().manual_seed(0), lr=0.01)
+    assert torch.cosine_similarity(end[0], end[1], dim=0).item() == pytest.approx(-1)
+    assert end.norm(dim=1).max() < 0.9  # the length still falls
+
+
 def test_a_share_of_the_entries_that_is_no_whole_number_is_rounded_down():
     assert int((sparse_etf(3, 5, 0.5, 0, torch.Generator().manual_seed(0)) == 0).sum()) == 7  # of 7.5
 

@@ -128,10 +128,11 @@ def test_clients_train_by_the_optimiser_that_is_asked_for(tiny_task, optimiser):
 
 
 @pytest.mark.parametrize("method", ["fednova", "scaffold", "qfedavg"])
-def test_methods_that_count_gradients_refuse_other_optimisers(tiny_task, method):
-    setup = make_setup(configure(method={"name": method}, local={"optimiser": "adam"}))
+@pytest.mark.parametrize("optimiser", ["adam", "adamw"])
+def test_methods_that_count_gradients_refuse_other_optimisers(tiny_task, method, optimiser):
+    setup = make_setup(configure(method={"name": method}, local={"optimiser": optimiser}))
     model = setup.new_model(tiny_task.spec)
-    with pytest.raises(ConfigError, match=f"local.optimiser.*{method}.*adam"):
+    with pytest.raises(ConfigError, match=f"local.optimiser.*{method}.*{optimiser}"):
         setup.method.prepare(tiny_task, setup.config, model)
 
 
