@@ -1,10 +1,16 @@
 """A search reads its data once, and again where the file or the working directory has changed."""
 
+import json
+
 import numpy as np
 import pytest
 
 from raylt.config import load
-from tune.loop import sizes
+from raylt.hyper import Uniform
+from raylt.runs.callbacks.base import Callback
+from tune.loop import SearchLoop, sizes
+from tune.plan import SearchPlan
+from tune.records import TrialRecord
 
 
 def save(folder, images):
@@ -24,3 +30,14 @@ def test_data_are_read_again_where_the_file_or_the_folder_changed(tmp_path, monk
         assert sum(sizes(config)) == images
     save(tmp_path / "two", 200)
     assert sum(sizes(config)) == 200
+
+
+@pytest.mark.parametrize(("scheduler", "rungs"), [("asha", [1, 3]), ("none", [])])
+def test_scores_of_an_interrupted_trial_are_those_of_the_rungs_of_its_search(tmp_path, monkeypatch, scheduler, rungs):
+    seen = []
+    monkeypatch.setattr(TrialRecord, "check_interrupted", lambda self, folder, metric, steps: seen.append(list(steps)))
+    config = load(None, ["method=fedavg", "federation.rounds=9", "data.clients=4"])
+    plan = SearchPlan(config, {"fedavg": {"local.lr": Uniform(0.1, 0.2)}}, 1, scheduler=scheduler)
+    (tmp_path / "search.json").write_text(json.dumps(plan.to_json()))
+    SearchLoop(tmp_path, plan, Callback()).next()
+    assert seen == [rungs]

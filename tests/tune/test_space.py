@@ -69,6 +69,7 @@ def test_parse_reads_ranges_and_leaves_other_values(text, axis):
         ("choice(1,1)", "Give each value once"),
         ("uniform(1)", "Use uniform(low, high)"),
         ("uniform(1,0)", "Give low < high"),
+        ("uniform(1,1)", "Give low < high"),
         ("loguniform(0,1)", "Give 0 < low < high"),
         ("uniform(a,b)", "Use uniform(low, high)"),
         ("uniform(0,.inf)", "Use uniform(low, high)"),
@@ -155,6 +156,13 @@ def test_a_draw_is_used_once_for_each_value_of_a_grid():
     drawn = [draw(method_space, 0, "fedprox", i) for i in range(6)]
     assert [d["data.seed"] for d in drawn] == [0, 1, 2, 0, 1, 2]
     assert len({d["method.mu"] for d in drawn}) == 2
+
+
+def test_a_draw_is_used_with_every_combination_of_several_grids():
+    two_grids = {"data.seed": Grid((0, 1)), "local.epochs": Grid((1, 2, 3, 4)), "local.lr": Uniform(0.0, 1.0)}
+    drawn = [tuple(draw(two_grids, 0, "fedavg", i).values()) for i in range(16)]
+    assert {values[:2] for values in drawn[:8]} == {(seed, epochs) for seed in (0, 1) for epochs in (1, 2, 3, 4)}
+    assert [len({values[2] for values in part}) for part in (drawn[:8], drawn[8:], drawn)] == [1, 1, 2]
 
 
 def test_combinations_take_the_ends_of_a_range():

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -17,7 +19,7 @@ from raylt.core.fleet.reductions import total
 from raylt.core.method import Method
 from raylt.data.samples import Samples
 from raylt.data.task import build_task
-from raylt.errors import ConfigError
+from raylt.errors import CheckpointError, ConfigError
 from raylt.hyper import Choice, hp
 from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
@@ -382,3 +384,68 @@ def test_clients_that_join_after_training_take_no_steps():
     everyone = sizes(load(None, settings[:2]))
     assert len(everyone) == 5
     assert len(sizes(load(None, settings))) == 3
+
+
+def test_a_trial_is_compared_with_others_on_its_first_split_alone(tmp_path, monkeypatch):
+    class Opened:
+        def __init__(self, job, folder, config, *_):
+            opened.append((folder.name, config.data.seed, job.rungs))
+            self.done = True
+
+        def step(self):
+            return [Score(3, "final", 0.5, 0, {}, {})]
+
+        def close(self):
+            pass
+
+    opened = []
+    monkeypatch.setattr("tune.trial.TrialRun", Opened)
+    for rungs in (True, False):
+        finish(trial(tmp_path, "method=fedavg", "federation.rounds=2", rungs=rungs, splits=2))
+    assert opened == [("t", 0, True), ("t-split-1", 1, False), ("t", 0, False), ("t-split-1", 1, False)]
+
+
+def test_scores_of_later_splits_are_checked_without_rungs(tmp_path, monkeypatch):
+    checked = []
+    monkeypatch.setattr("tune.records.exists", lambda path: True)
+    monkeypatch.setattr("tune.records.Files", lambda path: SimpleNamespace(state="stopped", checkpoint=lambda: None))
+    monkeypatch.setattr(TrialRecord, "_read_split", lambda *_: [])
+    monkeypatch.setattr(TrialRecord, "_check_scores", lambda self, path, *rest: checked.append((path.name, rest[-1])))
+    record = TrialRecord("t", "fedavg", {}, load(None, ["method=fedavg"]), 9, splits=2)
+    record.check_interrupted(tmp_path / "t", "accuracy", [1, 3])
+    assert checked == [("t", [1, 3]), ("t-split-1", ())]
+
+
+@pytest.mark.parametrize(("batchnorm", "missing"), [("local", False), ("average", True)])
+def test_rounds_in_which_own_models_are_not_evaluated_lack_no_score(tmp_path, batchnorm, missing):
+    config = load(None, ["method=fedavg", "federation.rounds=6", f"federation.batchnorm={batchnorm}"])
+    record = TrialRecord("t", "fedavg", {}, config, 9)
+    with refused("search.changed", step=1) if missing else nullcontext():
+        record._check_scores(tmp_path, [{}, {}], "accuracy", ())
+
+
+def test_a_trial_of_another_configuration_is_not_continued(tmp_path):
+    first = trial(tmp_path, "method=fedavg", "federation.rounds=2")
+    first.close()
+    with refused("search.changed", CheckpointError, trial="t"):
+        trial(tmp_path, "method=fedavg", "federation.rounds=2", "local.lr=0.2")
+
+
+def test_an_ended_trial_is_restored_with_its_values_and_the_metrics_of_its_run(tmp_path, monkeypatch):
+    config = load(None, ["method=fedavg"])
+    score = Score(2, "final", 0.5, 9, {"accuracy": 0.5}, {}, split=1)
+    ended = {"values": {"local.lr": 0.1}, "points": [score.to_json()], "failed": None, "trial": "t"}
+    figures = [{"figures": {}}, {"figures": {"validation": {"accuracy": 0.5}}}]
+    monkeypatch.setattr(TrialRecord, "_read_split", lambda *_: figures)
+
+    def restored(values):
+        record = TrialRecord("t", "fedavg", values, config, 9, splits=2)
+        record.restore(ended, tmp_path / "trials/t")
+        return record.scores
+
+    assert restored({"local.lr": 0.1}) == {2: score}
+    with refused("search.changed", CheckpointError, trial="t"):
+        restored({"local.lr": 0.2})
+    figures[1]["figures"]["validation"] = {"accuracy": 0.6}
+    with refused("search.changed", CheckpointError, trial="t", step=2):
+        restored({"local.lr": 0.1})

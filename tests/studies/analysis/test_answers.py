@@ -105,3 +105,14 @@ def test_a_claim_without_a_clear_verdict_has_a_line_on_its_answers():
         "as independent" in claims_table({"study": compare(mixed, "a", [Claim("b", "a", "accuracy")])}).markdown()
     )
     assert "exact McNemar p < 0.001, treating" in answers_text(Flips(1800, 300, 100, 20))
+
+
+@pytest.mark.parametrize(("seeds", "verdict"), [(6, "open"), (2, "too few seeds")])
+def test_answers_are_named_where_seeds_decide_nothing(seeds, verdict):
+    right = {"a": [1] * 290 + [0] * 10, "b": [0] + [1] * 290 + [0] * 9}
+    records = [
+        with_answers(arm, seed, right[arm][(seed % 2) * (arm == "b") :]) for seed in range(seeds) for arm in "ab"
+    ]
+    compared = compare(records, "a", [Claim("b", "a", "accuracy")])
+    assert [each.verdict for each in compared.claims] == [verdict]
+    assert "McNemar" in comparison_table(compared).markdown()

@@ -100,7 +100,8 @@ def test_a_table_says_whose_models_were_evaluated_where_both_kinds_stand_in_it()
     compared = compare(runs, "a")
     assert compared.models == [line]
     measures = [compared, compare(runs, "a", measure="matched"), compare(runs, "a", measure="seconds")]
-    for table in (comparison_tables.comparison_table(compared), comparison_tables.measures_table(measures)):
+    tables = [comparison_tables.measures_table(order) for order in (measures, measures[::-1])]
+    for table in (comparison_tables.comparison_table(compared), *tables):
         assert f"Evaluated models:\n\n- {line}\n" in table.markdown()
         assert f"% evaluated models: {line}" in table.latex()
     assert compare(runs, "a", measure="global_accuracy").models == []
@@ -113,6 +114,7 @@ def test_a_table_says_whose_models_were_evaluated_where_both_kinds_stand_in_it()
 def test_bytes_until_a_target_are_shown_in_mebibytes():
     reaching = Reached("", "a", 0.5, 1, 1, 3.0, 100 * 2**20, 10.0, 0)
     table = comparison_tables.with_target(TextTable("", [], [], ""), [reaching], 0.5)
+    assert table.further[0][0].startswith("until accuracy 50 %")
     assert table.further[0][2] == [["", "a", "1 of 1", "3.0", "100.0", "10.0"]]
 
 
@@ -221,6 +223,8 @@ def test_an_arm_is_not_better_than_one_that_finished_where_it_failed():
     a_failed = replace(a_finished, state="failed", problem="why", summary=None)
     b_finished = replace(b_failed, state="done", problem=None, summary=a_finished.summary)
     assert judged(a_failed, b_finished)[1] == ["holds", "refuted"]  # the failure speaks for the same arm
+    both_failed, _ = judged(a_failed, b_failed)
+    assert [each.planned for each in both_failed.claims if each.cell == "IF 10"] == [7, 7]
 
 
 def diverged(arm: str, seed: int, **fields) -> RunRecord:
@@ -288,6 +292,13 @@ def test_a_mean_that_includes_a_diverged_run_is_not_marked_as_the_best():
     table = comparison_tables.comparison_table(compare([*runs, diverged("b", 2)], "a", classes={"": 4}))
     assert r"\textbf{40.00}" in table.latex()
     assert r"\underline{30.00}" not in table.latex()
+
+
+def test_diverged_runs_are_named_below_a_table_of_several_measures_whichever_is_the_first():
+    runs = [*(record(arm, seed, 0.5) for arm in "ab" for seed in (0, 1)), diverged("b", 2)]
+    of_bytes, of_accuracy = (compare(runs, "a", measure=name, classes={"": 4}) for name in ("bytes_up", "accuracy"))
+    for pair in ((of_bytes, of_accuracy), (of_accuracy, of_bytes)):
+        assert comparison_tables.measures_table(pair).notes[comparison_tables.DIVERGED] == ["/b/seed-2: failed: lr"]
 
 
 def test_a_claim_counts_diverged_runs_as_the_table_does():
@@ -435,7 +446,13 @@ def changed(**sections):
     [
         ({"summary": {"split_sha256": "f" * 64, "groups": {}, "accuracy": {"last": 0.5}}}, "split"),
         (changed(local={"epochs": 2}), "budget"),
+        (changed(local={"steps": 5}), "budget"),
+        (changed(local={"batch": 64}), "budget"),
+        (changed(federation={"rounds": 9}), "budget"),
+        (changed(federation={"participation": 0.5}), "budget"),
+        (changed(federation={"patience": 3}), "budget"),
         (changed(evaluation={"every": 5}), "evaluation"),
+        (changed(evaluation={"personal": 1}), "evaluation"),
         (changed(local={"lr": 0.5}), "optimiser"),
         ({"made": {"codes": ["d" * 64]}}, "code"),
     ],
@@ -444,6 +461,29 @@ def test_runs_that_differ_in_a_condition_are_refused_by_name(change, condition):
     with not_comparable(condition) as caught:
         compare([record("a", 0, 0.5), record("b", 0, 0.5, **change)], "a")
     assert caught.value.details["paths"] == ["/b/seed-0", "/a/seed-0"]
+
+
+def test_cells_are_made_by_one_version_of_the_code():
+    runs = [record("a", 0, 0.5, cell=cell, made={"codes": [code * 64]}) for cell, code in zip(CELLS, "cd", strict=True)]
+    with not_comparable("code"):
+        compare(runs, "a")
+    assert len(compare(runs, "a", mix_versions=True).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("federation", "patience", 3),
+        ("federation", "participation", 0.5),
+        ("evaluation", "personal", 1),
+        ("local", "batch", 64),
+    ],
+)
+def test_an_arm_may_state_a_part_of_its_budget_or_of_its_evaluation(section, name, value):
+    runs = [record("a", 0, 0.5), record("b", 0, 0.6, **changed(**{section: {name: value}}))]
+    assert len(compare(runs, "a", own={"b": {f"{section}.{name}": value}}).rows) == 2
+    with refused("study.not-comparable", CheckpointError):
+        compare(runs, "a", own={"b": {"local.lr": 0.1}})
 
 
 def test_a_run_that_two_versions_of_the_code_made_is_refused():
@@ -594,7 +634,7 @@ def test_markdown_and_latex_of_a_row():
 
 
 def test_latex_marks_the_best_and_the_second_mean_of_each_column_by_its_direction():
-    arms = {"a": 0.5, "b": 0.7, "c": 0.7, "d": 0.6, "e": 0.1}
+    arms = {"a": 0.5, "b": 0.7, "c": 0.700001, "d": 0.6, "e": 0.1}  # b and c have the same text
     made = [record(arm, seed, value + seed / 100) for arm, value in arms.items() for seed in (0, 1)]
     for each in made:
         each.summary["bytes"] = {"up": 2**20 * (1 + "edcba".index(each.arm)), "down": 0}
@@ -745,6 +785,9 @@ def test_claim_names_the_model_of_either_side():
     assert of_rounds.at == "last"  # the other model has no figure of earlier rounds
     with refused("study.bad-claim", value="a@own > b on matched@own"):
         read_claim("a@own > b on matched@own", ["a", "b"], "matched")
+    assert read_claim("a@own > a@whole", ["a"], "matched").measures == ("matched@own", "matched@whole")
+    with refused("study.bad-claim", value="a@own > a@own"):
+        read_claim("a@own > a@own", ["a"], "matched")
 
 
 def test_a_claim_that_is_not_judged_in_a_cell_is_named_with_why():
@@ -800,6 +843,9 @@ def test_a_difference_in_print_is_held_against_the_interval():
         ("IF 10", ""),
         ("IF 50", ""),
     ]
+    same = [record(arm, seed, 0.5 + 0.1 * (arm == "b")) for arm in "ab" for seed in range(6)]
+    text = comparison_tables.comparison_table(compare(same, "a", claims[:1])).markdown()
+    assert "| +10.00 |" in text  # nor is there one if all differences are equal
     single = [each for each in records() if each.seed == 0]
     assert (
         "| +10.00 |" in comparison_tables.comparison_table(compare(single, "a", claims[:1])).markdown()
@@ -831,14 +877,26 @@ def test_claims_of_several_studies_stand_one_below_the_other():
 def test_claims_of_a_study_have_the_notes_of_its_table():
     runs = [each for each in records() if (each.arm, each.seed) != ("b", 5)]
     runs += [record("b", 5, 0.0, cell=cell, state="failed", problem="why", summary=None) for cell in CELLS]
-    runs[0] = replace(runs[0], made={"codes": ["d" * 64]})
+    runs[0] = replace(runs[0], made={"codes": ["d" * 64]}, sealed=False)
+    runs.append(diverged("b", 6, cell="IF 10"))
     own = {"b": {"local.lr": 0.2}}
-    compared = compare(runs, "a", [Claim("b", "a", "accuracy")], own=own, tuned=["b: lr 0.2"], mix_versions=True)
+    compared = compare(
+        runs,
+        "a",
+        [Claim("b", "a", "accuracy")],
+        own=own,
+        tuned=["b: lr 0.2"],
+        mix_versions=True,
+        classes=dict.fromkeys(CELLS, 4),
+    )
     notes = comparison_tables.claims_table({"s": compared}).notes
     assert notes["versions of the code"] == ["s: dddddddddddd: 1 run", "s: cccccccccccc: 21 runs"]
     assert notes["arms with settings of their own"] == ["s: b: local.lr 0.2"]
     assert notes["tuned on validation samples"] == ["s: b: lr 0.2"]
     assert "s: IF 10/b/seed-5 and 1 more: failed: why" in notes["left out"]
+    assert notes[comparison_tables.UNSEALED] == ["s: IF 10, a: 1 run"]
+    assert notes[comparison_tables.DIVERGED] == ["s: IF 10/b/seed-6: failed: lr"]
+    assert comparison_tables.notes_of(compared)[comparison_tables.UNSEALED] == ["IF 10, a: 1 run"]
 
 
 def test_the_family_names_each_reason_for_a_missing_p_value():

@@ -4,8 +4,9 @@ import pytest
 from refusals import refused
 
 from raylt.errors import ConfigError
+from raylt.metrics import GROUPS
 from raylt.studies.analysis.measures import MEASURES, measure_of, value_of
-from raylt.studies.records.record import RunRecord
+from raylt.studies.records.record import CLIENT_CURVES, RunRecord
 
 SUMMARY = {
     "accuracy": {"last": 0.5},
@@ -23,7 +24,10 @@ SUMMARY = {
     },
     "bytes": {"up": 1, "down": 2},
     "seconds": 3.0,
-    "figures": {"new_clients": {"owned": 0.15, "matched": 0.25, "worst_decile": 0.05}},
+    "figures": {
+        "new_clients": {"owned": 0.15, "matched": 0.25, "worst_decile": 0.05},
+        "zero_shot": {"accuracy": 0.33, "many": 0.34},
+    },
     "others": {
         "w_i": {
             "accuracy": 0.6,
@@ -77,6 +81,7 @@ SUMMARY = {
         ("new_owned", 0.15),
         ("new_matched", 0.25),
         ("new_worst_decile", 0.05),
+        ("zero_shot", 0.33),
     ],
 )
 def test_figure_of_one_of_several_models_is_found_by_its_name(name, value):
@@ -127,3 +132,9 @@ def test_of_rounds_with_the_same_validation_accuracy_the_first_counts():
 def test_a_round_without_an_evaluation_is_not_chosen_for_its_validation_accuracy():
     run = finished(validation=[0.9, 0.5, 0.6], accuracy=[None, 0.2, 0.3])
     assert value_of(run, "accuracy", "validation") == 0.3
+
+
+def test_measures_with_values_by_round_have_a_curve_of_their_own():
+    curves = {name: measure.curve or measure.every_round for name, measure in MEASURES.items()}
+    assert {name for name, curve in curves.items() if curve} == {*GROUPS, *CLIENT_CURVES, "accuracy"}
+    assert all(curve in (None, name) for name, curve in curves.items())

@@ -18,7 +18,15 @@ from raylt.studies.analysis.ranking import PRIOR, fit, half_widths, rank, with_c
 from raylt.studies.definition import Definition
 from raylt.studies.records.record import RecordState, RunRecord
 from raylt.studies.report.comparison_tables import UNSEALED
-from raylt.studies.report.leaderboard import LETTER_WIDTH, PERSONAL, leaderboard_page, ranking_svg, ranking_table
+from raylt.studies.report.leaderboard import (
+    LETTER_WIDTH,
+    PERSONAL,
+    RIGHT,
+    WIDTH,
+    leaderboard_page,
+    ranking_svg,
+    ranking_table,
+)
 from raylt.studies.study import Study
 
 
@@ -327,6 +335,10 @@ def test_table_page_and_picture_name_every_arm():
     assert 0 in ticks
     assert all(tick % 3 == 0 for tick in ticks)
     assert "0 of 2" in page
+    rows = {row[0]: row[1:4] for row in ranking_table(ranking).rows}
+    for arm in ranking.arms:
+        assert rows[arm.arm][1:] == [f"{round(100 * arm.chance)} %", f"{arm.finished} of {arm.planned}"]
+        assert float(rows[arm.arm][0].split(" ")[0]) == pytest.approx(arm.strength.estimate, abs=0.005)
     assert "- g, gone-0: failed: why" in page
     assert "![Strengths of the arms with intervals](x.svg)" in page
     assert any("d & e: 1 of 2 runs" in line for lines in ranking_table(ranking).notes.values() for line in lines)
@@ -342,6 +354,14 @@ def test_equal_arms_without_intervals_can_be_drawn():
     picture = ranking_svg(rank({"g": [record("a", 0, 0.5), record("b", 0, 0.5)]}))
     left, right = re.findall(r'circle cx="([0-9.]+)"', picture)
     assert left == right
+
+
+def test_intervals_lie_within_the_axis():
+    picture = ranking_svg(rank({"g": RUNS}))
+    left = int(re.search(r'<text x="(\d+)" y="\d+" text-anchor="end"', picture)[1]) + 10
+    ends = [float(x) for pair in re.findall(r'<line x1="(-?[0-9.]+)" x2="(-?[0-9.]+)"', picture) for x in pair]
+    assert len(ends) == 6
+    assert left <= min(ends) < max(ends) <= left + WIDTH - RIGHT
 
 
 def test_title_names_and_axis_fit_the_picture():

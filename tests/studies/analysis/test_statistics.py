@@ -42,9 +42,10 @@ def test_no_p_value_under_six_seeds_or_without_any_spread():
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_rounding_leaves_is_no_spread():
-    reference = [0.3 + 0.01 * seed for seed in range(6)]
-    found = paired([value + 0.1 for value in reference], reference)
+@pytest.mark.parametrize("unit", [1.0, 1e-6, 1e9 / 3])  # bytes are large numbers
+def test_what_rounding_leaves_is_no_spread(unit):
+    reference = [unit * (0.3 + 0.01 * seed) for seed in range(6)]
+    found = paired([value + 0.1 * unit for value in reference], reference)
     assert (found.p, found.difference.low) == (None, found.difference.high)
 
 
@@ -96,6 +97,12 @@ def test_intervals_over_cells_have_the_level_that_is_asked_for():
             # draws of other numbers, whose quantiles differ by a small part of the spread
             expected = found.estimate + factor * (np.quantile(resampled, quantiles) - found.estimate)
             assert (found.low, found.high) == pytest.approx(expected, abs=0.2 * resampled.std())
+
+
+@pytest.mark.parametrize(("seeds", "fewest", "freedom"), [([6, 6], 6, 10), ([3] * 9, 3, 18), ([4, 3, 8], 3, 12)])
+def test_few_seeds_widen_intervals_by_their_variance_and_by_the_t_distribution(seeds, fewest, freedom):
+    quantiles = stats.t.ppf(0.95, freedom) / stats.norm.ppf(0.95)
+    assert statistics._widening(seeds, 0.9) == pytest.approx((fewest / (fewest - 1)) ** 0.5 * quantiles)
 
 
 def test_probability_of_improvement_stays_between_0_and_1():

@@ -205,6 +205,29 @@ def test_listing_has_runs_and_counts_those_of_a_study(tmp_path, run):
     assert [entry.name for entry in listing(tmp_path / "study/fedavg/seed-0")] == ["seed-0"]
 
 
+def test_listing_has_the_newest_first(tmp_path):
+    for name, age in (("old", 300), ("new", 100), ("older", 500)):
+        write_run(tmp_path / name, PLAN, [0.1, 0.3, 0.2])
+        for file in (tmp_path / name).rglob("*"):
+            os.utime(file, (file.stat().st_atime, file.stat().st_mtime - age))
+    assert [entry.name for entry in listing(tmp_path)] == ["new", "old", "older"]
+
+
+def test_listing_counts_the_rounds_of_a_run_with_a_last_phase(tmp_path):
+    write_run(tmp_path / "run", PLAN, [0.1, 0.3, 0.2], finish=0.4)
+    assert [(entry.progress, entry.accuracy) for entry in listing(tmp_path)] == [("3/3", 0.4)]
+
+
+@pytest.mark.parametrize(
+    ("figure", "own", "images"), [("local", [3, 0, 4], 7), ("matched", [3, 0, 4], 50), ("local", None, 50)]
+)
+def test_listing_has_the_test_images_of_the_figure_that_it_shows(tmp_path, run, monkeypatch, figure, own, images):
+    record = read_run(run)
+    record.summary.update(shown={"figure": figure}, tests={"images": 50, "own": own})
+    monkeypatch.setattr("raylt.studies.report.listing.read_run", lambda folder: record)
+    assert [entry.images for entry in listing(tmp_path)] == [images]
+
+
 def test_listing_has_searches_and_their_trials(tmp_path, run):
     search, trials = tmp_path / "search", ("fedavg-000", "sfd-001", "sfd-001-split-1")
     for trial in trials:
@@ -273,6 +296,27 @@ def test_listing_counts_the_runs_that_a_study_plans(tmp_path, settings, runs):
     )
     assert len(read_definition(tmp_path / "study" / "study.yaml").runs()) == runs
     assert [entry.progress for entry in listing(tmp_path)] == [f"0/{runs} runs"]
+
+
+@pytest.mark.parametrize(
+    ("states", "state"),
+    [
+        (("damaged", "failed", "running"), "running"),
+        (("damaged", "failed", "done"), "failed"),
+        (("damaged", "done", "stopped"), "damaged"),
+        (("done", "stopped", "done"), "stopped"),
+        (("done", "done", "done"), "done"),
+    ],
+)
+def test_the_state_of_a_study_is_the_most_urgent_of_its_runs(tmp_path, monkeypatch, states, state):
+    for seed in range(3):
+        write_run(tmp_path / "study" / "fedavg" / f"seed-{seed}", PLAN, [0.1, 0.3, 0.2])
+    (tmp_path / "study" / "study.yaml").write_text("arms: {fedavg: fedavg}\nseeds: 3")
+    monkeypatch.setattr(
+        "raylt.studies.report.listing.read_run",
+        lambda folder: RunRecord("", "fedavg", 0, str(folder), states[int(folder.name[-1])]),
+    )
+    assert [entry.state for entry in listing(tmp_path)] == [state]
 
 
 def test_listing_leaves_out_the_runs_of_arms_and_cells_that_a_study_no_longer_has(tmp_path):
