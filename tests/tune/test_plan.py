@@ -124,6 +124,8 @@ def test_tpe_learns_from_the_scores_of_stopped_trials():
         return sum(distance(_propose(SPACE, trials, seed)["local.lr"]) for seed in range(8)) / 8
 
     assert proposed(lambda lr: 1 - distance(lr)) < 0.5 * proposed(distance)
+    values = _propose(SPACE, trials, 0)
+    assert values == {key: float(f"{value:.4g}") for key, value in values.items()}  # as readable as drawn ones
 
 
 def test_for_tpe_a_finished_trial_is_better_than_a_stopped_one_whatever_their_scores():
@@ -167,6 +169,10 @@ def test_the_best_trial_of_a_method_is_one_of_its_own():
         record.scores[9] = Score(9, "final", value, 0, {}, {})
         state.update(record)
     assert state.best().id == state.best("moon").id == "moon-000"
+    first = state.sequences["fedprox"].records[0].outcome
+    state.sequences["fedprox"].records[0].outcome = state.sequences["moon"].records[0].outcome
+    assert state.best().id == "fedprox-000"  # the first of equals
+    state.sequences["fedprox"].records[0].outcome = first
     assert state.best("fedprox").id == "fedprox-000"
     stopped = state.sequences["moon"].records[0]
     stopped.outcome = Outcome("stopped", 3, 0.9)  # after a round before the last, it is not compared

@@ -26,7 +26,7 @@ from raylt.methods.fedavg import FedAvg
 from raylt.models import MODELS
 from raylt.models.split import SplitModel
 from tune.asha import Outcome
-from tune.loop import sizes
+from tune.loop import holders, sizes
 from tune.plan import client_steps, default_metric
 from tune.records import Score, TrialRecord, kind_of, score_of
 from tune.search import search
@@ -131,6 +131,10 @@ def test_a_trial_rehearses_its_last_phase_at_the_rungs_and_is_judged_by_it(tmp_p
     assert scores[1].value > 0.15
     assert scores[-1].value > 0.3
     assert scores[-1].client_steps == scores[-2].client_steps == 3 * scores[1].client_steps
+    lines = (tmp_path / "trials/t/metrics.jsonl").read_text().splitlines()
+    figures = [json.loads(line)["figures"] for line in lines]
+    assert [each["validation"]["accuracy"] for each in figures] == pytest.approx([0.1] * 6 + [scores[-1].value])
+    assert [each.get("rehearsal") for each in figures] == [None, scores[1].validation, *[None] * 5]
 
 
 @pytest.mark.slow
@@ -363,6 +367,8 @@ def test_a_score_has_the_cost_until_its_round_and_the_test_figures_of_its_step()
     assert score_of(report, "round", {"few": 0.25, "many": None}, "many", config, 60) is None
     # the step after the last round costs nothing
     assert score_of(report | {"step": 7}, "final", {"few": 0.25}, "few", config, 60).client_steps == 60
+    no_round = config.model_copy(update={"federation": config.federation.model_copy(update={"rounds": 0})})
+    assert score_of(report | {"step": 1}, "final", {"few": 0.25}, "few", no_round, 60).client_steps == 60
 
 
 def test_the_score_that_decides_is_that_of_the_outcomes_step_and_kind():
@@ -384,6 +390,11 @@ def test_clients_that_join_after_training_take_no_steps():
     everyone = sizes(load(None, settings[:2]))
     assert len(everyone) == 5
     assert len(sizes(load(None, settings))) == 3
+
+
+def test_clients_without_samples_hold_none(monkeypatch):
+    monkeypatch.setattr("tune.loop.sizes", lambda config: [5, 0, 3, 0])
+    assert holders(load(None, ["method=fedavg"])) == 2
 
 
 def test_a_trial_is_compared_with_others_on_its_first_split_alone(tmp_path, monkeypatch):

@@ -463,6 +463,18 @@ def test_runs_that_differ_in_a_condition_are_refused_by_name(change, condition):
     assert caught.value.details["paths"] == ["/b/seed-0", "/a/seed-0"]
 
 
+def test_versions_of_a_plugin_are_listed_where_there_are_several():
+    def versions(*plugins):
+        runs = [
+            record(arm, 0, 0.5, made={"codes": ["c" * 64], "plugins": {"model own": plugin * 64}})
+            for arm, plugin in zip("ab", plugins, strict=True)
+        ]
+        return compare(runs, "a", mix_versions=True).versions
+
+    assert versions("d", "d") == []
+    assert versions("d", "e") == [f"model own {plugin * 12}: 1 run" for plugin in "de"]
+
+
 def test_cells_are_made_by_one_version_of_the_code():
     runs = [record("a", 0, 0.5, cell=cell, made={"codes": [code * 64]}) for cell, code in zip(CELLS, "cd", strict=True)]
     with not_comparable("code"):
