@@ -57,6 +57,7 @@ def test_the_blocks_of_the_page_on_notebooks_run(tmp_path, monkeypatch):
     assert scope["own"].config.model == "mlp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "printed"),
     [

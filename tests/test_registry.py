@@ -324,6 +324,7 @@ def test_models_of_other_libraries(name, shape, dim):
     assert {entry.partition(".")[0] for entry in model.state_dict()} == {"encoder", "classifier"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -343,6 +344,7 @@ def test_models_of_other_libraries_that_cannot_be_had_are_named(name, problem):
         build_model(name, 7, (32, 32, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(32, 32, 3), (32, 32, 1), (32, 32, 4)])
 def test_a_torchvision_model_starts_from_a_file_but_for_its_classifier(tmp_path, shape):
     from torchvision.models import resnet18

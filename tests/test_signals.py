@@ -83,6 +83,7 @@ def test_output_that_cannot_be_written_is_said_in_a_line(tmp_path, words):
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_name_that_the_output_cannot_encode_is_escaped(tmp_path, encoding):
     command = [sys.executable, "-m", "raylt", "new", "method", tmp_path / "\u2603"]

@@ -261,6 +261,7 @@ def test_the_completion_of_a_shell_can_be_shown():
     assert "_RAYLT_COMPLETE=complete_bash" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_list_of_runs_does_not_wait_for_torch(finished):
     script = (
         f"import sys; sys.argv = ['raylt', 'ls', {str(finished[0].parent)!r}]\n"

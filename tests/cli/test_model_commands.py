@@ -155,6 +155,7 @@ def test_all_damaged_images_are_named_in_one_go(raylt, personal, new):
         )
 
 
+@pytest.mark.slow
 def test_damaged_images_are_left_out_where_that_is_asked_for(raylt, personal, new):
     evaluate = ("evaluate", personal, "--data", f"folder:{new}", "--bad", "skip", "--format", "json")
     whole = json.loads(raylt(*evaluate).out)

@@ -110,6 +110,7 @@ def test_of_several_pages_none_is_written_where_one_cannot_be(raylt, tmp_path):
     assert first.read_text() == second.read_text() != content
 
 
+@pytest.mark.slow
 def test_results_are_opened_once_for_all_tables_of_a_command_and_again_for_the_next(raylt, tmp_path, monkeypatch):
     pages = [tmp_path / "first.md", tmp_path / "second.md"]
     for file in pages:

@@ -174,6 +174,7 @@ def test_address_where_no_cluster_answers_is_refused(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_error_of_a_real_process_is_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "raylt", "run", "data.alpha=0"], capture_output=True, text=True, cwd=tmp_path

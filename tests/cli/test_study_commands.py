@@ -62,6 +62,7 @@ def test_compare_prints_every_format(folder, capsys):
     assert "left out:" in printed(capsys, "compare", folder)
 
 
+@pytest.mark.slow
 def test_compare_prints_the_claims_of_several_studies(tmp_path, capsys):
     studies = []
     for name, claims in (("plain", ["prox > fedavg"]), ("printed", [{"prox > fedavg": 9.99}])):
@@ -170,6 +171,7 @@ def test_a_study_among_runs_is_refused_by_what_it_is(folder, tmp_path):
             app(["compare", *map(str, paths)], standalone_mode=False)
 
 
+@pytest.mark.slow
 def test_a_measure_that_no_run_has_leaves_its_column_empty(folder, capsys):
     measures = ["--measure", "local", "--measure", "accuracy"]
     rows = printed(capsys, "compare", folder, *measures, "--format", "markdown").splitlines()
@@ -349,6 +351,7 @@ def test_report_is_written_beside_the_study(folder, capsys):
     assert "IF 50" in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_follow_shows_a_run_until_it_ends(folder, capsys):
     run = folder / "if10/fedavg/seed-0"
     (run / "summary.json").unlink()

@@ -636,6 +636,7 @@ def test_checkpoint_after_a_gap_holds_the_clients_of_all_rounds_since_the_last(b
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedper"])
 def test_a_run_that_holds_a_validation_part_is_judged_on_it_and_trains_the_same(method, tmp_path):
     ended = []

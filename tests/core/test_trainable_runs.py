@@ -149,6 +149,7 @@ def test_files_without_weights_say_what_they_are(tmp_path, content, reason):
     assert re.search(reason, str(caught.value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [LIBRARY, "torchvision:resnet18"])
 def test_weights_inside_a_checkpoint_or_under_a_prefix_are_refused_with_the_remedy(tmp_path, name):
     state = build_model(name, 4, (32, 32, 3)).encoder.get_submodule("body").state_dict()

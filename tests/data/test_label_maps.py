@@ -46,6 +46,7 @@ def test_views_may_take_the_labels_of_the_rest_away():
     assert relabel(MAPS, views[1]).tolist() == [[[VOID, 1], [1, VOID]], [[VOID] * 2] * 2, [[VOID, VOID], [VOID, 1]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("erased", ["background", "unlabelled"])
 def test_erased_classes_are_one_more_class_or_have_no_label(erased):
     task = build_task(DataConfig(source="shapes", partition="classes", beta=2, clients=4, imbalance=1, erased=erased))

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from raylt.cli.method_page import GROUPS, entries, group, markdown, year
 from raylt.hyper import range_of
 from raylt.methods import METHODS
@@ -19,6 +21,7 @@ def test_page_has_a_section_with_every_field_of_every_method():
             assert f"| `{field}` | {info.default} | {range_of(info)} |" in sections[name], (name, field)
 
 
+@pytest.mark.slow
 def test_page_has_the_measured_costs_of_a_method():
     page = markdown(entries({name: OURS[name] for name in ("fedavg", "fedncm")}, "small", "8x8x3", 10))
     assert re.search(

@@ -76,6 +76,7 @@ def test_each_keeps_the_contract(my_method, tmp_path):
     assert len(faults) == len(NAMES) * len(CHECKS)
 
 
+@pytest.mark.slow
 def test_the_methods_are_run_as_values(my_method, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

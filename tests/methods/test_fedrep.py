@@ -81,6 +81,7 @@ def test_clients_go_on_from_their_own_classifier_and_those_not_sampled_keep_it(t
     assert states[0][2] != states[1][2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 4])
 def test_head_epochs_change_the_model(tiny_task, tmp_path, epochs):
     method = FedRep(head_epochs=epochs)

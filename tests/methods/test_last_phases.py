@@ -54,6 +54,7 @@ def test_only_a_field_of_zero_leaves_the_last_phase_out(name, field):
     assert [METHODS[name](**{field: value}).finishes for value in (0, 1, 2)] == [False, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stage", "steps"), [("ccvr", "calibration", 2), ("mupfl", "matching", 3)])
 def test_steps_inside_a_stage_of_the_server_are_shown(tmp_path, name, stage, steps):
     events = []

@@ -24,6 +24,7 @@ def test_mu_of_zero_is_fedavg_of_the_same_network_to_the_bit(tiny_task, tmp_path
     assert fingerprint(plain[0].server.model.state_dict()) == fingerprint(plain[1].server.model.state_dict())
 
 
+@pytest.mark.slow
 def test_first_round_of_a_client_adds_a_constant(tiny_task, tmp_path):
     """Both frozen encoders are the received one, so the term is mu log 2 and has no gradient."""
     client = open_client(tiny_task, MOON(mu=2))
@@ -115,6 +116,7 @@ def test_frozen_encoders_are_left_alone(tiny_task):
     assert fingerprint(client.state["previous"]) == fingerprint(previous)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"mu": 1.0}, {"tau": 0.2}, {"projection": 128}], ids=str)
 def test_every_field_changes_the_model(tiny_task, tmp_path, fields):
     plain, other = (flat(run(tiny_task, tmp_path, MOON(**given), rounds=2)) for given in ({}, fields))

@@ -144,6 +144,7 @@ def test_words_are_the_last_vectors():
         PromptFL(length=1, initial="words").first_context(words, 2)
 
 
+@pytest.mark.slow
 def test_the_exported_model_has_the_texts_as_classifier(tmp_path, clip_name):
     settings = (f"model={clip_name}", "trainable=classifier", f"data.root={tmp_path}", "local.lr=0.5")
     run = make_tiny_run(tmp_path, "promptfl", *settings, "federation.rounds=4", "classifier=text")

@@ -113,6 +113,7 @@ def test_neighbouring_colours_differ_in_grey():
     assert min(abs(one - other) for one, other in combinations(grey, 2)) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "start"), [("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
 def test_a_picture_has_the_format_of_its_name_and_the_same_bytes_again(study, tmp_path, name, start):
     draw_curves(study, ["accuracy"], path=str(tmp_path / name))
@@ -170,6 +171,7 @@ def test_what_has_no_curve_is_refused(study):
         draw_curves(Study(study.definition, None, judged_once), ["accuracy"])
 
 
+@pytest.mark.slow
 def test_clients_own_models_have_curves(tmp_path):
     settings = ("federation.rounds=3", "evaluation.personal=1")
     run = make_tiny_run(tmp_path, "ditto", *settings, name="own")

@@ -38,6 +38,7 @@ def colours(figure) -> set[tuple[int, int, int]]:
         return {colour for n, colour in image.convert("RGB").getcolors(image.width * image.height) if n > 2000}
 
 
+@pytest.mark.slow
 def test_picture_shows_chosen_images_in_the_colours_of_their_classes(finished, tmp_path):
     path = tmp_path / "two.png"
     figure = draw_predictions(finished, [0, 5], path=str(path))

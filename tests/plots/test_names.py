@@ -52,6 +52,7 @@ def test_pictures_of_features_and_data(tmp_path, sources):
     assert all((tmp_path / name).is_file() for name in ("confusion.png", "classes.png"))
 
 
+@pytest.mark.slow
 def test_picture_of_clusters(tmp_path, sources):
     draw_clusters(run_of(tmp_path, sources["images"], "model=small", *MUPFL), path=tmp_path / "clusters.png")
 

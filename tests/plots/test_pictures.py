@@ -59,6 +59,7 @@ def test_classes_that_are_shown_are_spread_with_both_ends():
     assert spread([4], 10) == [4]
 
 
+@pytest.mark.slow
 def test_encoders_of_several_runs_are_drawn_in_one_map(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("raylt.plots.features.SHOWN_CLASSES", 3)
@@ -79,6 +80,7 @@ def test_encoders_of_several_runs_are_drawn_in_one_map(tmp_path, monkeypatch):
     assert not torch.equal(parts[0], parts[3])
 
 
+@pytest.mark.slow
 def test_encoders_of_other_splits_and_unfinished_runs_are_refused(tmp_path):
     run, other = (make_run(tmp_path, f"run{seed}", "method=fedavg", f"data.seed={seed}") for seed in (0, 1))
     with refused("run.other-split", CheckpointError, path=str(other.folder)):

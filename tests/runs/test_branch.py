@@ -111,6 +111,7 @@ def test_branch_is_what_the_whole_run_gives(tmp_path, settings, overrides, stage
     assert before == sorted((p.name, p.read_bytes()) for p in parent.folder.iterdir() if p.is_file())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "override"), [(MUPFL, "method.judged=global"), (BPFED, "method.argmax=owned")], ids=["mupfl", "bpfed"]
 )
@@ -158,6 +159,7 @@ def test_what_acts_before_the_stage_is_refused_and_leaves_nothing(tmp_path, over
     assert not (tmp_path / "branch").exists()
 
 
+@pytest.mark.slow
 def test_checkpoint_before_a_stage_stays_and_without_it_there_is_no_branch(tmp_path):
     run = make_run(tmp_path, "run", *FEDSM, "output.keep=2")
     assert checkpoint.steps(run.folder / "checkpoints") == [2, 4, 5]
@@ -168,6 +170,7 @@ def test_checkpoint_before_a_stage_stays_and_without_it_there_is_no_branch(tmp_p
         raylt.branch(run, ["method.size=6"], fleet="local", quiet=True)
 
 
+@pytest.mark.slow
 def test_stage_that_begins_with_the_first_round_is_no_branch(tmp_path):
     run = make_run(tmp_path, "run", *FEDSM)
     other = run.config.model_copy(update={"method": run.config.method | {"retrain_rounds": 5}})

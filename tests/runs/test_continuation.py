@@ -66,6 +66,7 @@ def test_an_extended_run_equals_a_run_of_that_length(tmp_path, settings):
     ]
 
 
+@pytest.mark.slow
 def test_an_extended_run_of_many_own_models_lists_clients_in_its_last_line_only(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluator, "MAX_LISTED_CLIENTS", 3)
     settings = ["data.partition=by_id", "evaluation.personal=1"]
@@ -94,6 +95,7 @@ def test_an_extended_run_keeps_its_best_round(tmp_path, monkeypatch, best):
     assert branch.best_step() == best
 
 
+@pytest.mark.slow
 def test_a_last_round_that_the_longer_run_does_not_judge_is_not_its_best(tmp_path, monkeypatch):
     accuracy = {3: 0.9, 4: 0.5, 6: 0.3, 8: 0.2}
 
@@ -129,6 +131,7 @@ def test_its_identity_names_the_shorter_one(short):
         raylt.resume(short.folder, ["federation.rounds=3"], fleet="local", quiet=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_early_can_be_longer_too(short, tmp_path):
     stopped = Run.open(shutil.copytree(short.folder, tmp_path / "stopped"))
     (stopped.folder / "summary.json").unlink()
@@ -139,6 +142,7 @@ def test_a_run_that_was_stopped_early_can_be_longer_too(short, tmp_path):
     assert after.summary["model_sha256"] == long.summary["model_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inside", "named"), [(".", "."), ("checkpoints", "..")])
 def test_a_run_named_by_a_relative_path_has_its_longer_run_next_to_it(short, tmp_path, monkeypatch, inside, named):
     run = Path(shutil.copytree(short.folder, tmp_path / "run"))

@@ -87,6 +87,7 @@ def test_what_it_raises_is_raised_here(recorded, monkeypatch):
         replay(recorded[0], 3, 0, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "every", "round"), [(1, 1, 1), (2, 1, 2), (2, 2, 3)])
 def test_a_run_notes_once_the_command_that_repeats_a_failed_call(tmp_path, monkeypatch, first, every, round):
     objective = FedProx.objective

@@ -59,6 +59,7 @@ def test_rounds_before_the_end_are_those_of_a_run_without_it(folder, flat):
     assert settled(plain.config) != settled(flat.config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3])
 def test_an_interrupted_run_ends_where_a_straight_one_does(folder, finished, step):
     class Interrupt(raylt.Callback):
@@ -75,6 +76,7 @@ def test_an_interrupted_run_ends_where_a_straight_one_does(folder, finished, ste
     assert resumed.summary["figures"]["rounds ended"] == finished.summary["figures"]["rounds ended"]
 
 
+@pytest.mark.slow
 def test_patience_counts_from_the_best_round(folder):
     rising = make_tiny_run(
         folder, "fedavg", "federation.rounds=12", "federation.patience=3", "data.validation=0.2", name="rising"

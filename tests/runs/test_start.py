@@ -185,6 +185,7 @@ def test_callbacks_are_called_in_order(tmp_path, capsys):
     assert run.state == "done"
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_stops_the_run_which_can_go_on(tmp_path):
     class Impatient(Diary):
         def on_step(self, report):

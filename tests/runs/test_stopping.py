@@ -31,6 +31,7 @@ def start(folder, name, *callbacks):
     return raylt.run(load(None, SETTINGS), out=folder, name=name, fleet="local", quiet=True, callbacks=callbacks)
 
 
+@pytest.mark.slow
 def test_a_run_stops_after_the_next_checkpoint_and_continues_to_the_same_model(tmp_path):
     straight = start(tmp_path, "straight")
     with pytest.raises(StopAsked):

@@ -195,6 +195,7 @@ def stripes(seed):
     return raylt.Source("stripes", x, y, x[:20], y[:20], ("left", "right"), (0.5,), (0.25,))
 
 
+@pytest.mark.slow
 def test_data_that_are_not_at_hand_are_not_checked_and_no_damage(no_guests, tmp_path):
     raylt.register(lambda _: stripes(0), "mine", kind="source")
     file, data = tmp_path / "data.npz", stripes(1)

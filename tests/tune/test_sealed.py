@@ -231,6 +231,7 @@ def interrupted(made, tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_takes_the_scores_of_its_trials(interrupted, made):
     continued = resume(interrupted, fleet="local")
     assert [(trial.id, trial.scores, trial.outcome) for trial in continued.trials] == [
@@ -263,6 +264,7 @@ def test_a_missing_score_of_an_interrupted_trial_is_refused(interrupted, left):
     check_refused(interrupted, rf"fedprox-000/scores\.jsonl: the score of a step is missing \({left + 1}\)")
 
 
+@pytest.mark.slow
 def test_the_order_of_scores_does_not_matter(interrupted, made):
     file = interrupted / "trials/fedprox-000/scores.jsonl"
     file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
@@ -276,6 +278,7 @@ def test_verify_checks_trials_that_have_not_ended(interrupted):
     assert damaged(interrupted) == ["trials/fedprox-000/model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_search_does_not_continue_with_another_version_of_a_plugin(tmp_path, no_guests):
     file = tmp_path / "own.py"
     text = (

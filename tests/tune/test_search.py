@@ -79,6 +79,7 @@ def test_a_patience_of_the_settings_is_refused_without_a_remedy_that_fails(tmp_p
     assert "scheduler=" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_search_whose_trials_all_failed_can_be_continued_as_its_error_says(tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("no room")
@@ -338,6 +339,7 @@ def test_a_search_that_took_the_folder_while_another_started_is_left_alone(tmp_p
         os.close(lock)
 
 
+@pytest.mark.slow
 def test_a_search_reads_a_folder_again_whose_inner_files_have_changed(tmp_path):
     def add_images(first, last):
         for number in range(first, last):
@@ -408,6 +410,7 @@ def test_what_is_no_configuration_or_space_is_refused_before_anything_starts(tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "lag"), [(3, 3), (None, 2)])
 def test_the_lag_of_tpe_is_the_given_number_of_parallel_trials_on_every_cluster(tmp_path, monkeypatch, parallel, lag):
     module = sys.modules["tune.search"]
@@ -727,6 +730,7 @@ def shop_search(folder):
     )
 
 
+@pytest.mark.slow
 def test_a_search_over_a_relative_path_is_resumed_from_any_folder(tmp_path, monkeypatch):
     begun, elsewhere = tmp_path / "begun", tmp_path / "elsewhere"
     begun.mkdir()
@@ -745,6 +749,7 @@ def test_a_search_over_a_relative_path_is_resumed_from_any_folder(tmp_path, monk
     assert Path.cwd() == elsewhere
 
 
+@pytest.mark.slow
 def test_a_search_over_one_s_own_data_is_resumed(tmp_path):
     result = shop_search(tmp_path)
     ran = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}

@@ -115,6 +115,7 @@ def model_sha256(folder):
     return json.loads((folder / "trials/t/summary.json").read_text())["model_sha256"]
 
 
+@pytest.mark.slow
 def test_a_trial_rehearses_its_last_phase_at_the_rungs_and_is_judged_by_it(tmp_path):
     scores = finish(trial(tmp_path, "method=late", "federation.rounds=6"))
     assert [(score.step, score.kind) for score in scores] == [
@@ -228,6 +229,7 @@ def test_a_trial_killed_before_it_began_begins_again(tmp_path):
     assert finish(trial(tmp_path, "method=fedavg", "federation.rounds=2"))[-1].kind == "final"
 
 
+@pytest.mark.slow
 def test_personal_models_are_judged_at_rungs_and_the_end_on_validation_samples(tmp_path):
     scores = finish(trial(tmp_path, "method=personal", "federation.rounds=6"))
     assert [(score.step, score.kind) for score in scores] == [(2, "round"), (6, "final")]
@@ -248,6 +250,7 @@ def test_nothing_of_a_trial_is_left_but_its_record(tmp_path):
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedper"])
 def test_trials_of_segmentation_are_judged_on_held_out_images_as_each_client_sees_them(method, tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "lraspp", pixels)
@@ -274,6 +277,7 @@ def test_trials_of_segmentation_are_judged_on_held_out_images_as_each_client_see
     assert all(0 <= value <= 1 for value in figures.values())
 
 
+@pytest.mark.slow
 def test_methods_that_cannot_do_the_task_are_refused_before_a_search_starts(tmp_path):
     config = load(None, ["data.source=shapes", "data.partition=iid", "data.imbalance=1", "model=lraspp", "method=sfd"])
     with refused("config.conflict", ConfigError, key="method", value="sfd"):

@@ -75,6 +75,7 @@ def test_a_run_drops_its_oldest_counts_and_is_whole(tmp_path, monkeypatch):
         assert damaged == ([] if whole else [f"confusions/{gone:06d}.npz"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [1, 2])
 def test_few_counts_may_lack_none(tmp_path, monkeypatch, kept):
     settings = ["federation.rounds=2", "local.steps=1", "data.clients=3", "data.imbalance=100"]

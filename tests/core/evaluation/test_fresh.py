@@ -106,6 +106,7 @@ class Breaking(Ditto):
         return super().train(client, message)
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_further_training_leaves_the_result_of_the_run(tiny_task, tmp_path):
     federation = {"retries": 0}
     plain, expected = run(tiny_task, tmp_path / "a", Ditto(), federation=federation)

@@ -106,6 +106,7 @@ def dicts_in_dicts(number):
     return tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "code"),
     [

@@ -283,6 +283,7 @@ class Counting(FedAvg):
         return client.reply(model=most, loss=reply.tree["loss"])
 
 
+@pytest.mark.slow
 def test_no_client_can_bring_the_counters_of_the_others_to_their_limit(tiny_task, tmp_path):
     config = configure(federation={"rounds": 2, "quorum": 0.5}, model="resnet8")
     experiment = make_experiment(config, tiny_task, tmp_path, Counting())

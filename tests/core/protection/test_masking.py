@@ -212,6 +212,7 @@ def seen_by_server(vector: np.ndarray, shares: int) -> np.ndarray:
     return masked - stream(seed, len(vector))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shares", "told_apart"), [(4, True), (3, False)])
 def test_a_server_that_lacks_one_share_cannot_tell_two_inputs_apart(shares, told_apart):
     zeros, ones = np.zeros(64, dtype=np.uint64), np.arange(1, 65, dtype=np.uint64)

@@ -246,6 +246,7 @@ def test_a_state_from_before_the_training_stays():
     assert {id: state["state"]["joined"].tolist() for id, (_, state) in outcomes.items()} == {3: [3, 3], 5: [5, 5]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
 def test_more_clients_than_slots_train_in_several_stacks(monkeypatch, optimiser):
     whole = train_stack(make_host(optimiser=optimiser), range(11))

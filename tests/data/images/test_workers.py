@@ -71,6 +71,7 @@ def packed(folder, decode, whole=True):
     return path, pack(path, (ROWS, 2, 2), given, decode, {"of": "numbers"}, whole=whole)
 
 
+@pytest.mark.slow
 def test_processes_decode_every_row_once_and_say_why_they_could_not(many, tmp_path):
     decode = Worked(tmp_path)
     path, bad = packed(tmp_path, decode, whole=False)
@@ -84,6 +85,7 @@ def test_processes_decode_every_row_once_and_say_why_they_could_not(many, tmp_pa
     assert os.getpid() in decode.processes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", ["auto", 3])
 def test_a_cache_has_the_same_bytes_made_by_one_process_or_several(many, tmp_path, monkeypatch, channels):
     rng = np.random.default_rng(0)
@@ -109,6 +111,7 @@ def test_few_images_start_no_process(tmp_path):
     assert decode.processes() == {os.getpid()}
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_one_line_and_what_was_decoded_is_kept(many, tmp_path):
     with pytest.raises(
         RayltError,
@@ -132,6 +135,7 @@ class Faulty:
         return np.full((2, 2), 1 // (given - 20) % 2, np.uint8) if given > 15 else np.zeros((2, 2), np.uint8)
 
 
+@pytest.mark.slow
 def test_what_a_process_trips_over_is_one_line(many, tmp_path):
     with pytest.raises(RayltError, match=r"decoding of 40 images: ZeroDivisionError: .*run the same command again"):
         packed(tmp_path, Faulty())

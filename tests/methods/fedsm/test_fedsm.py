@@ -29,6 +29,7 @@ def test_without_distillation_and_retraining_it_is_fedavg_bit_for_bit(tiny_task,
     assert {name for report in reports for name in report.traffic} == {"join", "train"}
 
 
+@pytest.mark.slow
 def test_distillation_changes_the_model_and_retraining_starts_in_the_last_rounds_only(tiny_task, tmp_path, npz):
     method = FedSM(teacher=npz, **QUICK)
     _, reports = run(tiny_task, tmp_path, method, federation={"rounds": 3})

@@ -54,6 +54,7 @@ def test_without_distillation_no_image_is_encoded_and_no_teacher_is_reported(tin
     assert "shares" not in reports[-1].figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finetune", [False, True])
 def test_share_of_distillation_grows_with_its_weight(tiny_task, tmp_path, npz, finetune):
     seen = []

@@ -41,6 +41,7 @@ def test_local_training_with_dropout_is_that_of_the_equations_written_out(tiny_t
     assert torch.allclose(layer.map[0], m, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reset", ["epoch", "round", "never"])
 def test_map_is_reset_in_every_epoch_every_round_or_never(tiny_task, tmp_path, reset, monkeypatch):
     plain, begun = BAVD.reset, []

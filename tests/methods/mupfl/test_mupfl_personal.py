@@ -18,6 +18,7 @@ from raylt.models.split import part
 from raylt.tree import nbytes
 
 
+@pytest.mark.slow
 def test_clients_keep_the_model_of_their_cluster_and_their_own(tiny_task, tmp_path):
     experiment, (report,) = run(tiny_task, tmp_path, until=1)
     ends, states = ends_of(experiment, initial(tiny_task)), private_states(experiment)
@@ -123,6 +124,7 @@ def test_last_update_trains_everybody_and_leaves_the_global_model(tiny_task, tmp
     assert reports[-1].participants == []
 
 
+@pytest.mark.slow
 def test_last_updates_of_all_clients_can_form_the_clusters(tiny_task, tmp_path):
     parts = {"federation": {"participation": 0.3, "rounds": 4}}
     method = MuPFL(**QUICK, clustered="all")
@@ -195,6 +197,7 @@ class Misses(Recorder):
         return super().run(fn, message, round, id, shard, private)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kappa", [2, 5], ids=["with-others", "alone"])
 def test_lost_client_that_misses_its_clusters_model_keeps_the_one_before(tiny_task, tmp_path, kappa, monkeypatch):
     method = MuPFL(**QUICK, kappa=kappa)

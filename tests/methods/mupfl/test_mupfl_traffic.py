@@ -74,6 +74,7 @@ def test_server_sees_each_clients_parts_of_the_modules_that_are_on(fields, seen)
     assert MuPFL(**fields).sees_each == seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["update", "start"])
 def test_what_no_model_can_be_is_not_believed_of_an_update_either(tiny_task, tmp_path, name):
     class Boosts(Recorder):

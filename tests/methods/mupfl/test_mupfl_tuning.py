@@ -87,6 +87,7 @@ def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task, view, decay):  # Eq.
     assert fingerprint(client.model.encoder.state_dict()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", ["received", "tuned"])
 def test_update_starts_before_or_after_the_tuning(tiny_task, tmp_path, updates):
     experiment, _ = run(

@@ -76,6 +76,7 @@ def test_nearest_means_and_ridge_regression_are_those_of_the_pooled_features(tin
     assert np.allclose(classifier.bias.detach().numpy(), solution[-1], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gaussian", "means", "oracle"])
 def test_what_is_drawn_has_saf_ss_sizes_and_trains_the_same_classifier(tiny_task, tmp_path, monkeypatch, kind):
     seen = []

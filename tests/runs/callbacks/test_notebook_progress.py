@@ -50,6 +50,7 @@ def test_a_run_that_fails_before_its_first_step_is_shown_without_progress(output
     assert outputs[0] != []
 
 
+@pytest.mark.slow
 def test_a_run_whose_rounds_ended_early_is_shown_as_done(outputs, tmp_path):
     quick = ("federation.rounds=9", "federation.patience=2", "data.validation=0.2", "local.lr=0.000000001")
     config = make_tiny_run(tmp_path, "ccvr", *quick, name="quiet").config

@@ -181,6 +181,7 @@ def test_the_model_of_an_earlier_round_is_that_of_a_shorter_run(folder):
     assert torch.equal(counts(own, own.client_model(1, 2)), counts(own, own_short.client_model(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("best", [1, 3])
 def test_the_best_round_by_validation_is_kept_and_exported(folder, monkeypatch, best):
     def judge(method, server, fleet, task):
@@ -463,6 +464,7 @@ def test_images_of_a_size_that_a_model_does_not_take_are_refused(plain):
 # graph formats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 @pytest.mark.parametrize(("method", "client"), [("fedavg", None), ("bpfed", "3")])
 def test_graphs_give_what_was_judged(folder, format, method, client):
@@ -480,6 +482,7 @@ def test_graphs_give_what_was_judged(folder, format, method, client):
     assert model.description["run"] == run.sha256
 
 
+@pytest.mark.slow
 def test_a_graph_that_was_changed_is_refused(folder, tmp_path):
     run = make_tiny_run(folder, "fedavg", "federation.rounds=1", name="graph")
     file = raylt.export(run, tmp_path / "m.pt2", format="pt2")
@@ -553,6 +556,7 @@ def test_true_is_no_client(personal):
         personal.client_model(True)
 
 
+@pytest.mark.slow
 def test_a_model_that_its_entries_do_not_say_is_refused(tmp_path):
     class Doubled(raylt.Method):
         name: ClassVar[str] = "doubled"
@@ -658,6 +662,7 @@ def test_image_files_are_refused_for_a_model_of_two_channels_before_they_are_ope
     assert str(caught.value).count("Pass arrays") == 1
 
 
+@pytest.mark.slow
 def test_models_of_clients_that_never_took_part_compute_their_running_statistics(tmp_path):
     settings = ["model=resnet8", "federation.participation=0.25", "federation.rounds=1"]
     run = make_tiny_run(tmp_path, "fedbn", *settings)

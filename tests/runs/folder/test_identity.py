@@ -403,6 +403,7 @@ def test_a_run_without_its_checkpoints_is_refused_and_keeps_its_record(stopped):
     assert len(stopped.reports) == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path):
     run = make_run(tmp_path, "late", *SETTINGS, "output.checkpoint_every=3")
     whole, lines = run.summary["model_sha256"], lines_of(run)

@@ -39,6 +39,7 @@ def headers():
                 yield path, match[1], float(match[2]), match[4].split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", ["sfd", "fedsm", "mupfl", "bpfed"])
 def test_the_commands_in_the_recipes_are_the_cells_and_their_figures(paper):
     printed = [

@@ -116,6 +116,7 @@ def test_runs_of_other_code_are_skipped_unless_allowed_and_tables_say_so(tmp_pat
         Study.create(define(TINY), tmp_path / "third").run()
 
 
+@pytest.mark.slow
 def test_runs_of_another_version_of_a_plugin_are_not_mixed(tmp_path, monkeypatch):
     monkeypatch.setitem(registry._plugins, ("model", "own"), Plugin("model", "own", None, "own.py", "1" * 64))
     before, record = kept(tmp_path, plugin="0" * 64)
@@ -181,6 +182,7 @@ def test_searches_of_versions_with_fewer_settings_are_still_recognised(name, tmp
     )
 
 
+@pytest.mark.slow
 def test_a_search_from_other_values_of_newer_settings_is_another_search():
     record = STUDIES / "results" / "ground_own.json"
     definition = read_definition(STUDIES / "ground_own.yaml")
@@ -311,6 +313,7 @@ def test_runs_that_the_study_would_not_make_as_they_are_are_taken_off_and_named(
     assert study.compare().rows[0].values == {1: 0.1}
 
 
+@pytest.mark.slow
 def test_an_arm_that_the_study_had_stays_with_its_settings_as_long_as_the_ground_is_the_same(tmp_path):
     central = TINY | {"arms": TINY["arms"] | {"central": {"method": "fedavg", "data.clients": 1}}}
     _, record = kept(tmp_path, central)
@@ -330,6 +333,7 @@ def test_an_arm_that_the_study_had_stays_with_its_settings_as_long_as_the_ground
     assert list(study.definition.arms) == ["fedavg", "prox"]
 
 
+@pytest.mark.slow
 def test_a_cell_that_the_study_had_stays_however_often_it_is_recorded(tmp_path):
     _, record = kept(tmp_path, TINY | {"cells": {"data.imbalance": [1, 10]}})
     one = define(TINY | {"cells": {"data.imbalance": [1]}})

@@ -68,6 +68,7 @@ def test_run_that_keeps_the_checkpoint_where_the_others_part_is_the_stem(tmp_pat
     assert Run(tmp_path / "never").summary["model_sha256"] == Run(tmp_path / "by itself").summary["model_sha256"]
 
 
+@pytest.mark.slow
 def test_run_of_a_study_takes_its_first_steps_from_its_stem_where_that_has_come_so_far(tmp_path):
     by_arm = {each.arm: each for each in define(SHARED).runs() if each.seed == 0 and "10" in each.cell}
     places = {arm: tmp_path / arm for arm in by_arm}

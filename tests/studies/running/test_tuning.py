@@ -114,6 +114,7 @@ def test_fields_of_an_unknown_arm_cannot_be_tuned():
         define(TUNED | {"tune": TUNED["tune"] | {"fields": {"sfd": ["tau"]}}})
 
 
+@pytest.mark.slow
 def test_the_studies_search_fields_that_their_methods_have():
     studies = [read_definition(file) for file in (Path(__file__).parents[3] / "studies").glob("*.yaml")]
     tuned = [study for study in studies if study.tune is not None]
@@ -169,6 +170,7 @@ def test_a_budget_that_is_too_small_is_refused_with_one_that_is_large_enough(tmp
     assert str(caught.value).endswith("Raise it to at least 2.")
 
 
+@pytest.mark.slow
 def test_arms_without_rounds_are_searched_and_are_no_unit_of_a_budget(tmp_path):
     exchange = {"method": "fed3r", "federation.rounds": 0}
     base = TUNED["base"] | {"trainable": "classifier"}
@@ -233,6 +235,7 @@ def test_a_budget_in_passes_counts_what_an_arm_computes(tmp_path):
     assert "client-steps, " in describe("", "ditto", tuned["steps"], "accuracy")
 
 
+@pytest.mark.slow
 def test_arms_without_rounds_are_searched_by_trials_as_a_budget_does_not_limit_them(tmp_path):
     arms = {"fedavg": "fedavg"} | {
         f"{name} once": {"method": name, "federation.rounds": 0} for name in ("fed3r", "fedncm")
@@ -343,6 +346,7 @@ def test_a_changed_file_is_refused_and_one_that_the_study_does_not_ask_for_is_no
         Study.preview(definition, tmp_path)
 
 
+@pytest.mark.slow
 def test_runs_of_a_study_without_its_tuned_file_are_checked_after_the_searches_are_read(tmp_path, monkeypatch):
     definition = define(TUNED)
     study = Study.create(definition, tmp_path)
@@ -418,6 +422,7 @@ def test_a_setting_that_was_tuned_is_not_called_the_arms_own(tmp_path):
     assert study.compare().apart == []
 
 
+@pytest.mark.slow
 def test_a_tuned_study_is_taken_up_from_its_record_where_it_asks_the_same(tmp_path):
     definition = define(TUNED)
     values = {"fedavg": {}, "prox": {"method.mu": 0.5, "local.lr": 0.3}, "prox 1": {}}
@@ -440,6 +445,7 @@ def test_a_tuned_study_is_taken_up_from_its_record_where_it_asks_the_same(tmp_pa
     assert {each.state for each in other.records if each.arm == "prox"} == {"missing"}
 
 
+@pytest.mark.slow
 def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_off_by_name(tmp_path):
     def done(tree, place):
         definition, lines = define(tree), []
