@@ -18,10 +18,9 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
-# a file of tests on one process; of the slow tests, many wait for clusters, so three processes share two cores, and
-# the order of the folders puts those of clusters first
+# a file of tests on one process; the slow tests in the order of the folders, which begins with those of clusters
 FAST = $(BIN)/pytest -m "not slow" -n 2 --dist loadfile
-SLOW = $(BIN)/pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+SLOW = $(BIN)/pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 # tests that failed when another file ran beside them
 ALONE = $(addprefix tests/actors/,test_jobs.py test_joining.py test_two_nodes.py)
 
