@@ -341,22 +341,15 @@ def read(path: Path, limit: int = MAX_BYTES) -> bytes:
         return folder.read(path.name, limit)
 
 
-def plain_file(path: Path, limit: int | None = None) -> Path:
+def plain_file(path: Path) -> Path:
     """Resolve the path of a plain file that the user named, for libraries that read by path.
 
     Raises:
-        CheckpointError: The path does not exist, is not a plain file, or has more than `limit` bytes.
+        CheckpointError: The path does not exist, or is not a plain file.
     """
     path = resolved_path(path)
-    with Folder.open(path.parent) as folder, folder.stream(path.name) as stream:
-        size = os.fstat(stream.fileno()).st_size
-    if limit is not None and size > limit:
-        raise CheckpointError(
-            f"{path}: is too large ({size:,} bytes, at most {limit:,}). Use an intact copy.",
-            code="file.too-large",
-            path=str(path),
-        )
-    return path
+    with Folder.open(path.parent) as folder:
+        return folder.place(path.name)
 
 
 def check_archive(path: Path) -> None:
