@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import raylt
+from raylt.signals import STOPS, handling_stops, starting_ray
 
 PRINTS = """
 import sys
@@ -185,3 +186,41 @@ def test_a_second_signal_ends_a_command_at_once_unless_it_came_with_the_first(pa
         [sys.executable, "-c", TWICE.format(patience=patience)], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (code, out, "")
+
+
+@pytest.fixture
+def handlers():
+    """Give signals their default handlers during a test; return a function that returns the handlers."""
+    before = [signal.signal(number, signal.SIG_DFL) for number in STOPS]
+    yield lambda: [signal.getsignal(number) for number in STOPS]
+    for number, handler in zip(STOPS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_signals_that_are_not_ignored_are_handled_in_another_way_for_a_while(handlers):
+    def stop(*_):
+        raise SystemExit
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    before = handlers()
+    with handling_stops(stop):
+        assert handlers() == [signal.SIG_IGN if number == signal.SIGHUP else stop for number in STOPS]
+    assert handlers() == before
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_handlers_that_ray_replaces_are_restored(handlers, own):
+    def stop(*_):
+        raise SystemExit
+
+    before = stop if own else signal.SIG_DFL
+    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGHUP, before)
+    with starting_ray():
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    assert signal.getsignal(signal.SIGHUP) == before
+    after = signal.getsignal(signal.SIGTERM)
+    assert callable(after)
+    with pytest.raises(SystemExit if own else KeyboardInterrupt):
+        after(signal.SIGTERM, None)

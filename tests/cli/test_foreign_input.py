@@ -109,7 +109,7 @@ def test_a_process_that_a_plugin_forks_may_leave_abruptly(tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "\udcff", "x" * 300, "a/b", ""])
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "\udcff", "x" * 300, "ö" * 121, "a/b", ""])
 def test_a_name_that_cannot_be_printed_is_refused(tmp_path, name):
     with refused("config.out-of-range", key="name"):
         raylt.run("fedavg", out=tmp_path, name=name, fleet="local", quiet=True)

@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 import shutil
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from raylt.own_code.commands import resume_call
 from raylt.plots.style import new_figure, save
 from raylt.runs.folder import provenance
 from raylt.runs.verify import repair, verify
-from raylt.store import Folder, folder_for
+from raylt.store import LAST_LINE_BYTES, Folder, folder_for
 from raylt.studies.records.record import failure_file, read_run
 from raylt.studies.running.worker import EventSender, do
 
@@ -224,6 +225,38 @@ def test_what_is_written_is_whole_or_not_there(tmp_path, monkeypatch):
         assert (folder.read("it"), folder.names()) == (b"old", ["it"])
 
 
+def test_what_is_written_is_on_the_disk_when_the_call_returns(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.readlink(f"/proc/self/fd/{handle}")))
+    with Folder.open(tmp_path) as folder, folder.inner("other", make=True) as other:
+        folder.write("a", "new")
+        content, place = flushed
+        assert Path(content).name.startswith(".a.")
+        assert place == str(tmp_path.resolve())
+        folder.append("a", "more")
+        folder.copy("a", other)
+    assert flushed[2:] == [str(tmp_path.resolve() / name) for name in ("a", "other/a")]
+
+
+@pytest.mark.parametrize("length", [0, 10, LAST_LINE_BYTES - 1, LAST_LINE_BYTES, 3 * LAST_LINE_BYTES])
+def test_the_last_line_is_read_as_a_whole(tmp_path, length):
+    with Folder.open(tmp_path) as folder:
+        for beginning in (b"", b"first\n"):
+            folder.write("log", beginning + b"x" * length + b"\nunfinished")
+            assert folder.last_line("log") == b"x" * length
+
+
+def test_a_lock_is_waited_for_only_where_that_is_asked_for(tmp_path):
+    with Folder.open(tmp_path) as folder:
+        first = folder.lock("lock")
+        assert first is not None
+        assert folder.lock("lock") is None
+        threading.Timer(0.2, os.close, [first]).start()
+        second = folder.lock("lock", wait=True)
+        assert second is not None
+        os.close(second)
+
+
 def test_a_file_larger_than_can_be_right_is_not_read(tmp_path):
     with (tmp_path / "it.json").open("wb") as stream:
         stream.truncate(2**40)  # a sparse file
@@ -265,7 +298,9 @@ def test_a_full_disk_ends_a_run_in_a_line_and_it_can_go_on(made, folder, monkeyp
     assert all(finding.whole for finding in verify(folder))
 
 
-@pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "Free"), (errno.EFBIG, "ulimit -f")])
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "Free"), (errno.EDQUOT, "Free"), (errno.EFBIG, "ulimit -f")]
+)
 def test_a_full_disk_without_a_run_to_continue_asks_for_the_same_call_again(tmp_path, monkeypatch, number, remedy):
     monkeypatch.setattr(os, "fsync", Full(0, number))
     with refused("disk.full", DiskFull) as caught:
