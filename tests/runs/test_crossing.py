@@ -18,6 +18,11 @@ REFUSED = (
 )
 
 
+class Interrupts(raylt.Callback):
+    def on_step(self, report):
+        raise KeyboardInterrupt
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Do a run of two rounds that records that a GPU made it."""
@@ -76,7 +81,10 @@ def test_a_resumed_run_does_not_change_the_kind_of_device_by_itself(halfway):
 
 
 def test_a_resumed_run_changes_the_kind_of_device_only_on_request(halfway):
-    summary = Run.open(halfway).resume(["resources.device=cpu"], fleet="local", quiet=True).summary
+    with pytest.raises(KeyboardInterrupt):
+        Run.open(halfway).resume(["resources.device=cpu"], fleet="local", quiet=True, callbacks=[Interrupts()])
+    # the next process continues on the same kind of device, and so needs no request
+    summary = Run.open(halfway).resume(fleet="local", quiet=True).summary
     assert summary["made"]["mixed"]["device"] == ["NVIDIA Pretence", "cpu"]
 
 

@@ -359,6 +359,12 @@ def test_an_identity_that_was_changed_is_refused(stopped, change, code, details)
     assert "identity.json" in assert_resume_refused(stopped, code, **details)
 
 
+def test_a_plugin_that_the_run_was_not_made_with_is_refused(stopped):
+    file = stopped.folder / identity.ORIGINS
+    file.write_text(json.dumps([{"kind": "method", "name": "m", "origin": "m.py", "sha256": "0" * 64}]))
+    assert_resume_refused(stopped, "run.changed", path=str(file))
+
+
 def test_a_folder_without_an_identity_is_refused(run):
     (run.folder / "identity.json").unlink()
     assert_resume_refused(run, "run.not-found", path=str(run.folder))

@@ -161,6 +161,16 @@ def test_a_checkpoint_binds_the_line_of_its_process(stopped):
     assert all(finding.whole for finding in verify(resumed.folder))
 
 
+def test_a_summary_names_what_changed_between_its_processes(stopped, monkeypatch):
+    before = provenance.read(stopped)[0]
+    changes = {"code": "f" * 64, "torch": "9.9", "driver": "1", "cpu": "another"}
+    describe = provenance.describe_process
+    monkeypatch.setattr(provenance, "describe_process", lambda *process: describe(*process) | changes)
+    summary = Run.open(stopped).resume(fleet="local", quiet=True).summary
+    assert summary["made"]["mixed"] == {name: sorted([str(before[name]), new]) for name, new in changes.items()}
+    assert summary["made"]["sessions"] == 4
+
+
 def test_a_server_that_was_started_again_names_its_own_line(stopped):
     with Journal(stopped) as journal:
         for _ in range(2):  # the first server dies after its step, of which no checkpoint is left

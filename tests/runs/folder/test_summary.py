@@ -74,6 +74,7 @@ def test_last10_averages_the_last_ten_rounds():
     summary = summary_of(*(report(n, n / 16) for n in range(1, 13)))
     assert summary["accuracy"]["last10"] == 7.5 / 16
     assert summary["accuracy"]["last10_values"] == 10
+    assert summary["shown"]["last10"] == 7.5 / 16
     assert "accuracy, mean of the last 10 " in printed(summary)
 
 

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -43,17 +44,17 @@ def report(step: int, **changes) -> RoundReport:
     return RoundReport(**(values | changes))
 
 
-def commit(journal: Journal, *steps: int, lines: bool = True) -> None:
+def commit(journal: Journal, *steps: int, lines: bool = True, **changes) -> None:
     """Write the checkpoints of these steps, and their lines."""
     previous = None
     for step in steps:
-        facts = {"step": step, "report": json.loads(json.dumps(report(step).record()))}
+        facts = {"step": step, "report": json.loads(json.dumps(report(step, **changes).record()))}
         facts["seal"] = vars(journal.seal)
         previous = checkpoint.write(
             journal.folder / "checkpoints", step, [("server", {"w": tensor([float(step)])})], facts, previous, 2
         )
         if lines:
-            journal.append(report(step))
+            journal.append(report(step, **changes))
 
 
 def release(journal: Journal) -> None:
@@ -202,6 +203,20 @@ def test_rewind_restores_a_missing_line_from_the_checkpoint(journal):
     assert len({line.pop("previous") for line in dated}) == 3
     assert [line.pop("date") is None for line in dated] == [False, False, True]  # the restored line has no date
     assert dated == complete
+
+
+def test_rewind_misses_the_checkpoint_of_a_line_that_it_restored(journal):
+    commit(journal, 1, lines=False)
+    journal.rewind()
+    shutil.rmtree(journal.folder / "checkpoints")
+    with refused("checkpoint.not-found", CheckpointError, steps=1):
+        journal.rewind()
+    assert steps_of(journal) == [1]
+
+
+def test_rewind_takes_a_figure_that_is_not_a_number_for_unchanged(journal):
+    commit(journal, 1, figures={"loss": float("nan"), "losses": {"mean": float("nan")}})
+    assert journal.rewind()[0].facts["step"] == 1
 
 
 @pytest.mark.parametrize("left", [1, 40, -1])
