@@ -170,6 +170,16 @@ def test_checkpoint_before_a_stage_stays_and_without_it_there_is_no_branch(tmp_p
         raylt.branch(run, ["method.size=6"], fleet="local", quiet=True)
 
 
+def test_a_run_that_has_not_reached_the_stage_must_be_resumed_first(tmp_path):
+    run = make_run(tmp_path, "run", "method=fedavg", "federation.rounds=2")
+    (run.folder / "summary.json").unlink()
+    shutil.rmtree(run.folder / "checkpoints/000002")
+    file = run.folder / "metrics.jsonl"
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    with refused("run.not-finished", CheckpointError, step=2, committed=1):
+        raylt.branch(run, ["method=ccvr"], fleet="local", quiet=True)
+
+
 @pytest.mark.slow
 def test_stage_that_begins_with_the_first_round_is_no_branch(tmp_path):
     run = make_run(tmp_path, "run", *FEDSM)

@@ -103,12 +103,13 @@ def test_a_last_round_that_the_longer_run_does_not_judge_is_not_its_best(tmp_pat
         return {"accuracy": accuracy.get(server.round, 0.1)}
 
     monkeypatch.setattr(evaluator, "validate", judge)
-    settings = ["data.validation=0.2", "output.keep=2", "evaluation.every=2"]
+    settings = ["data.validation=0.2", "output.keep=2", "evaluation.every=2", "data.new_clients=1"]
     long = make_tiny_run(tmp_path, "fedavg", *settings, "federation.rounds=8", name="long")
     before = make_tiny_run(tmp_path, "fedavg", *settings, "federation.rounds=3", name="short")
     after = raylt.resume(before.folder, ["federation.rounds=8"], fleet="local", quiet=True)
     assert after.best_step() == long.best_step() == 4
     assert steps(after.folder / "checkpoints") == steps(long.folder / "checkpoints")
+    assert without_times(after) == without_times(long)
 
 
 def test_a_damaged_best_checkpoint_is_not_taken_over(tmp_path, monkeypatch):

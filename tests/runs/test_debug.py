@@ -17,10 +17,10 @@ from raylt.runs.folder.writer import Journal
 
 
 @pytest.fixture
-def recorded(tmp_path, tiny_task, monkeypatch):
-    """Do three rounds of fedprox; return the run folder and the replies by round and client."""
+def recorded(request, tmp_path, tiny_task, monkeypatch):
+    """Do three rounds of a method, by default fedprox; return the run and the replies by round and client."""
     threads = torch.get_num_threads()
-    config = configure(federation={"rounds": 3}, method={"name": "fedprox", "mu": 0.1})
+    config = configure(federation={"rounds": 3}, method=getattr(request, "param", {"name": "fedprox", "mu": 0.1}))
     folder = tmp_path / "r"
     with Journal.create(folder, config, tiny_task.split, hash_data(tiny_task)) as journal:
         experiment = make_experiment(config, tiny_task, folder, host=Recorder)
@@ -42,6 +42,14 @@ def test_the_reply_is_the_one_of_the_run(recorded, round, client):
     before = replies[round, int(client)]["model"]
     assert all(torch.equal(value, before[name]) for name, value in call.reply.tree["model"].items())
     assert ("loss", "float") in {(path, kind) for path, kind, _ in call.entries()}
+
+
+@pytest.mark.parametrize("recorded", [{"name": "fedper"}], indirect=True)
+def test_a_call_starts_from_what_the_client_keeps(recorded):
+    run, replies = recorded
+    before = replies[3, 5]["model"]
+    after = replay(run, 3, 5, None).reply.tree["model"]
+    assert [name for name, value in before.items() if not torch.equal(value, after[name])] == []
 
 
 def test_how_clients_join_is_round_0(recorded, monkeypatch):

@@ -92,6 +92,21 @@ def test_weights_that_were_moved_are_named_with_the_place_to_put_them(tmp_path, 
     assert torch.equal(Run.open(folder).model().predict(Run.open(folder).task.test.x[:4]).probabilities, prediction)
 
 
+@pytest.mark.parametrize("weights", [None, "imagenet", "~/encoder.pt", "encoder.pt"])
+def test_weights_that_are_where_they_were_have_not_moved(made, tmp_path, monkeypatch, weights):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in (tmp_path, tmp_path / "here"):
+        (folder / "encoder.pt").write_text("")
+    run = Run.open(made)
+    run.__dict__["config"] = run.config.model_copy(update={"weights": weights})
+    run.check_weights()
+    monkeypatch.chdir(tmp_path / "here")
+    run.check_weights()
+    run.__dict__["config"] = run.config.model_copy(update={"weights": "~/other.pt"})
+    with refused("model.weights-unavailable", ConfigError, value="~/other.pt"):
+        run.check_weights()
+
+
 def test_a_copy_of_run_and_data_is_found_in_the_working_directory(made, tmp_path):
     shutil.move(tmp_path / "here/digits.npz", tmp_path / "there/digits.npz")
     copy = shutil.copytree(made, tmp_path / "there/run")

@@ -11,6 +11,7 @@ import raylt
 from raylt.config import load, settled
 from raylt.errors import ConfigError
 from raylt.runs.continuation import branch, resume
+from raylt.runs.export.export import unfinished
 from raylt.studies.records.record import read_run
 from raylt.studies.records.seal import contradiction
 from raylt.studies.report.listing import listing
@@ -42,6 +43,7 @@ def test_rounds_end_once_validation_has_not_risen(flat):
     assert flat.reports[-1]["quality"] is not None  # judged like a last round
     assert "round 3 of 9" in flat.summary["figures"]["rounds ended"]
     assert flat.model().class_names
+    assert unfinished(flat) is None  # an exported file is of the run's last model
 
 
 def test_a_last_phase_follows_the_round_that_ended_the_rounds(finished):

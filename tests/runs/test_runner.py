@@ -59,6 +59,35 @@ def test_the_third_death_in_a_step_ends_the_run_and_is_noted(tmp_path, dying):
     assert (tmp_path / "r" / NOTES).read_text().splitlines()[-2].endswith("; the run ends")
 
 
+def test_deaths_in_different_steps_do_not_end_a_run(tmp_path, monkeypatch):
+    class DiesInItsSecondStep:
+        def __init__(self, experiment):
+            self.experiment = experiment
+            self.steps = 0
+
+        def __getattr__(self, name):
+            return getattr(self.experiment, name)
+
+        def advance(self, seal):
+            self.steps += 1
+            if self.steps == 2:
+                raise ServerLost(f"{SERVER_DIED} (ActorDiedError)")
+            return self.experiment.advance(seal)
+
+    real = runner._in_this_process
+
+    @contextmanager
+    def experiment(*arguments):
+        with real(*arguments) as made:
+            yield DiesInItsSecondStep(made)
+
+    monkeypatch.setattr(runner, "_in_this_process", experiment)
+    settings = [*SETTINGS, "federation.rounds=4"]
+    run = raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=settings)
+    assert run.summary["troubles"]["server_deaths"] == runner.MAX_SERVER_DEATHS == 3
+    assert len(run.reports) == 4
+
+
 def test_an_error_that_ends_a_run_is_in_its_notes_and_its_state(tmp_path):
     with refused("training.diverged", Diverged) as caught:
         raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=[*SETTINGS, "local.lr=1e6"])
