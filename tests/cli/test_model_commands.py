@@ -141,6 +141,14 @@ def test_new_images_are_judged_by_each_clients_own_model(raylt, personal, new):
     assert json.loads(raylt("evaluate", "all.safetensors", "--data", f"folder:{new}", "--format", "json").out) == found
 
 
+def test_images_are_judged_in_parts_and_may_lie_in_a_folder_test(raylt, personal, new, monkeypatch):
+    whole = raylt("evaluate", personal, "--data", f"folder:{new}", "--format", "json").out
+    monkeypatch.setattr("raylt.runs.export.evaluate.CHUNK_SIZE", 5)
+    Path("data/train").mkdir(parents=True)
+    shutil.copytree(new, "data/test")
+    assert raylt("evaluate", personal, "--data", "folder:data", "--format", "json").out == whole
+
+
 def test_all_damaged_images_are_named_in_one_go(raylt, personal, new):
     damaged = [new / "linz/up left/none.png", new / "linz/up left/empty.png", new / "wien/low right/cut off.png"]
     for file in damaged:

@@ -33,6 +33,7 @@ from raylt.runs.verify import verify
 
 CASES = [(name, "classification") for name in METHODS] + [(name, "segmentation") for name in ("fedavg", "mupfl")]
 # one global model, one model a client, parts that only clients keep, and label maps; the others run with the slow tests
+PLUGIN = {"kind": "model", "name": "mine", "origin": "own.py", "sha256": None}
 QUICKLY = {
     ("fedavg", "classification"),
     ("ditto", "classification"),
@@ -352,6 +353,10 @@ def test_clients_that_there_are_not_are_refused(plain, personal, tmp_path):
         raylt.load_model(raylt.export(plain), "wien")
     with refused("client.not-named", ConfigError):
         raylt.export(personal, tmp_path / "all.pt2", format="pt2")
+    graph = raylt.export(personal, tmp_path / "linz.pt2", client="linz", format="pt2")
+    assert raylt.load_model(graph, "linz").class_names == personal.task.class_names
+    with refused("client.unknown", ConfigError, client="wien"):
+        raylt.load_model(graph, "wien")
 
 
 def test_clients_with_models_are_written_where_others_join_later(tmp_path):
@@ -524,6 +529,27 @@ def test_a_file_of_another_program_is_no_graph_with_a_hash(tmp_path, suffix):
 # files that are no exported models
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "problem"),
+    [
+        (lambda about: about.update(format=1), "export.other-format", "only format 2 (1)"),
+        (lambda about: about["class_names"].append("up left"), "export.malformed", "duplicate class name"),
+        (lambda about: about["clients"].append(about["clients"][0]), "export.malformed", "duplicate client id"),
+        (lambda about: about["input"]["mean"].append(0.5), "export.malformed", "mean and std have 2 and 1 values"),
+        (lambda about: about["input"].update(height=2**16, width=2**16), "export.malformed", "65536x65536 pixels"),
+        (lambda about: about["guests"].append(PLUGIN | {"origin": "a\nb"}), "export.malformed", "not printable"),
+    ],
+)
+def test_descriptions_that_contradict_themselves_are_refused(personal, tmp_path, change, code, problem):
+    file = raylt.export(personal, tmp_path / "it.safetensors")
+    about = json.loads(artefact.to_json(artefact.read(file).description))
+    artefact.parse(json.dumps(about), file)
+    change(about)
+    with refused(code, CheckpointError, path=str(file)) as caught:
+        artefact.parse(json.dumps(about), file)
+    assert problem in str(caught.value)
+
+
 def test_other_files_are_refused(plain, tmp_path):
     for name in ("a.safetensors", "a.pt2"):
         (tmp_path / name).write_bytes(b"nothing")
@@ -549,6 +575,13 @@ def test_a_run_folder_is_loaded_like_its_exported_file(plain, personal):
         raylt.load_model(personal.folder)
     with refused("run.not-found", CheckpointError, path=str(plain.folder.parent)):
         raylt.load_model(plain.folder.parent)
+
+
+def test_the_model_of_a_run_fits_image_files_as_its_training_did(plain):
+    run = Run.open(plain.folder)
+    data = run.config.data.model_copy(update={"fit": "pad", "depth": 12})
+    run.__dict__["config"] = run.config.model_copy(update={"data": data})
+    assert (run.model().fit, run.model().depth) == ("pad", 12)
 
 
 def test_true_is_no_client(personal):
