@@ -42,7 +42,7 @@ class FakeWandb:
         self.sessions = []
 
     def init(self, **asked):
-        resumed = any(session["id"] == asked["id"] for session in self.sessions)
+        resumed = asked.get("resume") == "allow" and any(session["id"] == asked["id"] for session in self.sessions)
         session = {**asked, "steps": {}, "logged": [], "code": None, "summary": {}}
         self.sessions.append(session)
         return SimpleNamespace(
@@ -96,6 +96,12 @@ def test_a_picture_that_a_tool_refuses_is_reported_and_the_run_is_done(config, t
     assert run.state == "done"
     assert wandb.sessions[0]["code"] == 0
     assert messages[-1].startswith("no picture of predictions: trackers: wandb failed (ZeroDivisionError")
+
+
+def test_wandb_writes_into_the_folder_that_its_variable_names(config, tmp_path, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
+    raylt.run(config, out=tmp_path, name="one", fleet="local", quiet=True, callbacks=trackers(["wandb"]))
+    assert wandb.sessions[0]["dir"] == str(tmp_path / "elsewhere")
 
 
 def test_a_run_that_was_not_logged_before_is_logged_from_its_first_step(config, tmp_path, wandb):

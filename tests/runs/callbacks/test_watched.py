@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 from small_runs import make_tiny_run
-from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import masked_crc32c
 
 import raylt
 from raylt.config import load
@@ -16,14 +17,19 @@ from raylt.core.report import RoundReport
 from raylt.data.images import cache
 from raylt.data.label_maps import relabel
 from raylt.runs.callbacks import prediction_grid, progress
-from raylt.runs.callbacks.tensorboard import curve_of
+from raylt.runs.callbacks.base import Callbacks
+from raylt.runs.callbacks.tensorboard import Board, curve_of
 from raylt.runs.callbacks.terminal import TerminalProgress
+from raylt.store import Folder
 
 
 def events(folder) -> list:
     content, parsed = next(folder.glob("events.*")).read_bytes(), []
     while content:
         size = int.from_bytes(content[:8], "little")
+        parts = content[:8], content[12 : 12 + size]
+        checks = content[8:12], content[12 + size : 16 + size]
+        assert [int.from_bytes(check, "little") for check in checks] == [masked_crc32c(part) for part in parts]
         parsed.append(Event.FromString(content[12 : 12 + size]))
         content = content[16 + size :]
     return parsed
@@ -67,6 +73,15 @@ def test_the_board_has_settings_and_curves_under_names_of_their_own(run):
     last = events(run.folder)[-2].summary.value  # the last event is the picture
     accuracy = {value.tag: value.simple_value for value in last}["accuracy/test set"]
     assert accuracy == pytest.approx(run.summary["accuracy"]["last"])
+
+
+def test_a_board_that_continues_replaces_later_steps_of_the_one_before(tmp_path):
+    board = Board(lambda: {"seed": 1})
+    with Folder.open(tmp_path) as folder:
+        for step in (3, 4):
+            board.show(folder, {"step": step, "accuracy": 0.5})
+    starts = [event.step for event in events(tmp_path) if event.session_log.status == SessionLog.START]
+    assert starts == [3]
 
 
 @pytest.mark.parametrize(
@@ -281,3 +296,18 @@ def test_progress_is_noted_and_forgotten(tmp_path):
     assert progress.read_progress(tmp_path) == ItemsProgress("map", 2, 10, 40, 100, 0.24)
     progress.remove_progress(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_each_callback_learns_of_the_end_of_a_run_even_if_one_before_it_raises():
+    class Raises(raylt.Callback):
+        def on_end(self, summary):
+            raise ValueError(f"{summary} {len(ends)}")
+
+    class Ends(raylt.Callback):
+        def on_end(self, summary):
+            ends.append(summary)
+
+    ends = []
+    with pytest.raises(ValueError, match="None 0"):
+        Callbacks([Raises(), Ends(), Raises()]).on_end(None)
+    assert ends == [None]

@@ -97,6 +97,13 @@ def test_each_client_has_its_own_model(files, tmp_path):
     assert f"Did you mean {names[-1]}?" in json.loads(refusal.body)["error"]
 
 
+def test_the_model_of_one_client_is_served_like_a_common_one(files, tmp_path):
+    file = export(files["fedper"].parent / "fedper", tmp_path / "one.safetensors", client="1")
+    ask = Asker(file, Limits())
+    assert ask.opened.clients == []
+    assert ask.post(picture()).status == 200
+
+
 def test_a_client_of_a_common_model_is_unknown(ask):
     assert code_of(ask.post(picture(), query={"client": "0"})) == (404, "client.unknown")
 
@@ -230,6 +237,7 @@ def test_the_page_loads_nothing_and_names_cannot_break_out_of_it(files, tmp_path
     assert answer.type.startswith("text/html")
     assert "a<script>" not in page
     assert "secret" not in page
+    assert '"token": true' in page
     assert not re.search(r"(src|href)=\"?(https?:)?//", page)
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
 
