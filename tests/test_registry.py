@@ -22,6 +22,7 @@ from raylt.errors import ConfigError
 from raylt.models import build_model
 from raylt.own_code.plugin_file import run_plugin
 from raylt.registry import check_origins, load_plugin, origins, register, resolve
+from raylt.runs.export import artefact
 from raylt.runs.export.export import export
 from raylt.studies.study import Study
 from raylt.studies.verify import verify_study
@@ -76,12 +77,18 @@ def test_a_plugin_brings_all_four_kinds_and_a_run_records_them(shops, tmp_path):
     assert {record["name"] for record in made.origins} == {"smoothed", "tinynet", "stripes", "dim"}
     assert {record["origin"] for record in made.origins} == {"shops.py"}
     assert all(len(record["sha256"]) == 64 for record in made.origins)
+    about = artefact.read(export(made, tmp_path / "own.safetensors")).description
+    assert {(record["kind"], record["name"]) for record in about["guests"]} == {
+        ("method", "smoothed"),
+        ("model", "tinynet"),
+    }
 
 
 def test_a_run_is_not_opened_without_its_plugin_nor_with_a_changed_one(shops, tmp_path):
     load_plugin(shops)
     folder = run(tmp_path).folder
     recorded = raylt.Run.open(folder).origins
+    file = export(folder, tmp_path / "own.safetensors")
     registry._plugins.pop(("method", "smoothed"))
     registry.TABLES["method"].pop("smoothed")
     with refused("plugin.missing", ConfigError, name="smoothed"):
@@ -94,6 +101,8 @@ def test_a_run_is_not_opened_without_its_plugin_nor_with_a_changed_one(shops, tm
         raylt.Run.open(folder).resume(fleet="local", quiet=True)
     with refused("plugin.changed", ConfigError):
         _ = raylt.Run.open(folder).task
+    with refused("plugin.changed", ConfigError):
+        raylt.load_model(file)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +114,18 @@ def test_a_run_is_not_opened_without_its_plugin_nor_with_a_changed_one(shops, tm
         ("import first", "near.py"),  # which imports it
         ("import pack.near", "pack/near.py"),
         ("from pack import near", "pack/near.py"),
+        ("import pack.inner", "pack/near.py"),
+        ("import whole", "whole/near.py"),
     ],
 )
 def test_the_hash_of_a_plugin_covers_the_files_that_it_imports(tmp_path, imports, name):
     text = "import raylt\n{}\ndef scaled(classes, shape): ...\nraylt.register(scaled, kind='model')\n"
-    (tmp_path / "pack").mkdir()
+    for folder in ("pack", "whole"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "first.py").write_text("import near\n")
-    for file in ("near.py", "pack/near.py", "other.py"):
+    (tmp_path / "pack/inner.py").write_text("from .near import SCALE\n")
+    (tmp_path / "whole/__init__.py").write_text("from .near import SCALE\n")
+    for file in ("near.py", "pack/near.py", "whole/near.py", "other.py"):
         (tmp_path / file).write_text("SCALE = 1\n")
     hashes = []
     for changed in (None, name, "other.py"):
@@ -120,7 +134,7 @@ def test_the_hash_of_a_plugin_covers_the_files_that_it_imports(tmp_path, imports
         file = tmp_path / "own.py"
         file.write_text(text.format(imports))
         hashes += [registry._source_hash(run_plugin(file))]
-        for module in ("near", "first", "pack", "pack.near"):
+        for module in ("near", "first", "pack", "pack.near", "pack.inner", "whole", "whole.near"):
             sys.modules.pop(module, None)
     before, with_changed_import, with_other_change = hashes
     assert before != with_changed_import == with_other_change
@@ -163,6 +177,7 @@ def test_models_need_no_plugin_that_only_makes_the_task(shops, tmp_path):
         registry._plugins.pop((kind, name))
         registry.TABLES[kind].pop(name)
     run = raylt.Run.open(folder)
+    assert {record["name"] for record in run.origins} == {"stripes", "thirds"}  # not the other three of the plugin
     image = np.full((1, 8, 8, 1), 100, np.uint8)
     model = raylt.load_model(export(folder, tmp_path / "model.safetensors"))
     assert model.predict(image).shares == run.model().predict(image).shares
@@ -218,6 +233,16 @@ def test_a_partial_function_is_recorded_with_the_file_of_its_function(tmp_path):
         for name in ("narrow", "net"):
             registry._plugins.pop(("model", name), None)
             registry.TABLES["model"].pop(name, None)
+
+
+@pytest.mark.parametrize(("recorded", "now"), [(None, "0" * 64), ("0" * 64, None), (None, None)])
+def test_a_value_of_a_notebook_has_no_hash_to_compare(monkeypatch, tmp_path, recorded, now):
+    monkeypatch.setitem(registry._plugins, ("model", "own"), registry.Plugin("model", "own", None, "value", now))
+    record = {"kind": "model", "name": "own", "origin": "value", "sha256": recorded}
+    check_origins([record], tmp_path)
+    with refused("plugin.missing", ConfigError, name="other") as caught:
+        check_origins([record | {"name": "other"}], tmp_path)
+    assert "raylt.register" in str(caught.value)
 
 
 def test_installed_packages_offer_theirs_by_entry_points(monkeypatch, shops):

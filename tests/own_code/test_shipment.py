@@ -12,9 +12,11 @@ from refusals import refused
 
 from raylt import registry
 from raylt.errors import ConfigError
+from raylt.own_code import shipment
 from raylt.own_code.commands import plugin_files
 from raylt.own_code.module_sources import Source
 from raylt.own_code.shipment import Shipment, ship
+from raylt.own_code.top_level_names import shadowed
 from raylt.registry import load_plugin, plugin_modules
 
 ROOT = Path(__file__).parents[2]
@@ -216,6 +218,29 @@ def test_a_module_that_does_not_import_elsewhere_is_named_with_its_line(tmp_path
         Shipment((Source(registry.PLUGIN + "own_1", str(tmp_path / "own.py"), text),), b"").open()
     cause = "ModuleNotFoundError: No module named 'no_such_module_anywhere' (own.py:2"
     assert caught.value.details["cause"].startswith(cause)
+
+
+def test_a_module_that_was_changed_replaces_the_one_that_arrived_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(shipment._arrived, "sources", {})
+    name = f"{registry.PLUGIN}sent_1"
+    for value in (1, 2):
+        Shipment((Source(name, str(tmp_path / "sent.py"), f"number = {value}\n"),), pickle.dumps(None)).open()
+        assert sys.modules[name].number == value
+
+
+def test_two_plugin_files_of_the_same_name_are_two_modules(tmp_path):
+    kinds = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        kinds.append(plugin(tmp_path / name, (METHOD % "return 1").replace('"shipped"', f'"{name}"')))
+    assert [pickle.loads(pickle.dumps(kind)) for kind in kinds] == kinds
+
+
+def test_modules_that_workers_would_import_in_place_of_others_are_named(tmp_path):
+    for file in ("yaml.py", "json/__init__.py", "tune/__init__.py", "helper.py", "notes.txt"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("")
+    assert shadowed([tmp_path]) == {str(tmp_path.resolve()): ["json", "tune", "yaml"]}
 
 
 @pytest.mark.parametrize("taken", ["tune", "yaml", "helper"])
