@@ -1,11 +1,13 @@
 import json
 
+import numpy as np
 import pytest
 from small_runs import make_tiny_run
 
 import raylt
-from raylt.config import Config
-from raylt.config.idle import idle_settings
+from raylt.config import Config, DataConfig
+from raylt.config.idle import idle_data_settings, idle_settings
+from raylt.data.splits.partitions import BUILT_IN, partition
 from raylt.runs.callbacks.base import Callback
 
 
@@ -22,6 +24,7 @@ from raylt.runs.callbacks.base import Callback
         ({"data": {"imbalance": 2, "tail": "local"}}, []),
         ({"local": {"schedule": "cosine", "lr_decay": 0.5}}, ["local.lr_decay"]),
         ({"local": {"schedule": "cosine", "lr_decay_every": 5}}, ["local.lr_decay_every"]),
+        ({"local": {"lr_decay_every": 5}}, ["local.lr_decay_every"]),
         ({"local": {"lr_decay": 0.5, "lr_decay_every": 5}}, []),
         ({"data": {"partition": "iid", "beta": 3, "erased": "unlabelled"}}, ["data.beta", "data.erased"]),
         ({"data": {"source": "shapes", "partition": "classes", "beta": 3, "erased": "unlabelled"}}, []),
@@ -55,6 +58,17 @@ from raylt.runs.callbacks.base import Callback
 def test_settings_that_nothing_reads_are_named(parts, named):
     notices = idle_settings(Config.model_validate({"method": "fedavg"} | parts))
     assert [notice.partition(" = ")[0] for notice in notices] == named
+
+
+@pytest.mark.parametrize("kind", sorted({*BUILT_IN} - {"imported"}))
+@pytest.mark.parametrize(("name", "values"), [("alpha", (0.5, 5.0)), ("per_client", (2, 3)), ("beta", (1, 2))])
+def test_a_setting_of_the_partition_is_named_if_another_value_gives_the_same_split(kind, name, values):
+    rng = np.random.default_rng(0)
+    labels = rng.random((400, 5)) < 0.4 if kind == "classes" else rng.integers(0, 5, 400)
+    configs = [DataConfig(partition=kind, clients=10, **{name: value}) for value in values]
+    first, second = (partition(labels, config, np.arange(400) % 10) for config in configs)
+    notices = [notice for config in configs for notice in idle_data_settings(config)]
+    assert any(notice.startswith(f"data.{name} = ") for notice in notices) == all(map(np.array_equal, first, second))
 
 
 class Listens(Callback):

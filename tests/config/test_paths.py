@@ -20,11 +20,29 @@ def settings(*overrides):
     return load(None, ["method=fedavg", *overrides])
 
 
-@pytest.mark.parametrize("source", ["folder:shops", "npz:shops"])
+@pytest.mark.parametrize("source", ["folder:shops", "npz:shops", "ray:shops"])
 def test_a_source_starts_where_the_run_was_made(folders, source):
     start, _ = folders
     kind = source.partition(":")[0]
     assert located(settings(f"data.source={source}"), start).data.source == f"{kind}:{start / 'shops'}"
+
+
+def test_an_address_of_an_object_store_stays(folders):
+    start, _ = folders
+    config = settings("data.source=ray:s3://bucket/shops")
+    assert located(config, start).data.source == "ray:s3://bucket/shops"
+
+
+def test_the_folder_of_an_image_tower_is_a_path_too(folders):
+    start, _ = folders
+    assert located(settings("model=clip:local-dir:tower"), start).model == f"clip:local-dir:{start / 'tower'}"
+    assert located(settings("model=clip:ViT-B-32/openai"), start).model == "clip:ViT-B-32/openai"
+
+
+def test_a_tilde_is_the_home_folder(folders, tmp_path, monkeypatch):
+    start, _ = folders
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    assert located(settings("data.root=~/sets"), start).data.root == str(tmp_path / "me" / "sets")
 
 
 def test_what_exists_only_in_the_working_directory_is_found_there(folders):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from refusals import refused
 from small_runs import QUICK, needs_of
-from tiny import configure, make_experiment
+from tiny import configure, make_experiment, make_setup
 
 from raylt.core.exclusions import EXCLUSIONS
 from raylt.core.method import Method
@@ -40,6 +40,15 @@ class SharesNothing(Method):
         return {}
 
 
+class SumsAndSees(SeesEach):
+    """Method whose server sees each client's part, although its last phase could hide samples in sums."""
+
+    sums_samples: ClassVar[bool] = True
+
+    def finish(self, server, fleet):
+        pass
+
+
 PAIRS = [
     (
         "federation.sampling",
@@ -60,6 +69,7 @@ PAIRS = [
     ("federation.robust", "method", {"federation": {"robust": "median"}}, SeesEach()),
     ("privacy.epsilon", "privacy.update_epsilon", {"privacy": BUDGET | {"epsilon": 1.0}}, None),
     ("privacy.epsilon", "method", {"privacy": {"epsilon": 1.0}}, None),
+    ("privacy.epsilon", "method", {"privacy": {"epsilon": 1.0}}, SumsAndSees()),
     ("privacy.update_epsilon", "method", {"privacy": BUDGET, "federation": EVERYBODY}, METHODS["scaffold"]()),
     ("privacy.update_epsilon", "method", {"privacy": BUDGET, "federation": EVERYBODY}, METHODS["fednova"]()),
     ("privacy.update_epsilon", "method", {"privacy": BUDGET, "federation": EVERYBODY}, METHODS["qfedavg"]()),
@@ -99,6 +109,12 @@ PAIRS = [
         METHODS["fedper"](),
     ),
     ("data.erased", "local.unlabelled", {"data": {"erased": "unlabelled"}}, None),
+    (
+        "federation.patience",
+        "evaluation.personal",
+        {"federation": {"patience": 2, "batchnorm": "local"}, "data": {"validation": 0.1}},
+        None,
+    ),
 ]
 
 
@@ -106,6 +122,12 @@ PAIRS = [
 def test_a_pair_is_refused_before_anything_starts(tiny_task, tmp_path, setting, excludes, settings, method):
     with refused("config.conflict", key=setting, excludes=excludes):
         make_experiment(configure(**settings), tiny_task, tmp_path, method)
+
+
+def test_new_clients_of_a_shared_model_need_no_learning_rate(tiny_task):
+    settings = {"local": {"schedule": "cosine"}, "data": {"new_clients": 1}, "federation": {"rounds": 3}}
+    setup = make_setup(configure(**settings))
+    setup.check(tiny_task.spec, setup.new_model(tiny_task.spec))
 
 
 @pytest.mark.parametrize(
