@@ -88,6 +88,31 @@ def test_compare_prints_the_claims_of_several_studies(tmp_path, capsys):
             app(["compare", *map(str, arguments), "--claims"], standalone_mode=False)
 
 
+@pytest.mark.parametrize("command", ["compare", "compare --measure few --measure many", "compare --claims", "rank"])
+def test_the_options_of_a_comparison_reach_it(folder, capsys, monkeypatch, command):
+    given = []
+
+    def compare(study, measure, at, reference, level, mix_versions, may_lack=False):
+        given.append((at, level, mix_versions))
+        return compare_study(study, measure, at, reference, level, mix_versions, may_lack)
+
+    compare_study = Study.compare
+    monkeypatch.setattr(Study, "compare", compare)
+    options = ["--at", "best", "--level", "0.8", "--format", "json"]
+    content = json.loads(printed(capsys, *command.split()[:1], folder, *command.split()[1:], *options))
+    if command == "rank":
+        assert (content["at"], content["level"]) == ("best", 0.8)
+    else:
+        assert set(given) == {("best", 0.8, False)}
+
+
+def test_a_comparison_has_the_spread_that_is_asked_for(folder, capsys):
+    for measures in ([], ["--measure", "few", "--measure", "many"]):
+        arguments = ["compare", folder, *measures, "--format", "markdown"]
+        assert "standard deviation" not in printed(capsys, *arguments)
+        assert "± standard deviation" in printed(capsys, *arguments, "--spread", "sd")
+
+
 def test_two_studies_of_one_name_are_not_ranked(folder):
     with refused("config.conflict", ConfigError, key="STUDY", name="s"):
         app(["rank", str(folder), str(folder)], standalone_mode=False)
@@ -351,6 +376,14 @@ def test_report_is_written_beside_the_study(folder, capsys):
     assert "IF 50" in (folder / "report.html").read_text()
 
 
+def test_a_report_of_several_versions_is_written_only_if_asked(folder, capsys, monkeypatch):
+    given = []
+    monkeypatch.setattr("raylt.studies.report.html.write_report", lambda study, *options: given.append(options))
+    for options in ([], ["--mix-versions"]):
+        printed(capsys, "report", folder, "--to", "r.html", *options)
+    assert given == [(Path("r.html"), False), (Path("r.html"), True)]
+
+
 @pytest.mark.slow
 def test_follow_shows_a_run_until_it_ends(folder, capsys):
     run = folder / "if10/fedavg/seed-0"
@@ -437,6 +470,28 @@ def test_a_dry_run_of_a_reproduction_is_one_json_document_with_the_plan(capsys, 
     assert len(plan["runs"]) > 1
     assert {run["state"] for run in plan["runs"]} == {"missing"}
     assert ("cells" in plan) == (arguments[1] != "fig6")
+
+
+def test_a_reproduction_has_the_rows_and_seeds_that_are_asked_for(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cell = ["mupfl", "2", "--cells", "dataset=fashion_mnist,IF=100,alpha=0.5", "--arms", "MuPFL,FedAvg"]
+    options = ["--seeds", "2", "--scale", "0.1", "--name", "part", "--dry-run", "--format", "json"]
+    plan = json.loads(printed(capsys, "reproduce", *cell, *options))
+    assert [run["run"].rpartition("/")[2] for run in plan["runs"]] == ["seed-0", "seed-0", "seed-1", "seed-1"]
+    assert sorted(each["cell"]["method"] for each in plan["cells"]) == ["FedAvg", "MuPFL"]
+
+
+@pytest.mark.parametrize(
+    ("options", "papers", "mixed"),
+    [([], None, False), (["--paper", "sfd"], {"SFD"}, False), (["--mix-versions"], None, True)],
+)
+def test_options_of_verdicts_choose_the_cells_and_the_versions(capsys, monkeypatch, folder, options, papers, mixed):
+    given = []
+    monkeypatch.setattr("raylt.studies.papers.verdicts.verdicts", lambda records, *which: given.append(which) or [])
+    printed(capsys, "verdicts", folder, *options)
+    [(cells, *versions)] = given
+    assert (cells and {cell.paper for cell in cells}) == papers
+    assert versions == [mixed]
 
 
 def test_verdicts_writes_the_page(capsys, tmp_path, folder):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.cluster.jobs import JobClient, _on_cluster
-from raylt.cli.jobs import complete
+from raylt.cli.jobs import TRACKERS, complete
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_what_cannot_work_is_refused(raylt, monkeypatch, arguments, code):
 
 @pytest.fixture
 def submitted(monkeypatch):
-    """Return the list of jobs that a cluster was sent, as their words and their run folder."""
+    """Return the list of jobs that a cluster was sent, as their words, their run folder and their variables."""
     jobs = []
 
     @contextmanager
     def connect(url):
-        yield SimpleNamespace(submit=lambda words, folder, *_: jobs.append((words, folder)) or "job")
+        yield SimpleNamespace(submit=lambda words, folder, _, given: jobs.append((words, folder, given)) or "job")
 
     monkeypatch.setattr("actors.cluster.jobs.connect", connect)
     return jobs
@@ -90,6 +90,49 @@ def test_a_recipe_is_checked_with_its_settings(raylt, submitted):
     refused = raylt("submit", "run", *cluster, "recipe:nosuch", "method.gamma=0.1")
     assert (refused.code, len(submitted)) == (2, 1)
     assert "nosuch" in refused.err
+
+
+def test_a_job_has_the_trackers_and_the_plugins_of_its_command(raylt, submitted, monkeypatch, tmp_path, no_guests):
+    for name in TRACKERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    (tmp_path / "own.py").write_text(
+        "from typing import ClassVar\nimport raylt\n\n\nclass Own(raylt.Method):\n"
+        "    name: ClassVar[str] = 'own'\n    paper: ClassVar[str] = 'for tests'\n"
+    )
+    ended = raylt("--plugin", "own.py", "submit", "run", "--address", "http://127.0.0.1:8265", "method=own")
+    assert ended.code == 0, ended.err
+    [(words, _, variables)] = submitted
+    assert words[words.index("own.py") - 1] == "--plugin"
+    assert variables == {"WANDB_API_KEY": "key"}
+
+
+@pytest.mark.parametrize(
+    ("state", "folder", "ended", "code", "asked"),
+    [
+        ("RUNNING", "runs/one", "SUCCEEDED", 0, [["stop", "runs/one"]]),
+        ("RUNNING", "runs/one", "FAILED", 1, [["stop", "runs/one"]]),
+        ("RUNNING", None, "SUCCEEDED", 0, ["interrupt"]),
+        ("FAILED", "runs/one", "SUCCEEDED", 2, []),
+    ],
+)
+def test_stop_says_what_became_of_the_job(raylt, monkeypatch, state, folder, ended, code, asked):
+    calls = []
+
+    @contextmanager
+    def connect(url):
+        yield SimpleNamespace(
+            find=lambda name: SimpleNamespace(id=name, state=state, folder=folder),
+            interrupt=lambda job: calls.append("interrupt"),
+            submit=lambda words, *_: calls.append(words) or "helper",
+            wait=lambda id: SimpleNamespace(id=id, state=ended),
+            output=lambda id: "the run is not there\n",
+        )
+
+    monkeypatch.setattr("actors.cluster.jobs.connect", connect)
+    stopped = raylt("stop", "job", "--address", "http://127.0.0.1:8265")
+    assert (stopped.code, calls) == (code, asked)
+    assert ("ends after its next checkpoint" in stopped.out) == (ended == "SUCCEEDED" and bool(asked) and bool(folder))
 
 
 def test_the_run_of_a_resumed_job_is_its_argument(raylt, submitted):
