@@ -15,6 +15,7 @@ def test_every_printed_cell_is_there_with_its_source():
     assert Counter(e.paper for e in expectations()) == {"SFD": 180, "FedSM": 198, "MuPFL": 200, "BPFed": 62}
     assert all(0 < e.value < 1 and e.table for e in expectations())
     assert sum(bool(e.note) for e in expectations()) == 236
+    assert max(e.std for e in expectations() if e.std is not None) == pytest.approx(0.055)
 
 
 @pytest.mark.slow
@@ -87,6 +88,18 @@ def test_generic_classifiers_are_compared_with_fedavg():
     assert {base_of(e).setting["alpha"] == e.setting["alpha"] for e in generic} == {True}
 
 
+def test_a_row_that_fixes_a_parameter_of_the_method_is_an_ablation():
+    for letter in ("lambda", "clusters"):
+        cells = [e for e in expectations() if e.setting.get(letter, "").replace(".", "").isdecimal() and not e.problem]
+        assert cells
+        assert all(e.ablation for e in cells if not e.method.startswith("FedAvg"))
+
+
+def test_baselines_of_fedsm_on_imagenet_have_its_network_without_the_projection():
+    cells = [e for e in expectations() if (e.paper, e.setting["dataset"], e.problem) == ("FedSM", "imagenet_lt", None)]
+    assert {e.config().model for e in cells if e.method in ("FedAvg", "FedProx", "CReFF")} == {"resnet50"}
+
+
 def test_fedavg_is_no_ablation():
     assert not any(e.ablation for e in expectations() if e.method.startswith("FedAvg"))
 
@@ -106,9 +119,10 @@ def test_identity_ignores_seed_rounds_precision_and_place_and_nothing_else():
     same = {
         **config,
         "seed": 7,
-        "data": {**config["data"], "seed": 7, "root": "/x"},
+        "data": {**config["data"], "seed": 7, "root": "/x", "download": True, "split": "split.json"},
         "federation": {**config["federation"], "rounds": 3},
         "local": {**config["local"], "precision": "tf32"},
+        "evaluation": {**config["evaluation"], "every": 10},
         "resources": {},
     }
     assert identity(same) == identity(config)

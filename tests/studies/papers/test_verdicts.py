@@ -260,6 +260,21 @@ def test_the_page_counts_all_cells_and_has_a_line_for_each():
     assert "abababab" in text
 
 
+def test_a_line_of_the_page_has_the_printed_and_the_measured_figures():
+    # the values 84, 85.1 and 85.9 have a sd of 0.954: +- 4.30 * 0.954 / sqrt(3) = 2.37; the differences 12.3 to 12.4
+    records = [
+        run(cell, seed, value + d)
+        for cell, value, each in ((MUPFL, 0.84, (0, 0.011, 0.019)), (FEDAVG, 0.717, (0, 0.01, 0.02)))
+        for seed, d in enumerate(each)
+    ]
+    lines = page(verdicts(records, [MUPFL, FEDAVG])).splitlines()
+    [line] = [line for line in lines if "| MuPFL |" in line]
+    assert "| 94.11 | 85.00 ± 2.37 (3 seeds) | +12.35 | +12.30 ± 0.25 | difference reproduced |" in line
+    assert "| 2 | 2 | 2 | 0 | 0 |" in lines  # Table 2: its cells, those with runs, without runs, and that cannot be run
+    deviating = next(each for each in expectations() if each.std is not None and each.value == 0.23)
+    assert "| 23.00 (sd 2.0) |" in page(verdicts([], [deviating]))
+
+
 def test_a_study_of_a_table_runs_each_cell_once_and_names_its_scale():
     definition = plan(FASHION, "x", 2, 0.1)
     runs = definition.runs()

@@ -283,6 +283,50 @@ def test_a_diverged_run_is_on_record_as_a_result_and_is_run_again(tmp_path, code
         assert ranked == {"fedavg": (1, 0), "per": (0, 1)}
 
 
+def test_the_command_says_which_recorded_runs_are_repeated(tmp_path, capsys):
+    kept(tmp_path, code="0" * 64)
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(TINY))
+    app(["study", str(file), "--out", str(tmp_path / "second"), "--dry-run"], standalone_mode=False)
+    assert "another version of the code made 4 recorded runs, which are repeated" in capsys.readouterr().err
+
+
+def test_a_study_is_recorded_only_if_that_is_asked_for(tmp_path):
+    _, record = kept(tmp_path)
+    record.unlink()
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(TINY))
+    command = ["study", str(file), "--out", str(tmp_path / "first")]
+    app(command, standalone_mode=False)
+    assert not record.exists()
+    app([*command, "--record"], standalone_mode=False)
+    assert record.exists()
+
+
+def test_runs_that_failed_are_an_error_of_the_study(tmp_path, monkeypatch):
+    kept(tmp_path)
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(TINY))
+    monkeypatch.setattr(scheduler, "run_all", lambda *_: ["prox/seed-1"])
+    with refused("study.runs-failed", runs=["prox/seed-1"]):
+        app(["study", str(file), "--out", str(tmp_path / "first")], standalone_mode=False)
+    with refused("study.runs-failed", runs=["prox/seed-1"]):
+        raylt.study(file, out=tmp_path / "first")
+
+
+def test_an_interrupted_study_has_its_finished_runs_on_record(tmp_path, monkeypatch):
+    study = Study.create(define(TINY), tmp_path)
+
+    def stop(planned, *_):
+        write_run(study.folder / planned[0].folder, planned[0], [0.5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler, "run_all", stop)
+    with pytest.raises(KeyboardInterrupt):
+        study.run([Recorder()], record_file=tmp_path / "record.json")
+    assert [each.folder for each in Study.open(tmp_path / "record.json").records] == ["fedavg/seed-0"]
+
+
 class Recorder(raylt.Callback):
     def __init__(self):
         self.lines = []
@@ -341,6 +385,24 @@ def test_a_cell_that_the_study_had_stays_however_often_it_is_recorded(tmp_path):
         Study.create(one, tmp_path / "second", record).run(record_file=record)
         assert {each.cell for each in Study.open(record).records} == {"IF 1", "IF 10"}
         assert len(Study.open(record).records) == 8
+
+
+def test_a_record_keeps_the_class_counts_of_its_cells(tmp_path):
+    study, record = kept(tmp_path, TINY | {"cells": {"data.imbalance": [1, 10]}})
+    before, now = ({"names": ["a"], "groups": ["many"], "counts": [[count]]} for count in (1, 2))
+    recorded_runs.update(record, study.definition, study.records, {"IF 1": before, "IF 10": before}, {})
+    of_cell = [each for each in study.records if each.cell == "IF 1"]
+    recorded_runs.update(record, define(TINY | {"cells": {"data.imbalance": [1]}}), of_cell, {"IF 1": now}, {})
+    assert read_results(record)[2] == {"IF 1": now, "IF 10": before}
+
+
+def test_runs_of_a_cell_that_has_other_settings_now_are_taken_off(tmp_path):
+    _, record = kept(tmp_path, TINY | {"cells": {"long": {"data.imbalance": 10}}})
+    changed = TINY | {"cells": {"long": {"data.imbalance": 50}}, "seeds": [1]}
+    study, lines = recorded_again(tmp_path, record, changed)
+    assert {(each.seed, each.config["data"]["imbalance"]) for each in study.records} == {(1, 50)}
+    assert study.definition.all_cells == {"long": {"data.imbalance": 50}}
+    assert "2 recorded runs" in lines[0]
 
 
 def test_what_the_folder_had_from_a_record_counts_as_long_as_it_is_what_is_planned(tmp_path):

@@ -14,8 +14,9 @@ from raylt.errors import CheckpointError
 from raylt.methods import METHODS
 from raylt.runs.signature import check_signature, sign, signature_of
 from raylt.studies.definition import define
+from raylt.studies.records.record import RunRecord
 from raylt.studies.records.recorded_runs import read_results, seal_results, update
-from raylt.studies.records.seal import is_intact
+from raylt.studies.records.seal import contradiction, is_intact
 from raylt.studies.study import Study, study
 from raylt.studies.verify import verify_results, verify_study
 from raylt.typed_json import hash_json
@@ -165,6 +166,46 @@ def test_a_number_with_every_hash_of_its_own_contradicts_the_rest(results):
         read_results(results)
 
 
+def last(name, value):
+    """Return a change of the last value of a curve."""
+    return lambda tree: tree["curve"][name].__setitem__(-1, value)
+
+
+CONTRADICTIONS = {
+    "stopped": ("state", lambda tree: tree.update(state="stopped")),
+    "more steps": ("state", lambda tree: tree.update(steps=4)),
+    "ended early": (
+        "state",
+        lambda tree: (tree.update(planned_steps=3), tree["config"]["federation"].update(rounds=3)),
+    ),
+    "method": ("config", lambda tree: tree["config"]["method"].update(name="fedprox")),
+    "rounds": ("config", lambda tree: tree["config"]["federation"].update(rounds=3)),
+    "seed": ("seed", lambda tree: tree["config"].update(seed=7)),
+    "few": ("curve", last("few", 0.9)),
+    "bytes": ("curve", last("up", 1)),
+    "seconds": ("curve", last("seconds", 9.0)),
+    "clients": ("curve", last("matched", 0.9)),
+    "step": ("curve", lambda tree: tree["curve"]["step"].__setitem__(0, 2)),
+    "hole": ("curve", lambda tree: tree["curve"]["down"].__setitem__(0, None)),
+    "shorter": ("curve", lambda tree: tree["curve"]["many"].pop(0)),
+    "missing": ("curve", lambda tree: tree["curve"].pop("many")),
+    "best": ("curve", lambda tree: tree["summary"]["accuracy"].update(best=0.9)),
+    "last10": ("curve", lambda tree: tree["summary"]["accuracy"].update(last10=0.9)),
+    "by client": ("by_client", lambda tree: tree.update(by_client={"matched": [0.1, None, 0.2]})),
+    "other clients": ("by_client", lambda tree: tree.update(by_client={"local": [0.5]})),
+    "code": ("made", lambda tree: tree["summary"]["made"].update(code="0" * 64)),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_record_that_no_seal_protects_must_agree_with_the_summary_of_its_run(results, name):
+    part, change = CONTRADICTIONS[name]
+    tree = json.loads(json.dumps(read_results(results)[1][0].to_json()))
+    assert contradiction(RunRecord.from_json(tree)) is None
+    change(tree)
+    assert contradiction(RunRecord.from_json(tree)) == part
+
+
 def unsealed(file):
     edit(file, lambda tree: (tree.pop("seal"), tree.update(schema=1)))
 
@@ -277,6 +318,13 @@ def test_the_command_signs_what_is_whole_and_requires_a_signature(results, key, 
     signature_of(results).unlink()
     with refused("signature.not-made"):
         app(["verify", str(results), "--sign", str(key)], standalone_mode=False)
+
+
+def test_what_could_not_be_checked_is_not_signed(folder, key, monkeypatch):
+    monkeypatch.delitem(METHODS, "fedprox")
+    with refused("signature.not-made"):
+        app(["verify", str(folder), "--sign", str(key)], standalone_mode=False)
+    assert not signature_of(folder / "results.json").exists()
 
 
 @pytest.fixture(scope="module")

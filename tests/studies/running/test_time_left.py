@@ -8,16 +8,18 @@ from io import StringIO
 from types import SimpleNamespace
 
 import pytest
-from made import GROUPS, record, summary
+from made import GROUPS, record, report, summary
 
 from raylt.cli.main import app
 from raylt.registry import resolve
 from raylt.runs.callbacks.base import Callback
 from raylt.studies.definition import define
+from raylt.studies.records.record import RunRecord, read_run
 from raylt.studies.records.recorded_runs import record_path, write_results
 from raylt.studies.running import scheduler, time_left
 from raylt.studies.running.scheduler import Job, Worker, _Pool
 from raylt.studies.running.time_left import Pace
+from raylt.studies.running.worker import EventSender
 from raylt.studies.running.worker_slots import WorkerSlot
 
 ARMS = {"fedavg": "fedavg", "ccvr": "ccvr", "prox": "fedprox"}
@@ -165,6 +167,57 @@ def test_a_study_says_how_far_the_last_phase_of_a_run_is(planned, tmp_path):
     pool._show()
     assert shown[-1].left_s == 380
     assert shown[-1].running == [f"{plan.folder} (class 3 of 10, step 40 of 100)"]
+
+
+def test_a_worker_reports_the_time_of_a_step_with_its_evaluation():
+    channel = StringIO()
+    EventSender(channel).on_step(report(3, 0.5))
+    assert json.loads(channel.getvalue()) == {"event": "step", "step": 3, "seconds": 2.0}
+
+
+def test_only_runs_that_nobody_does_and_that_are_not_done_are_started(planned, tmp_path, monkeypatch):
+    states = ("missing", "running", "stopped", "failed", "damaged", "done")
+    plans = [replace(planned["fedavg"], folder=state) for state in states]
+    records = [RunRecord("", "fedavg", 0, state, state) for state in states]
+    pools = []
+    monkeypatch.setattr(_Pool, "run", lambda pool: pools.append(pool) or [])
+    scheduler.run_all(plans, records, tmp_path, Callback(), 1, "local", None, Pace([]))
+    [pool] = pools
+    assert sorted(job.planned.folder for job in pool._waiting) == ["failed", "missing", "stopped"]
+    assert (pool._done, pool._total) == (1, 4)
+
+
+def test_a_run_waits_for_the_run_from_which_it_continues(planned, tmp_path, monkeypatch):
+    sent = []
+    process = SimpleNamespace(stdin=SimpleNamespace(write=sent.append, flush=lambda: None))
+    monkeypatch.setattr(_Pool, "_start", lambda pool, number, log: Worker(process))
+    stem = Job(planned["fedavg"], tmp_path / "stem", 0)
+    branch = Job(planned["ccvr"], tmp_path / "branch", 0, stem=stem.folder, shared=4)
+    slots = [WorkerSlot(frozenset(), {})] * 2
+    pool = _Pool([branch, stem], slots, Pace([]), Callback(), tmp_path, "ray", "auto", 0)
+    pool._assign_all(None)
+    assert [json.loads(line)["folder"] for line in sent] == [str(stem.folder)]
+    pool._handle(pool._workers[0], {"event": "done"}, None)
+    first, second = map(json.loads, sent)
+    assert (first["stem"], second["stem"]) == (None, str(stem.folder))
+    assert (second["fleet"], second["address"]) == ("ray", "auto")
+    assert second["config"] == planned["ccvr"].config.model_dump(mode="json")
+
+
+def test_a_run_whose_process_dies_again_has_failed(planned, tmp_path):
+    plan = planned["fedavg"]
+    job = Job(plan, tmp_path / plan.folder, 0, attempts=scheduler.MAX_ATTEMPTS - 1)
+    job.folder.parent.mkdir(parents=True)
+    pool = _Pool([], [], Pace([]), Callback(), tmp_path, "local", None, 0)
+    dead = SimpleNamespace(wait=lambda: -9)
+    for waiting, failed in (([job], []), ([], [plan.folder])):
+        pool._waiting.clear()
+        pool._workers[0] = Worker(dead, job)
+        pool._worker_died(0, pool._workers[0], None)
+        assert (pool._waiting, pool._failed) == (waiting, failed)
+        job.attempts += 1
+    record = read_run(job.folder)
+    assert (record.state, record.problem) == ("failed", "its process died (signal 9)")
 
 
 def test_progress_is_shown_at_once_where_it_is_news_and_once_a_second_otherwise(planned, tmp_path, monkeypatch):

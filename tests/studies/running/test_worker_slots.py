@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raylt.config import Config
+from raylt.studies.running import worker_slots as slots_module
 from raylt.studies.running.worker_slots import slot_count, worker_slots
 
 CORES = len(os.sched_getaffinity(0))
@@ -50,3 +51,14 @@ def test_what_is_asked_for_is_taken_and_no_place_is_left_empty():
     assert len(worker_slots(2, "local", runs({}, {}, {}))) == 2
     assert len(worker_slots(4, "local", runs({}))) == 1
     assert slot_count(None, "ray", runs({}, {})) == 1
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [(3, [{0, 3, 6}, {1, 4, 7}, {2, 5}]), (8, [{core} for core in range(8)]), (9, [{core % 8} for core in range(9)])],
+)
+def test_runs_at_the_same_time_share_the_cores_among_them(monkeypatch, parallel, expected):
+    monkeypatch.setattr(slots_module, "cores", lambda: list(range(8)))
+    places = worker_slots(parallel, "local", runs(*[{"device": "cpu"}] * 9))
+    assert [place.cores for place in places] == expected
+    assert [place.environment["OMP_NUM_THREADS"] for place in places] == [str(len(cores)) for cores in expected]
