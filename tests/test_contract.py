@@ -3,6 +3,7 @@ claims."""
 
 import functools
 import itertools
+import math
 import random
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 from refusals import refused
 from small_runs import QUICK
 
@@ -24,6 +25,8 @@ from raylt.contract.checks import (
     trains_in_stacks_as_alone,
 )
 from raylt.contract.fields import acts_from_its_stage_on
+from raylt.contract.hosts import _difference
+from raylt.core.client import Reply
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.reductions import each, mean, total
 from raylt.core.method import Method
@@ -257,6 +260,47 @@ class WritesMessageUncounted(Base):
         return reply
 
 
+class NoPaper(Method):
+    name: ClassVar[str] = "no_paper"
+
+
+class AcceptsAnything(Base):
+    model_config = ConfigDict(extra="allow")
+
+
+class IgnoresSeed(Base):
+    """Method whose model is the same after every run."""
+
+    def round(self, server, fleet):
+        super().round(server, fleet)
+        with torch.no_grad():
+            for value in server.model.state_dict().values():
+                value.zero_()
+
+
+class ChangesItself(Base):
+    weight: float = hp(1.0, Uniform(0.5, 2.0), "of the loss")
+
+    def round(self, server, fleet):
+        super().round(server, fleet)
+        object.__setattr__(self, "weight", 2.0)
+
+
+class OtherModelEachTime(Base):
+    """Method whose global model has another classifier in each call."""
+
+    def global_model(self, server):
+        from raylt.models.split import with_classifier
+
+        weight = torch.rand_like(server.model.classifier.weight)
+        return with_classifier(server.model, weight, torch.zeros(4))
+
+
+class AsksEverybody(Base):
+    def sample(self, server, fleet):
+        return list(fleet.ids)
+
+
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("method", "check", "violation"),
@@ -282,6 +326,18 @@ class WritesMessageUncounted(Base):
         (SaysMore, "declares_what_it_sees", "`sees_each` names loss, and `fleet.ask` asks for no part by client"),
         (WritesMessage, "leaves_messages_alone", "message.model.encoder.* was changed in place"),
         (WritesMessageUncounted, "leaves_messages_alone", "train changed its message"),
+        (NoPaper, "has_a_name_and_a_paper", "`paper` is missing"),
+        (AcceptsAnything, "is_a_value", "model_config was changed"),
+        (IgnoresSeed, "other_seed_other_bits", "the seed has no effect"),
+        (ChangesItself, "is_left_as_it_was", "a field has changed"),
+        (OtherModelEachTime, "predicts_what_was_judged", "the exported entries differ from `global_model`"),
+        (AsksEverybody, "over_selection", "rounds had .5. participants instead of 2"),
+        (PlainSums, "believes_no_wrong_count", "count accepts the part n with"),
+        (GlobalGenerator, "order_of_clients", "the bits differ"),
+        (GlobalGenerator, "retried_calls", "the bits differ"),
+        (GlobalGenerator, "judging_changes_nothing", "the bits differ"),
+        (GlobalGenerator, "resumed_after_every_step", "the bits differ"),
+        (GlobalGenerator, "joining_late", "the bits differ"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -307,6 +363,21 @@ def test_a_wrong_declaration_fails_the_check_on_every_processor(tmp_path, monkey
     fault = fault_of(trains_in_stacks_as_alone, Case(Unstackable(), "classification", tmp_path))
     assert fault is not None
     assert "training in a stack and alone differ by" in fault
+
+
+def test_the_difference_of_a_stack_is_the_largest_of_the_reply_and_the_state():
+    def outcome(reply: float, state: float) -> Any:
+        return Reply(1, {"a": torch.tensor([reply])}), {"b": torch.tensor([state])}
+
+    alone = outcome(4.0, 0.5)
+    for other, expected in (
+        (outcome(4.0, 0.5), 0.0),
+        (outcome(2.0, 0.5), 0.5),  # relative to 4
+        (outcome(4.0, 0.25), 0.25),  # numbers below 1 have absolute differences
+        (outcome(4.0, math.nan), math.inf),
+        ((Reply(1, {}), {}), math.inf),
+    ):
+        assert _difference(other, alone) == expected
 
 
 @pytest.mark.slow

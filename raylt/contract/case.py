@@ -189,6 +189,7 @@ class Case:
         folder: Folder for checkpoints.
         trainable: The part of the model that is trained, as in a configuration.
         raised: Exceptions that client functions raised in the user's own code; the fleet keeps only one line of each.
+        fields: The fields of the method before all runs.
     """
 
     method: Method
@@ -196,6 +197,10 @@ class Case:
     folder: Path
     trainable: str = "all"
     raised: list[Exception] = field(default_factory=list)
+    fields: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fields = self.method.model_dump()
 
     def __str__(self) -> str:
         return f"{self.method.name} on {self.kind}"
