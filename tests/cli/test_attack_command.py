@@ -9,6 +9,7 @@ from commands import refused
 from rich.console import Console
 
 from raylt.cli.attack import _table
+from raylt.errors import ConfigError
 from raylt.privacy.reconstruction import AttackFinding, Nearness
 
 
@@ -23,6 +24,19 @@ def test_the_table_of_attacks_fits_into_80_columns(guessed):
     assert len(lines) == 2 + len(findings)
     assert "…" not in "".join(lines)
     assert ("right" in lines[0]) == (guessed is not None)
+
+
+def test_the_attack_has_every_option(raylt, monkeypatch, tmp_path):
+    given = []
+
+    def attack(run, *options):
+        given.append(options)
+        raise ConfigError("attack: ends here. Repeat it.", code="config.conflict")
+
+    monkeypatch.setattr("raylt.privacy.attack.attack", attack)
+    monkeypatch.setattr("raylt.runs.run.Run.open", lambda folder: None)
+    assert raylt("attack", tmp_path, "--upload", "update", "--outside", "digits", "--epochs", 3).code == 2
+    assert given == [("update", "digits", 3)]
 
 
 @pytest.mark.slow

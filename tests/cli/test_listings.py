@@ -14,7 +14,7 @@ from commands import SMALL, refused
 from rich.console import Console
 
 from raylt.cli import options
-from raylt.cli.method_page import GROUPS, reflowed
+from raylt.cli.method_page import GROUPS, _costs, reflowed
 from raylt.config import settings
 from raylt.data.augment import AUGMENTATIONS
 from raylt.data.sources.sources import NAMES
@@ -37,6 +37,10 @@ def test_table_of_a_split_shows_the_sums_of_its_groups(raylt):
     out = raylt("data").out
     sizes = [n for n, group in zip(split["classes"], split["groups"], strict=True) if group == "few"]
     assert f"few: {len(sizes)} classes, {sum(sizes)} samples" in out
+    low, high = split["thresholds"]
+    bounds = {"many": f"more than {high}", "medium": f"{low} to {high}", "few": f"fewer than {low}"}
+    for group, text in bounds.items():
+        assert re.search(rf"^{group}: .* samples \({text} of each class\)$", out, re.MULTILINE)
     assert split["sha256"] in out
 
 
@@ -74,6 +78,26 @@ def test_methods_are_listed_with_default_range_and_source(raylt):
     assert listing["fednova"]["group"] == "aggregation"
     assert listing["ditto"]["group"] == "personal"
     assert "privileged: labelled images" in " ".join(table.split())
+
+
+def test_the_costs_of_a_method_are_sums_over_the_calls_of_a_round():
+    def call(when, up, down, trained, read, **sends):
+        return {"when": when, "up": up, "down": down, "trained": trained, "read": read, "sends": sends}
+
+    calls = [
+        call("join", 512, 512, 0, 1, mean="total"),
+        call("round", 1024, 4096, 1, 0, model="mean", loss="each"),
+        call("round", 2048, 1024, 0.5, 2, classes="total"),
+        call("finish", 6144, 512, 0, 1, statistics="total"),
+    ]
+    assert _costs({"calls": calls, "cost": 1.7}) == [
+        "model; loss of each; classes",
+        "3.0 KiB",
+        "5.0 KiB",
+        "1.5 trained, 2 read",
+        "1.7",
+        "statistics (6.0 KiB)",
+    ]
 
 
 @pytest.mark.slow

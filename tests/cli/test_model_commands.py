@@ -280,3 +280,19 @@ def test_the_folder_of_a_client_that_joins_after_training_is_left_out(raylt, joi
     for client in set(run.outline.client_names) - {late}:
         shutil.rmtree(tmp_path / "new" / client)
     refused(raylt("evaluate", run.folder, "--data", f"folder:{tmp_path}/new"), f"({late})", "--client")
+
+
+def test_an_export_has_every_option(raylt, monkeypatch):
+    given = []
+
+    def export(folder, to, **options):
+        given.append((folder, to, options))
+        raise ConfigError("export: ends here. Repeat it.", code="config.conflict")
+
+    monkeypatch.setattr("raylt.runs.export.export.export", export)
+    assert raylt("export", "one", "--client", "a", "--format", "pt2", "--round", 3, "--out", "m.pt2").code == 2
+    assert raylt("export", "one", "--round", "best").code == 2
+    assert given == [
+        (Path("one"), Path("m.pt2"), {"client": "a", "format": "pt2", "round": 3}),
+        (Path("one"), None, {"client": None, "format": "safetensors", "round": "best"}),
+    ]

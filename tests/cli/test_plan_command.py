@@ -1,4 +1,7 @@
-"""`raylt plan`: what it says of training. tests/actors/test_capacity.py has its placements."""
+"""`raylt plan`: what it says of training; and the exit code of `raylt doctor`.
+
+tests/actors/test_capacity.py has the placements of plans, and tests/actors/test_doctor.py what the doctor finds.
+"""
 
 import json
 
@@ -47,3 +50,10 @@ def test_settings_without_effect_are_named_before_a_run(raylt, command):
     assert ended.code == 0
     assert "data.alpha = 0.1 has no effect, because data.partition = iid does not use it" in ended.err
     assert "data.download = true has no effect, because data.source = digits does not use it" in ended.err
+
+
+@pytest.mark.parametrize(("problems", "code"), [([], 0), (["ray is too old"], 1)])
+def test_the_doctor_ends_with_1_if_there_are_problems(raylt, monkeypatch, problems, code):
+    monkeypatch.setattr("actors.cluster.doctor.examine", lambda address: {"torch": "2", "problems": problems})
+    for format in ("table", "json"):
+        assert raylt("doctor", "--format", format).code == code

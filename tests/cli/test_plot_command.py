@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from commands import SMALL, refused
 
+from raylt.errors import ConfigError
+
 
 def test_clients_are_printed_and_drawn(raylt, finished):
     folder, _ = finished
@@ -73,3 +75,28 @@ def test_arms_of_recorded_studies_are_drawn(raylt):
     assert raylt("plot", "arms", digits, "--measure", "few", "--picture", "arms.png") == (0, "arms.png\n", "")
     assert Path("arms.png").stat().st_size > 10_000
     refused(raylt("plot", "arms", digits, "--measure", "new_owned", "--picture", "arms.png"), "new_owned")
+
+
+def test_the_picture_of_a_study_has_every_option(raylt, monkeypatch):
+    digits = Path(__file__).parents[2] / "studies" / "results" / "digits.json"
+    given = []
+    monkeypatch.setattr("raylt.plots.arms.draw_arms", lambda made, _: given.extend((c.at, c.reference) for c in made))
+    monkeypatch.setattr("raylt.plots.curves.draw_curves", lambda study, *options: given.append(options))
+    assert raylt("plot", "arms", digits, "--at", "best", "--reference", "sfd", "--picture", "a.png").code == 0
+    options = ["--measure", "few", "--over", "bytes", "--spread", "sd", "--level", "0.8", "--mix-versions"]
+    assert raylt("plot", "curves", digits, *options, "--picture", "c.png").code == 0
+    assert given == [("best", "sfd"), (["few"], "bytes", "sd", Path("c.png"), 0.8, True)]
+
+
+@pytest.mark.parametrize("picture", ["confusion", "classes"])
+def test_the_picture_of_an_evaluation_is_of_the_step_and_client_that_are_asked_for(raylt, monkeypatch, picture):
+    given = []
+
+    def confusion_of(run, *which):
+        given.append(which)
+        raise ConfigError("plot: ends here. Repeat it.", code="config.conflict")
+
+    monkeypatch.setattr("raylt.runs.run.Run.open", lambda folder: None)
+    monkeypatch.setattr("raylt.plots.classes.confusion_of", confusion_of)
+    assert raylt("plot", picture, ".", "--client", "a", "--step", 2).code == 2
+    assert given == [("a", 2)]

@@ -85,6 +85,29 @@ def test_interrupted_run_or_search_is_named(raylt, monkeypatch, tmp_path):
     assert err == f"stopped; continue with raylt resume --plugin 'own code.py' '{tmp_path / 'my run'}'\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "function", "words", "expected"),
+    [
+        ("run", "start.run", ["method=fedavg", "--name", "s", "--out", "there"], (Path("there"), "s", "local", "auto")),
+        ("resume", "continuation.resume", ["one", "federation.rounds=9"], (Path("one"), ["federation.rounds=9"])),
+        ("branch", "continuation.branch", ["one", "seed=1", "--out", "f"], (Path("one"), ["seed=1"], Path("f"))),
+    ],
+)
+def test_a_run_has_every_option(raylt, monkeypatch, command, function, words, expected):
+    calls = []
+
+    def begin(*given, callbacks, **more):
+        calls.append((given[-len(expected) :], more, [each for each in callbacks if isinstance(each, str)]))
+        end_with(3)
+
+    monkeypatch.setattr(f"raylt.runs.{function}", begin)
+    monkeypatch.setattr("raylt.runs.callbacks.trackers.trackers", lambda names: names)
+    track = [] if command == "branch" else ["--track", "mlflow"]
+    assert raylt(command, *words, "--fleet", "local", "--address", "auto", *track).code == 3
+    where = {} if command == "run" else {"fleet": "local", "address": "auto"}
+    assert calls == [(expected, where, track[1:])]
+
+
 def test_without_a_command_help_is_shown_and_no_error(raylt):
     code, out, err = raylt()
     assert code == 2

@@ -167,11 +167,14 @@ def test_a_run_on_a_split_from_a_file_is_the_one_that_its_study_planned(task, sp
     ]
 
 
-@pytest.mark.parametrize(("source", "expected"), [("npz:a.npz", 7), ("npz:b.npz", None)])
-def test_settings_that_the_data_decide_follow_a_run_on_the_same_source_alone(source, expected):
-    made = configure(data={"source": "npz:a.npz", "clients": 7})
-    planned = configure(data={"source": source, "clients": None})
-    assert followed(planned, made).data.clients == expected
+@pytest.mark.parametrize(("source", "same"), [("npz:a.npz", True), ("npz:b.npz", False)])
+def test_settings_that_the_data_decide_follow_a_run_on_the_same_source_alone(source, same):
+    decided = {"clients": 7, "imbalance": 3.0, "partition": "iid", "test": 0.3, "test_share": 0.4}
+    open_settings = dict.fromkeys(decided)
+    made = configure(data={"source": "npz:a.npz", **decided})
+    planned = configure(data={"source": source, **open_settings})
+    data = followed(planned, made).data
+    assert {name: getattr(data, name) for name in decided} == (decided if same else open_settings)
 
 
 @pytest.mark.parametrize(

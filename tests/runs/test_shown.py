@@ -32,6 +32,7 @@ def test_a_study_and_its_comparison_are_tables(run):
     study = of_runs([run.folder])
     assert repr(study) == "Study('runs', 1 of 1 run done)"
     assert "1 done" in study._repr_html_()
+    assert f"{100 * run.summary['accuracy']['last']:.2f}" in study._repr_html_()
     comparison = study.compare()
     assert repr(comparison) == "Comparison('accuracy', 1 rows, arms fedavg)"
     text = comparison._repr_html_()

@@ -24,6 +24,7 @@ from raylt.runs.folder.metrics_log import MetricsLine
 from raylt.runs.folder.summary import Summary
 from raylt.runs.folder.writer import Journal
 from raylt.studies.definition import define
+from raylt.studies.records.record import failure_file, read_run
 from raylt.studies.report import comparison_tables
 from raylt.studies.running import scheduler
 from raylt.studies.running.scheduler import makespan
@@ -139,6 +140,26 @@ def test_single_runs_of_one_arm_that_differ_in_more_than_their_seed_are_refused(
     plain, augmented = written(tmp_path, "plain"), written(tmp_path, "augmented", augment="crop_flip")
     with refused("study.not-comparable", CheckpointError, differences=["augment 'none', 'crop_flip'"]):
         of_runs([plain[0], augmented[2]])  # fedavg with seeds 0 and 1
+
+
+@pytest.mark.parametrize(
+    ("figures", "measure"),
+    [
+        (["local", "local"], "local"),
+        (["matched", "matched"], "matched"),
+        (["local", "matched"], "accuracy"),
+        (["local", "accuracy"], "accuracy"),
+    ],
+)
+def test_single_runs_are_compared_by_the_figure_that_all_of_them_show(tmp_path, monkeypatch, figures, measure):
+    shown = dict(zip(written(tmp_path, "plain"), figures, strict=False))
+
+    def read_shown(folder):
+        record = read_run(folder)
+        return replace(record, summary=record.summary | {"shown": {"figure": shown[folder]}})
+
+    monkeypatch.setattr("raylt.studies.study.read_run", read_shown)
+    assert of_runs(list(shown)).definition.measure == measure
 
 
 def test_settings_in_which_arms_of_single_runs_differ_are_listed(tmp_path):
@@ -293,7 +314,9 @@ def test_a_run_that_another_process_makes_is_left_to_it(tmp_path):
         with pytest.raises(FolderHeld):
             raylt.run(config, out=tmp_path, name="run", fleet="local", quiet=True)
     assert (folder / "split.json").exists()
+    failure_file(folder).write_text("out of memory\n")  # of an earlier attempt
     do(folder, config, "local", None, Callback())  # the remains of a process that died
+    assert not failure_file(folder).exists()
     assert raylt.Run.open(folder).state == "done"
 
 

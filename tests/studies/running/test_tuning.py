@@ -331,6 +331,18 @@ def test_what_was_tuned_with_another_version_of_a_plugin_is_searched_again(tmp_p
     assert load_tuned(file, definition, mix_versions=False) == tuned
 
 
+def test_what_was_tuned_with_another_version_of_the_code_is_searched_again(tmp_path):
+    definition = define(TUNED)
+    tuned = {"": {arm: outcome(definition, arm, **{"local.lr": 0.5}) for arm in definition.arms}}
+    plan = definition.runs(tuned)[0]
+    write_run(tmp_path / plan.folder, plan, [0.1, 0.5], code="0" * 64)
+    file = tmp_path / "results.json"
+    record = read_run(tmp_path / plan.folder, plan.cell, plan.arm, plan.seed, plan.folder)
+    write_results(file, definition, [record], {}, tuned)
+    assert load_tuned(file, definition, mix_versions=True) == tuned
+    assert load_tuned(file, definition, mix_versions=False) == {}
+
+
 def test_a_changed_file_is_refused_and_one_that_the_study_does_not_ask_for_is_not_used(tmp_path):
     definition = define(TUNED)
     folder = tmp_path / "tuned"
@@ -410,6 +422,22 @@ def test_a_dry_run_names_the_open_searches_and_counts_their_time(tmp_path, monke
     assert (content["searches"], content["left_s"]) == ([{"cell": "IF 10", "arm": "prox"}], 12)
 
 
+def test_searches_run_where_and_as_many_at_once_as_the_study_says(tmp_path, monkeypatch):
+    definition = define(TUNED)
+    jobs, places = [], []
+
+    def run_searches(given, slots, folder):
+        jobs.extend(given)
+        places.append(len(slots))
+        return []
+
+    monkeypatch.setattr(tuning, "_run_searches", run_searches)
+    search_arms(definition.bases(), definition.tune, "fedavg", tmp_path, raylt.Callback(), 2, "ray", "auto")
+    assert [job["arm"] for job in jobs] == list(TUNED["arms"])
+    assert {(job["fleet"], job["address"]) for job in jobs} == {("ray", "auto")}
+    assert places == [2]
+
+
 def test_a_setting_that_was_tuned_is_not_called_the_arms_own(tmp_path):
     arms = TUNED["arms"] | {"prox": {"method": "fedprox", "local.lr": 0.5}}
     definition = define(TUNED | {"arms": arms, "seeds": 1})
@@ -460,7 +488,9 @@ def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_of
     assert done(TUNED, "first") == []
     fewer = {arm: each for arm, each in TUNED["arms"].items() if arm != "prox 1"}
     assert done(TUNED | {"arms": fewer}, "second") == []
-    assert len(Study.open(tmp_path / "tuned.json").records) == 6  # the arm's runs stay, because its search was the same
+    recorded = Study.open(tmp_path / "tuned.json")
+    assert len(recorded.records) == 6  # the arm's runs stay, because its search was the same
+    assert recorded.tuned[""].keys() == TUNED["arms"].keys()
     (line,) = done(TUNED | {"arms": fewer, "tune": TUNED["tune"] | {"runs": 4}}, "third")
     assert "prox1/seed-0 (its arm was tuned with other settings)" in line
     assert {each.arm for each in Study.open(tmp_path / "tuned.json").records} == {"fedavg", "prox"}
