@@ -149,7 +149,7 @@ def tower_of(model: nn.Module) -> ImageTower | None:
     return None
 
 
-def start_from_texts(model: SplitModel, name: str, class_names: Sequence[str], kind: str = "text") -> None:
+def start_from_texts(model: SplitModel, name: str, class_names: Sequence[str], kind: str) -> None:
     """Set a new model's classifier to the texts "a photo of a {class}". It then classifies as the image-text model.
 
     Args:

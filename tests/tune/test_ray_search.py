@@ -109,6 +109,18 @@ def test_a_search_without_room_says_so_once_after_ten_seconds_without_a_trial(mo
     assert noticed(monkeypatch, steps) == times
 
 
+@pytest.mark.parametrize(
+    ("state", "owner", "waits"),
+    [("PENDING", "02000000", True), ("CREATED", "02000000", False), ("PENDING", "03000000", False)],
+)
+def test_a_search_waits_for_room_while_a_group_of_its_own_job_is_pending(monkeypatch, state, owner, waits):
+    job = SimpleNamespace(get_job_id=lambda: "02000000")
+    monkeypatch.setattr(waiting.ray, "get_runtime_context", lambda: job)
+    groups = {"first": {"state": state, "placement_group_id": f"97f5bb42000000{owner}"}}
+    monkeypatch.setattr(waiting, "placement_group_table", lambda: groups)
+    assert waiting._waits_for_room() is waits
+
+
 def test_notices_of_searches_are_pickled_with_tunes_settings():
     from tune.ray_tune.backend import RaySearchAdapter
 
