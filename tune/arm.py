@@ -22,7 +22,7 @@ from raylt.store import Folder, folder_for
 from raylt.studies.definition import Definition
 from raylt.studies.running.tuning import UNITS, Outcomes, Tuned, Tuning, applying
 from tune.asha import rungs
-from tune.loop import sizes
+from tune.loop import size_of
 from tune.plan import SearchPlan, cost_of, with_validation
 from tune.search import SearchResult, resume, search
 from tune.space import Space, axis_of, space
@@ -59,14 +59,14 @@ def tune_arm(
     base = with_validation(base)
     reference = with_validation(reference)
     arm_space = _space(base, tuning, arm)
-    unit = cost_of(reference, sizes(reference), tuning.count)
+    unit = cost_of(reference, size_of(reference), tuning.count)
     budget = round(tuning.runs * unit)
     outcome: Tuned = {"asked": "", "values": {}, "score": None, "trials": 0, "client_steps": 0, "budget": budget}
     if tuning.count != "steps":
         outcome["count"] = tuning.count
     if not arm_space:
         return outcome
-    cost = cost_of(base, sizes(base), tuning.count) * tuning.splits
+    cost = cost_of(base, size_of(base), tuning.count) * tuning.splits
     if cost and not reference.federation.rounds:
         raise _no_unit(tuning)
     if cost > budget:

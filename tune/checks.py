@@ -16,7 +16,7 @@ from raylt.metrics import GROUPS
 from raylt.runs.callbacks.trackers import check_trackers
 from raylt.runs.start import preview_run
 from tune.asha import rungs
-from tune.loop import sizes, task_of
+from tune.loop import size_of, task_of
 from tune.plan import SearchPlan, SearchState
 from tune.records import SEARCH_PLAN_JSON, TrialRecord, on_split
 from tune.space import Grid, Space, configure, draw
@@ -148,11 +148,11 @@ def check_plan(plan: SearchPlan) -> None:
     check_judged(plan.metrics, plan.base)
     _check_splits(plan)
     _check_rungs(plan)
-    for method, sequence in SearchState(plan, sizes).sequences.items():
+    for method, sequence in SearchState(plan, size_of).sequences.items():
         first = sequence.next()
         if not isinstance(first, TrialRecord):
             unlimited = replace(plan, budget=None)
-            record = SearchState(unlimited, sizes).sequences[method].next()
+            record = SearchState(unlimited, size_of).sequences[method].next()
             assert isinstance(record, TrialRecord)
             raise ConfigError(
                 f"{spoken('--budget', 'budget')}: one trial of {method} takes {record.whole_cost} {plan.unit}, more "

@@ -13,7 +13,7 @@ from raylt.errors import CheckpointError
 from raylt.runs.callbacks.base import Callback, TrialReport
 from raylt.store import Folder
 from tune.asha import rungs
-from tune.plan import SearchPlan, SearchState
+from tune.plan import SearchPlan, SearchState, TaskSize
 from tune.records import Score, TrialRecord, append_trial, read_ended, split_folder
 
 ERROR = "error.txt"  # File in a trial's folder with the error of its last attempt.
@@ -44,7 +44,7 @@ def forget_tasks() -> None:
     The stamp of a folder does not show which files below it were replaced.
     """
     _task.cache_clear()
-    _sizes.cache_clear()
+    _size.cache_clear()
 
 
 def _key(data: DataConfig) -> tuple[str, str, tuple[tuple[int, int] | None, ...]]:
@@ -64,20 +64,21 @@ def _stamp(path: str | None) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-def sizes(config: Config) -> list[int]:
-    """Return the number of samples of each client that trains, including 0 for clients without samples."""
-    return list(_sizes(*_key(config.data)))
+def size_of(config: Config) -> TaskSize:
+    """Return the sizes of a configuration's task on which the cost of a trial depends."""
+    return _size(*_key(config.data))
 
 
 @lru_cache(maxsize=1024)
-def _sizes(data: str, start: str, files: tuple[tuple[int, int] | None, ...]) -> tuple[int, ...]:
+def _size(data: str, start: str, files: tuple[tuple[int, int] | None, ...]) -> TaskSize:
     task = _task(data, start, files)
-    return tuple(n for k, n in enumerate(task.sizes.tolist()) if k not in task.new_clients)
+    clients = tuple(n for k, n in enumerate(task.sizes.tolist()) if k not in task.new_clients)
+    return TaskSize(clients, task.spec.shape, task.spec.classes)
 
 
 def holders(config: Config) -> int:
     """Return the number of clients that train and hold samples."""
-    return sum(n > 0 for n in sizes(config))
+    return sum(n > 0 for n in size_of(config).clients)
 
 
 class SearchLoop:
@@ -91,7 +92,7 @@ class SearchLoop:
         self.folder = folder
         self.plan = plan
         self.callback = callback
-        self.state = SearchState(plan, sizes)
+        self.state = SearchState(plan, size_of)
         self._records: dict[str, TrialRecord] = {}
         with Folder.open(folder) as search_folder:
             self._ended = read_ended(search_folder)

@@ -29,7 +29,24 @@ DEFAULT_SAMPLES = 20
 VALIDATION = 0.2  # share of the training samples for validation where data.validation is 0
 OVER = "over"  # No more trials will start.
 WAIT = "wait"  # The next trial depends on trials that are running.
-Sizes = Callable[[Config], list[int]]
+
+
+@dataclass(frozen=True)
+class TaskSize:
+    """The sizes on which the cost of a trial depends.
+
+    Attributes:
+        clients: Number of samples of each client that trains, including 0 for clients without samples.
+        shape: Height, width and channels of an image.
+        classes: Number of classes.
+    """
+
+    clients: Sequence[int]
+    shape: tuple[int, int, int]
+    classes: int
+
+
+TaskSizes = Callable[[Config], TaskSize]
 
 
 @dataclass(frozen=True)
@@ -140,12 +157,12 @@ class SearchState:
 
     Args:
         plan: Settings of the search.
-        sizes: Function that returns, for a configuration, the number of samples of each client that trains.
+        size_of: Function that returns the sizes of a configuration's task.
     """
 
-    def __init__(self, plan: SearchPlan, sizes: Sizes):
+    def __init__(self, plan: SearchPlan, size_of: TaskSizes):
         self.plan = plan
-        self.sequences = {method: TrialSequence(plan, method, space, sizes) for method, space in plan.spaces.items()}
+        self.sequences = {method: TrialSequence(plan, method, space, size_of) for method, space in plan.spaces.items()}
 
     @property
     def trials(self) -> list[TrialRecord]:
@@ -195,11 +212,11 @@ def front_of(plan: SearchPlan, trials: Sequence[TrialRecord]) -> list[TrialRecor
 class TrialSequence:
     """The trials of one method in a search, in order."""
 
-    def __init__(self, plan: SearchPlan, method: str, space: Space, sizes: Sizes):
+    def __init__(self, plan: SearchPlan, method: str, space: Space, size_of: TaskSizes):
         self.plan = plan
         self.method = method
         self.space = space
-        self._sizes = sizes
+        self._size_of = size_of
         self.records: list[TrialRecord] = []
 
     @cached_property
@@ -226,7 +243,7 @@ class TrialSequence:
             return WAIT
         values = self._values(number, earlier)
         config = configure(self.plan.base, self.method, values)
-        cost = cost_of(config, self._sizes(config), self.plan.count)
+        cost = cost_of(config, self._size_of(config), self.plan.count)
         record = TrialRecord(f"{self.method}-{number:03d}", self.method, values, config, cost, splits=self.plan.splits)
         spent = sum(earlier.spent for earlier in self.records)
         if self.plan.budget is not None and spent + record.whole_cost > self.plan.budget:
@@ -268,29 +285,32 @@ class TrialSequence:
         return 10 if self.plan.samples is None else min(10, max(4, self.plan.samples // 3))
 
 
-def cost_of(config: Config, sizes: list[int], count: Count) -> int:
+def cost_of(config: Config, size: TaskSize, count: Count) -> int:
     """Return the cost of a trial in a unit of budgets.
 
     Args:
         config: Settings of the trial.
-        sizes: Number of samples of each client that trains.
+        size: Sizes of its task.
         count: The unit. "steps" are client-steps. "passes" are client-steps times the passes that the method makes in
-            a round with these settings, on average over the run, as a multiple of FedAvg's; see `relative_cost`.
+            a round with these settings, on average over the run, as a multiple of FedAvg's, see `relative_cost`; and
+            the server's own work as a number of FedAvg's steps, see `server_steps`.
     """
-    steps = client_steps(config, sizes)
+    steps = client_steps(config, size.clients)
     if count == "steps" or not steps:
         return steps
-    from raylt.contract.costs import passes_of_settings  # Imports torch, which `raylt tune --help` does not need.
+    # Imports torch, which `raylt tune --help` does not need.
+    from raylt.contract.costs import passes_of_settings, server_steps
 
     local, federation = config.local, config.federation
     epochs = local.epochs
     if local.steps is not None:
-        steps_per_epoch = [local.step_count(n, epochs=1) for n in sizes if n]
+        steps_per_epoch = [local.step_count(n, epochs=1) for n in size.clients if n]
         epochs = local.steps * len(steps_per_epoch) / sum(steps_per_epoch)
-    return round(steps * passes_of_settings(config.method, epochs, federation.rounds))
+    at_clients = steps * passes_of_settings(config.method, epochs, federation.rounds)
+    return round(at_clients + server_steps(config, size.shape, size.classes))
 
 
-def client_steps(config: Config, sizes: list[int]) -> int:
+def client_steps(config: Config, sizes: Sequence[int]) -> int:
     """Return the cost of a trial: the number of SGD steps of all clients in all rounds.
 
     With partial participation it is the expected number.

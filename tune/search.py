@@ -33,7 +33,7 @@ from raylt.runs.runner import check_fleet
 from raylt.store import Folder, folder_for, resolved_path
 from raylt.studies.running.tuning import Count
 from tune.checks import check_arguments, check_metrics, check_plan, check_spaces, check_tracked
-from tune.loop import SearchLoop, forget_tasks, holders, sizes
+from tune.loop import SearchLoop, forget_tasks, holders, size_of
 from tune.plan import (
     DEFAULT_SAMPLES,
     Scheduler,
@@ -141,7 +141,7 @@ def search(
         grace: Rounds before trials are compared for the first time.
         budget: Client-steps that each method may spend.
         count: "steps", or "passes" for a budget in which a step costs the passes over samples that its method makes,
-            as a multiple of FedAvg's.
+            as a multiple of FedAvg's, and the server's own work costs as many steps as have its multiplications.
         seed: Seed of the draws of values.
         parallel: Trials at once at most; by default as many as the cluster holds. TPE learns from the trials that are
             this many back, so a search with TPE gives the same result elsewhere only with the same number.
@@ -411,7 +411,7 @@ def _place(plan: SearchPlan, nodes: Sequence[Mapping[str, float]], parallel: int
     from tune.placement import bundles_of, check_fit, most_on_gpu, need_of, place_trial
 
     have = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU")}
-    total = sum(sequence.total for sequence in SearchState(plan, sizes).sequences.values())
+    total = sum(sequence.total for sequence in SearchState(plan, size_of).sequences.values())
     most = int(min(total, parallel or 1000))
     placement = place_trial(plan.base, holders(plan.base), most, have)
     if plan.base.resources.gpu_share == "auto" and 0 < placement.gpus < 0.5:

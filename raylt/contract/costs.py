@@ -1,4 +1,4 @@
-"""Measurement of a method's costs at clients in a tiny run: parts of replies, bytes and passes over the samples.
+"""Measurement of a method's costs in a tiny run: parts of replies, bytes, passes over samples, and the server's work.
 
 A pass over the samples is a full forward pass of the encoder. A pass through some of its layers counts as their share
 of the encoder's multiplications.
@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from raylt.config import Config
 from raylt.contract.case import fitting, learning_part
@@ -23,7 +24,7 @@ from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.function_name import function_name
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.method import Method
-from raylt.core.round_stats import Timings
+from raylt.core.round_stats import StageProgress, Timings
 from raylt.core.server import Server
 from raylt.core.setup import Setup
 from raylt.data.label_maps import class_counts
@@ -32,7 +33,9 @@ from raylt.data.splits.split import Split
 from raylt.data.task import Shard, Task
 from raylt.methods import make_method
 from raylt.models import MODELS, ModelFactory
-from raylt.models.split import SplitModel, pass_zeros
+from raylt.models.split import PixelModel, SplitModel, pass_zeros
+from raylt.registry import resolve_setup
+from raylt.seeds import seeded
 
 CPU = torch.device("cpu")
 IMAGES_PER_CLASS = 2  # At each client.
@@ -48,6 +51,9 @@ REPLACED: dict[str, dict[str, Any]] = {
     "fedic": {"steps": 1},
     "mupfl": {"tau": 1},
 }
+# Fields that set how many steps the server's work takes, which are linear in each of them.
+STEPS = ("retrain_epochs", "synthesis_steps", "matching_steps", "steps")
+LOW_RATE = 1e-6  # Learning rate with which no run on random images diverges.
 ROUNDS = 30  # Default number of rounds of the measured run.
 TYPICAL_ROUND = 3  # Round whose calls are listed: FLea warms up in the first, FedALA in the second.
 
@@ -88,7 +94,7 @@ def measure(
         cut: Whether to end the last phase when the server starts a stage that it times, for a method that asks no
             client afterwards.
     """
-    steps = _TinyRun(method, factory, shape, classes, cut).steps(TYPICAL_ROUND)
+    steps = _TinyRun(_quick(method), factory, shape, classes, cut=cut).steps(TYPICAL_ROUND)
     return [call for number, calls in steps if number in (0, TYPICAL_ROUND, ROUNDS + 1) for call in calls]
 
 
@@ -97,11 +103,14 @@ class _TinyRun:
     """A tiny run of a method, whose calls are measured.
 
     Attributes:
-        method, factory, shape, classes, cut: As in `measure`.
+        method: The method, with the fields with which it runs.
+        factory, shape, classes, cut: As in `measure`.
         epochs: local.epochs of the run.
+        steps_per_round: local.steps of the run, with batches of two; None for `epochs` with one batch per pass.
         finish: Whether to run the last phase too.
         lacking: Number of classes that each client does not have, at most half of all.
         rounds: federation.rounds of the run.
+        timings: Called for the timings of each step.
     """
 
     method: Method
@@ -110,9 +119,11 @@ class _TinyRun:
     classes: int
     cut: bool = False
     epochs: float = 1
+    steps_per_round: int | None = None
     finish: bool = True
     lacking: int = 0
     rounds: int = ROUNDS
+    timings: Callable[[], Timings] = Timings
 
     def steps(self, last_round: int) -> Iterator[tuple[int, list[CallCost]]]:
         """Yield the number and the calls of each step, from the start (step 0) to the finish.
@@ -120,16 +131,17 @@ class _TinyRun:
         Args:
             last_round: The last round to run; later rounds are left out.
         """
-        kind = type(self.method)
-        short = {name: value for name, value in SHORT.items() if name in kind.model_fields}
-        method = kind(**self.method.model_dump() | short | REPLACED.get(self.method.name, {}))
+        method = self.method
         task = _task(self.shape, self.classes, self.lacking)
         samples = IMAGES_PER_CLASS * self.classes  # of each client
+        local = {"batch": samples, "epochs": self.epochs}
+        if self.steps_per_round is not None:
+            local = {"batch": 2, "steps": self.steps_per_round, "lr": LOW_RATE}
         config = Config.model_validate(
             {
                 "method": {"name": method.name, **method.model_dump()},
                 "trainable": learning_part(method),
-                "local": {"batch": samples, "epochs": self.epochs},
+                "local": local,
                 "federation": {"rounds": self.rounds},
                 "data": {"clients": CLIENTS},
             }
@@ -146,7 +158,7 @@ class _TinyRun:
                 steps.append((self.rounds + 1, "finish", method.finish))
             for number, when, step in steps:
                 server.round = number
-                server.timings = _Cut() if when == "finish" and self.cut else Timings()
+                server.timings = _Cut() if when == "finish" and self.cut else self.timings()
                 fleet.begin(number)
                 passes.counts.clear()
                 with suppress(_ServerOnly):
@@ -183,7 +195,7 @@ def relative_cost(
     def cost(whole_epochs: int) -> float:
         finish = asked is not None
         run = _TinyRun(
-            method, factory, shape, classes, epochs=whole_epochs, finish=finish, lacking=lacking, rounds=rounds
+            _quick(method), factory, shape, classes, epochs=whole_epochs, finish=finish, lacking=lacking, rounds=rounds
         )
         once = in_rounds = 0.0
         for number, calls in run.steps(rounds):
@@ -201,6 +213,95 @@ def relative_cost(
     return (first + (epochs - below) * (cost(below + 1) - first)) / epochs
 
 
+def server_multiplications(
+    method: Method, factory: ModelFactory, shape: tuple[int, int, int], classes: int, rounds: int
+) -> int:
+    """Return the multiplications of the server's own work in a run, in matrix products and convolutions.
+
+    The work is that in the stages that the server times, such as SFD's synthesis. It is measured in a tiny run with two
+    clients that train for one step in each round, as if all classes had the same size and the server one labelled image
+    of each. Few steps of the server are run, from which the multiplications of all follow.
+
+    Args:
+        method, factory, shape, classes: As in `measure`; the fields in REPLACED are replaced, but those in STEPS count.
+        rounds: federation.rounds.
+    """
+    given = {name: getattr(method, name) for name in STEPS if name in type(method).model_fields}
+    long = {name: steps for name, steps in given.items() if steps > 2}
+    replaced = type(method)(**method.model_dump() | REPLACED.get(method.name, {}) | given)
+
+    def counted(**steps: int) -> int:
+        counter = _Multiplications()
+        short = type(method)(**replaced.model_dump() | dict.fromkeys(long, 1) | steps)
+        run = _TinyRun(
+            short,
+            partial(_classifying, factory),
+            shape,
+            classes,
+            steps_per_round=1,
+            rounds=rounds,
+            timings=lambda: counter,
+        )
+        for _ in run.steps(rounds):
+            pass
+        return counter.total
+
+    of_one_step = counted()
+    return of_one_step + sum((steps - 1) * (counted(**{name: 2}) - of_one_step) for name, steps in long.items())
+
+
+def server_steps(config: Config, shape: tuple[int, int, int], classes: int) -> float:
+    """Return the server's own work in a run as a number of FedAvg's steps, each on one full batch.
+
+    A step counts three passes of the encoder over the batch. `server_multiplications` says what counts for the server.
+
+    Args:
+        config: Settings of the run.
+        shape: Height, width and channels of an image.
+        classes: Number of classes, C.
+    """
+    setup = resolve_setup(config)
+    with seeded(config.seed, "model"):
+        model = setup.model(classes, shape)
+    key = json.dumps(
+        [
+            config.method["name"],
+            _sized(setup.method),
+            config.model,
+            config.input,
+            config.federation.rounds,
+            shape,
+            classes,
+        ]
+    )
+    if key not in _SERVER:
+        _SERVER[key] = server_multiplications(setup.method, setup.model, shape, classes, config.federation.rounds)
+    return _SERVER[key] / (3 * config.local.batch * _count_layers(model, shape))
+
+
+_SERVER: dict[str, int] = {}  # results of `server_multiplications`
+
+
+def _sized(method: Method) -> dict[str, Any]:
+    """Return the fields on which the size of the server's work depends.
+
+    Of a fraction it only matters whether it is 0 or 1, which may switch a part of the method off.
+    """
+    return {
+        name: value if not isinstance(value, float) or value in (0, 1) else None
+        for name, value in method.model_dump(mode="json").items()
+    }
+
+
+def _classifying(factory: ModelFactory, classes: int, shape: tuple[int, int, int]) -> SplitModel:
+    """Return a model that classifies images by features as wide as those of the factory's model, with its encoder."""
+    model = factory(classes, shape)
+    if not isinstance(model, PixelModel):
+        return model
+    model.encoder.register_forward_hook(lambda module, inputs, features: features.mean((2, 3)))
+    return SplitModel(model.encoder, model.dim, classes)
+
+
 def passes_of_settings(method: Mapping[str, Any], epochs: float, rounds: int, asked: float | None = None) -> float:
     """Return the passes of a client in a round as a multiple of FedAvg's, measured on tiny images.
 
@@ -216,6 +317,12 @@ def passes_of_settings(method: Mapping[str, Any], epochs: float, rounds: int, as
 def _passes(kind: type[Method], fields: str, epochs: float, rounds: int, asked: float | None) -> float:
     method = kind(**json.loads(fields))
     return relative_cost(method, MODELS["small"], (8, 8, 1), 4, epochs, rounds, asked)
+
+
+def _quick(method: Method) -> Method:
+    """Return the method with fields with which its calls are the same and a run is quick, see SHORT and REPLACED."""
+    short = {name: value for name, value in SHORT.items() if name in type(method).model_fields}
+    return type(method)(**method.model_dump() | short | REPLACED.get(method.name, {}))
 
 
 def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Iterator[CallCost]:
@@ -244,6 +351,20 @@ class _ServerOnly(Exception):
 class _Cut(Timings):
     def time(self, name: str) -> Any:
         raise _ServerOnly
+
+
+class _Multiplications(Timings):
+    """Counter of the multiplications in the stages that a server times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[StageProgress]:
+        with FlopCounterMode(display=False) as counter, super().time(name) as progress:
+            yield progress
+        self.total += counter.get_total_flops() // 2  # a multiplication and an addition are two operations
 
 
 class _Passes:
@@ -326,8 +447,8 @@ class _Host(ClientHost):
             self._passes.call = None
 
 
-def _count_layers(model: SplitModel, shape: tuple[int, int, int]) -> None:
-    """Store on each counted layer the encoder's multiplications for one image.
+def _count_layers(model: SplitModel, shape: tuple[int, int, int]) -> int:
+    """Store on each counted layer the encoder's multiplications for one image, and return them.
 
     The attribute marks the counted layers. Copies of the model have it too.
     """
@@ -346,6 +467,7 @@ def _count_layers(model: SplitModel, shape: tuple[int, int, int]) -> None:
         handle.remove()
     for layer in counted:
         layer.encoder_multiplications = total  # pyright: ignore[reportArgumentType]
+    return total
 
 
 class _Fleet(LocalFleet):

@@ -91,7 +91,8 @@ class RatioLoss(Method):
         return super().message(server) | {"weights": self.weights(server)}
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        message = self.message(server)
+        with server.timings.time("class weights"):
+            message = self.message(server)
         server.log(largest_weight=message["weights"].max().item())
         train_clients(self, server, fleet, message=message)
 

@@ -4,7 +4,10 @@ import pytest
 from small_runs import QUICK
 
 from raylt import tree
-from raylt.contract.costs import measure, relative_cost
+from raylt.config import Config
+from raylt.contract import costs
+from raylt.contract.case import pixels
+from raylt.contract.costs import measure, relative_cost, server_multiplications, server_steps
 from raylt.core.method import Method
 from raylt.methods import METHODS
 from raylt.models import MODELS, build_model
@@ -119,3 +122,62 @@ def test_hidden_hooks_are_gone_after_a_measurement():
     before = len(module._global_forward_pre_hooks)
     calls(METHODS["fedavg"]())
     assert len(module._global_forward_pre_hooks) == before
+
+
+def of_server(name, rounds=3, model=MODELS["small"], **fields):
+    return server_multiplications(METHODS[name](**fields), model, (8, 8, 1), 4, rounds)
+
+
+def test_the_servers_products_are_counted_by_hand():
+    # the forward product and the weights' gradient: d = 64 features, C = 4 classes, 80 features, 7 epochs
+    assert of_server("ccvr", virtual=20, retrain_epochs=7) == 2 * 64 * 4 * 80 * 7
+    # two steps on 50 features
+    assert of_server("fednpc", samples=50, steps=2) == 2 * 64 * 4 * 50 * 2
+    # the encoder reads one image of each of 4 classes in the rounds after the first
+    assert of_server("ratioloss", rounds=3) >= 2 * 4 * (32 * 9 * 64 + 64 * 32 * 9 * 16)
+    assert of_server("fedavg") == of_server("bpfed") == of_server("sfd", safs=False) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("sfd", {"rf_dim": 100, "synthesis_steps": 6, "retrain_epochs": 5}),
+        ("creff", {"per_class": 3, "matching_steps": 5, "retrain_epochs": 4}),
+        ("mupfl", {"m": 2, "matching_steps": 4}),
+        ("ccvr", {"virtual": 20, "retrain_epochs": 1}),
+        ("fedic", {"steps": 4}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_multiplications_of_many_steps_follow_from_those_of_two(name, fields, monkeypatch):
+    monkeypatch.setitem(costs.REPLACED, "fedic", {})
+    extrapolated = of_server(name, **fields)
+    monkeypatch.setattr(costs, "STEPS", ())
+    assert extrapolated == of_server(name, **fields) > 0
+
+
+@pytest.mark.slow
+def test_work_of_each_round_is_counted_in_each_round_and_pixels_count_as_features():
+    fields = {"m": 2, "tau": 1, "matching_steps": 3}
+    assert of_server("mupfl", 4, **fields) == 2 * of_server("mupfl", 2, **fields) > 0
+    assert of_server("mupfl", 2, pixels, **fields) > 0
+
+
+def test_the_servers_work_is_a_number_of_steps_on_full_batches(monkeypatch):
+    monkeypatch.setattr(costs, "_SERVER", {})
+    method = {"name": "ccvr", "virtual": 20, "retrain_epochs": 7}
+    config = Config.model_validate(
+        {"method": method, "model": "small", "local": {"batch": 16}, "federation": {"rounds": 3}}
+    )
+    per_image = 32 * 9 * 64 + 64 * 32 * 9 * 16
+    expected = 2 * 64 * 4 * 80 * 7 / (3 * 16 * per_image)
+    assert server_steps(config, (8, 8, 1), 4) == pytest.approx(expected)
+
+    def steps(**fields):
+        return server_steps(config.model_copy(update={"method": method | fields}), (8, 8, 1), 4)
+
+    assert steps(retrain_lr=0.003) == pytest.approx(expected)
+    assert len(costs._SERVER) == 1  # a rate does not change the work, which is not measured again
+    assert steps(virtual=40) == pytest.approx(2 * expected)
+    assert len(costs._SERVER) == 2

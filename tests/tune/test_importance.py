@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from test_plan import BASE, plan, run, sizes
+from test_plan import BASE, plan, run, size_of
 
 from tune.asha import Outcome
 from tune.plan import SearchState
@@ -15,7 +15,7 @@ from tune.space import Grid
 
 def searched(**changes):
     settings = plan(samples=27, searcher="random", **changes)
-    return settings, run(SearchState(settings, sizes), random.Random(0), 3)
+    return settings, run(SearchState(settings, size_of), random.Random(0), 3)
 
 
 @pytest.mark.slow
@@ -31,7 +31,7 @@ def test_the_setting_that_decides_the_scores_has_nearly_all_importance(scheduler
 @pytest.mark.slow
 def test_it_does_not_depend_on_the_timing_of_the_trials():
     settings, state = searched(scheduler="asha")
-    other = run(SearchState(settings, sizes), random.Random(5), 2)
+    other = run(SearchState(settings, size_of), random.Random(5), 2)
     assert importance(settings, other, "fedprox") == importance(settings, state, "fedprox")
 
 
@@ -59,14 +59,14 @@ def test_scores_that_do_not_count_have_no_say_in_the_importance():
 
 def test_too_few_trials_or_settings_have_none():
     few = plan(samples=5, searcher="random")
-    assert importance(few, run(SearchState(few, sizes), random.Random(0), 1), "fedprox") == {}
+    assert importance(few, run(SearchState(few, size_of), random.Random(0), 1), "fedprox") == {}
     space = plan().spaces["fedprox"]
     one = replace(few, samples=12, spaces={"fedprox": {"local.lr": space["local.lr"]}})
-    assert importance(one, run(SearchState(one, sizes), random.Random(0), 1), "fedprox") == {}
+    assert importance(one, run(SearchState(one, size_of), random.Random(0), 1), "fedprox") == {}
 
 
 def test_settings_of_a_grid_are_left_out():
     space = plan().spaces["fedprox"] | {"local.momentum": Grid((0.0, 0.9))}
     settings = plan(samples=10, searcher="random", scheduler="none", spaces={"fedprox": space})
-    state = run(SearchState(settings, sizes), random.Random(0), 1)
+    state = run(SearchState(settings, size_of), random.Random(0), 1)
     assert set(importance(settings, state, "fedprox")) == {"local.lr", "method.mu"}

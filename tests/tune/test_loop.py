@@ -8,7 +8,7 @@ import pytest
 from raylt.config import load
 from raylt.hyper import Uniform
 from raylt.runs.callbacks.base import Callback
-from tune.loop import SearchLoop, sizes
+from tune.loop import SearchLoop, size_of
 from tune.plan import SearchPlan
 from tune.records import TrialRecord
 
@@ -27,9 +27,9 @@ def test_data_are_read_again_where_the_file_or_the_folder_changed(tmp_path, monk
     save(tmp_path / "two", 300)
     for name, images in (("one", 100), ("two", 300)):
         monkeypatch.chdir(tmp_path / name)
-        assert sum(sizes(config)) == images
+        assert sum(size_of(config).clients) == images
     save(tmp_path / "two", 200)
-    assert sum(sizes(config)) == 200
+    assert sum(size_of(config).clients) == 200
 
 
 @pytest.mark.parametrize(("scheduler", "rungs"), [("asha", [1, 3]), ("none", [])])

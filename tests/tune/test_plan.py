@@ -17,6 +17,7 @@ from tune.plan import (
     WAIT,
     SearchPlan,
     SearchState,
+    TaskSize,
     _propose,
     client_steps,
     cost_of,
@@ -35,8 +36,8 @@ SPACE = {"method.mu": LogUniform(1e-4, 1.0), "local.lr": LogUniform(0.01, 0.3)}
 BASE = Config(method="fedavg", federation={"rounds": 9}, data={"validation": 0.2, "clients": 3})
 
 
-def sizes(config):
-    return [64, 32, 33]
+def size_of(config):
+    return TaskSize([64, 32, 33], (8, 8, 1), 4)
 
 
 def plan(**changes):
@@ -77,17 +78,17 @@ def results(state):
 
 @pytest.mark.parametrize("searcher", ["tpe", "random", "grid"])
 def test_a_search_has_the_same_outcome_whatever_the_timing(searcher):
-    straight = results(run(SearchState(plan(searcher=searcher), sizes), random.Random(0), 1))
+    straight = results(run(SearchState(plan(searcher=searcher), size_of), random.Random(0), 1))
     assert len(straight) == (9 if searcher == "grid" else 12)
     assert "stopped" in {outcome.state for *_, outcome in straight}
     for seed in range(5):
-        assert results(run(SearchState(plan(searcher=searcher), sizes), random.Random(seed), 2)) == straight
+        assert results(run(SearchState(plan(searcher=searcher), size_of), random.Random(seed), 2)) == straight
 
 
 def test_tpe_goes_where_scores_are_good():
     first, later = 0.0, 0.0
     for seed in range(4):
-        state = run(SearchState(plan(samples=30, seed=seed), sizes), random.Random(0), 1)
+        state = run(SearchState(plan(samples=30, seed=seed), size_of), random.Random(0), 1)
         away = [distance(r.values["local.lr"]) for r in state.trials]
         first, later = first + sum(away[:10]) / 10, later + sum(away[10:]) / 20
     assert later < 0.75 * first
@@ -95,7 +96,7 @@ def test_tpe_goes_where_scores_are_good():
 
 @pytest.mark.parametrize(("samples", "random_trials"), [(6, 4), (20, 6), (60, 10), (None, 10)])
 def test_tpe_learns_after_a_third_of_the_samples_and_from_four_to_ten_trials(samples, random_trials):
-    state = SearchState(plan(samples=samples, lag=1, scheduler="none"), sizes)
+    state = SearchState(plan(samples=samples, lag=1, scheduler="none"), size_of)
     for number in range(random_trials + 1):
         record = state.next()
         assert (record.values == drawn_values(SPACE, 0, "fedprox", number)) == (number < random_trials)
@@ -143,7 +144,7 @@ def test_for_tpe_a_finished_trial_is_better_than_a_stopped_one_whatever_their_sc
 
 
 def test_the_best_is_one_that_went_to_its_end():
-    state = run(SearchState(plan(), sizes), random.Random(0), 2)
+    state = run(SearchState(plan(), size_of), random.Random(0), 2)
     best = state.best()
     assert best is not None
     assert best.outcome.score == max(r.outcome.score for r in state.trials if r.outcome.state == "done")
@@ -151,19 +152,19 @@ def test_the_best_is_one_that_went_to_its_end():
 
 def test_the_method_with_the_fewest_trials_is_next_until_none_has_another():
     one = {"local.lr": SPACE["local.lr"]}
-    state = SearchState(plan(spaces={"fedprox": one, "fedavg": one}, searcher="random", samples=2), sizes)
+    state = SearchState(plan(spaces={"fedprox": one, "fedavg": one}, searcher="random", samples=2), size_of)
     ids = [state.next().id for _ in range(4)]
     assert ids == ["fedprox-000", "fedavg-000", "fedprox-001", "fedavg-001"]
     assert state.next() == OVER
     # the search waits as long as one method does, although the other is over
     for spaces in ({"fedprox": SPACE, "fedavg": {}}, {"fedavg": {}, "fedprox": SPACE}):
-        state = SearchState(plan(spaces=spaces, lag=1), sizes)
+        state = SearchState(plan(spaces=spaces, lag=1), size_of)
         assert [isinstance(state.next(), TrialRecord) for _ in range(2)] == [True, True]
         assert state.next() == WAIT
 
 
 def test_the_best_trial_of_a_method_is_one_of_its_own():
-    state = SearchState(plan(spaces={"fedprox": SPACE, "moon": SPACE}, samples=1, scheduler="none"), sizes)
+    state = SearchState(plan(spaces={"fedprox": SPACE, "moon": SPACE}, samples=1, scheduler="none"), size_of)
     for value in (0.5, 0.6):
         record = state.next()
         record.scores[9] = Score(9, "final", value, 0, {}, {})
@@ -181,14 +182,14 @@ def test_the_best_trial_of_a_method_is_one_of_its_own():
 
 
 def test_a_budget_waits_for_running_trials_which_may_leave_some_of_it():
-    cost = client_steps(BASE, sizes(BASE))
-    state = SearchState(plan(samples=None, budget=3 * cost, splits=2, searcher="random", scheduler="none"), sizes)
+    cost = client_steps(BASE, size_of(BASE).clients)
+    state = SearchState(plan(samples=None, budget=3 * cost, splits=2, searcher="random", scheduler="none"), size_of)
     first = state.next()
     assert state.next() == WAIT  # each trial takes twice the cost of a split
     first.scores[9] = Score(9, "final", 0.5, 0, {}, {})
     state.update(first)
     assert state.next() == OVER
-    state = SearchState(plan(samples=None, budget=2 * cost, searcher="random"), sizes)
+    state = SearchState(plan(samples=None, budget=2 * cost, searcher="random"), size_of)
     first, second = state.next(), state.next()
     assert state.next() == WAIT
     for record, value in ((first, 0.5), (second, 0.4)):
@@ -201,7 +202,7 @@ def test_a_budget_waits_for_running_trials_which_may_leave_some_of_it():
 
 def test_trials_are_compared_with_trials_of_as_many_rounds():
     spaces = {"fedprox": {"federation.rounds": Grid((9, 27)), "local.lr": SPACE["local.lr"]}}
-    state = SearchState(plan(spaces=spaces, searcher="random", samples=1), sizes)
+    state = SearchState(plan(spaces=spaces, searcher="random", samples=1), size_of)
     short, long = state.next(), state.next()
     assert (short.config.federation.rounds, long.config.federation.rounds) == (9, 27)
     short.scores = {1: Score(1, "round", 0.8, 0, {}, {}), 3: Score(3, "round", 0.9, 0, {}, {})}
@@ -221,7 +222,7 @@ def test_tpe_has_another_seed_for_each_trial_and_leaves_grids_alone(monkeypatch)
     space = {"local.momentum": Grid((0.0, 0.9)), "local.lr": SPACE["local.lr"]}
     for seed in (0, 1):
         settings = plan(spaces={"fedprox": space, "fedavg": space}, samples=6, lag=1, scheduler="none", seed=seed)
-        state = SearchState(settings, sizes)
+        state = SearchState(settings, size_of)
         while isinstance(record := state.next(), TrialRecord):
             record.scores[9] = Score(9, "final", 0.5, 0, {}, {})
             state.update(record)
@@ -242,14 +243,26 @@ def test_tpe_has_another_seed_for_each_trial_and_leaves_grids_alone(monkeypatch)
 )
 def test_a_budget_in_passes_counts_what_a_method_computes(method, local, multiple):
     config = BASE.model_copy(update={"method": method, "local": BASE.local.model_copy(update=local)})
-    steps = client_steps(config, sizes(config))
-    assert cost_of(config, sizes(config), "steps") == steps
-    assert cost_of(config, sizes(config), "passes") == round(multiple * steps)
+    steps = client_steps(config, size_of(config).clients)
+    assert cost_of(config, size_of(config), "steps") == steps
+    assert cost_of(config, size_of(config), "passes") == round(multiple * steps)
+
+
+def test_a_budget_in_passes_counts_the_servers_work():
+    method = {"name": "ccvr", "virtual": 500, "retrain_epochs": 1000}
+    config = BASE.model_copy(update={"method": method, "model": "small"})
+    steps = client_steps(config, size_of(config).clients)
+    assert cost_of(config, size_of(config), "steps") == steps
+    # 1000 epochs of a softmax regression on 500 features of each of 4 classes, d = 64
+    step = 3 * BASE.local.batch * (32 * 9 * 64 + 64 * 32 * 9 * 16)
+    work = 2 * 64 * 4 * 2000 * 1000 / step
+    assert work > 10
+    assert cost_of(config, size_of(config), "passes") == round(steps + work)
 
 
 def test_a_method_that_computes_twice_as_much_gets_half_the_trials():
     def trials(count):
-        budget = 10 * client_steps(BASE, sizes(BASE))
+        budget = 10 * client_steps(BASE, size_of(BASE).clients)
         state = SearchState(
             plan(
                 spaces={"ditto": {"local.lr": SPACE["local.lr"]}},
@@ -259,7 +272,7 @@ def test_a_method_that_computes_twice_as_much_gets_half_the_trials():
                 scheduler="none",
                 searcher="random",
             ),
-            sizes,
+            size_of,
         )
         return len(run(state, random.Random(0), 1).trials)
 
@@ -276,10 +289,10 @@ def test_a_trial_that_ends_spends_its_cost_on_every_split_and_a_stopped_one_on_t
     assert record.spent == 180
     record.outcome = Outcome("stopped", 3, 0.5)
     assert record.spent == 30
-    budget = 10 * client_steps(BASE, sizes(BASE))
+    budget = 10 * client_steps(BASE, size_of(BASE).clients)
     changes = {"samples": None, "budget": budget, "scheduler": "none", "searcher": "random"}
     for splits, trials in ((1, 10), (2, 5)):
-        state = SearchState(plan(**changes, splits=splits), sizes)
+        state = SearchState(plan(**changes, splits=splits), size_of)
         assert len(run(state, random.Random(0), 1).trials) == trials
 
 
@@ -293,9 +306,9 @@ def test_a_plan_without_later_settings_keeps_its_hash():
 def test_client_steps_by_hand():
     # 2 epochs with batches of 32 over 64, 32 and 33 samples: 4 + 2 + 2, as a batch of one is dropped; 9 rounds, all
     # clients
-    assert client_steps(BASE, sizes(BASE)) == 9 * 8
+    assert client_steps(BASE, size_of(BASE).clients) == 9 * 8
     part = BASE.model_copy(update={"federation": BASE.federation.model_copy(update={"participation": 0.3})})
-    assert client_steps(part, sizes(part)) == round(9 * 8 / 3)
+    assert client_steps(part, size_of(part).clients) == round(9 * 8 / 3)
     # one of three clients joins after training, and each round asks half of the others
     late = Config(
         method="fedavg", federation={"rounds": 9, "participation": 0.5}, data={"clients": 3, "new_clients": 1}
@@ -322,8 +335,8 @@ def test_a_search_compares_the_global_models_unless_all_methods_have_models_of_c
 def test_methods_share_nothing_but_the_budget_each_may_spend():
     spaces = {"fedavg": {"local.lr": SPACE["local.lr"]}, "fedprox": SPACE}
     budget = 10 * 72
-    state = run(SearchState(plan(spaces=spaces, samples=None, budget=budget), sizes), random.Random(0), 2)
-    alone = run(SearchState(plan(samples=None, budget=budget), sizes), random.Random(3), 2)
+    state = run(SearchState(plan(spaces=spaces, samples=None, budget=budget), size_of), random.Random(0), 2)
+    alone = run(SearchState(plan(samples=None, budget=budget), size_of), random.Random(3), 2)
     assert results(alone) == [r for r in results(state) if r[0].startswith("fedprox")]
     for method in spaces:
         trials = [r for r in state.trials if r.method == method]
@@ -332,15 +345,15 @@ def test_methods_share_nothing_but_the_budget_each_may_spend():
 
 
 def test_a_method_without_fields_has_one_trial():
-    state = run(SearchState(plan(spaces={"fedavg": {}, "fedprox": SPACE}), sizes), random.Random(0), 1)
+    state = run(SearchState(plan(spaces={"fedavg": {}, "fedprox": SPACE}), size_of), random.Random(0), 1)
     assert [r.method for r in state.trials].count("fedavg") == 1
 
 
 def test_tpe_waits_for_the_trials_it_learns_from():
-    state = SearchState(plan(), sizes)
+    state = SearchState(plan(), size_of)
     assert [isinstance(state.next(), TrialRecord) for _ in range(2)] == [True, True]
     assert state.next() == WAIT
-    state = SearchState(plan(searcher="random", samples=2), sizes)
+    state = SearchState(plan(searcher="random", samples=2), size_of)
     assert [isinstance(state.next(), TrialRecord) for _ in range(2)] == [True, True]
     assert state.next() == OVER
 
@@ -376,7 +389,7 @@ def test_a_search_with_one_metric_keeps_the_hash_that_it_had_before_there_were_s
 
 def test_the_front_has_finished_trials_only_and_the_table_marks_them():
     several = plan(searcher="random", samples=4, metric="few", other_metrics=("many",))
-    state = SearchState(several, sizes)
+    state = SearchState(several, size_of)
     records = [state.next() for _ in range(4)]
     # the last trial dominates all others in round 1, and is stopped there by its first metric
     figures = [
@@ -400,7 +413,7 @@ def test_the_front_has_finished_trials_only_and_the_table_marks_them():
 
 def made_trials(settings):
     """Return a state with trials of each outcome, with their scores."""
-    state = SearchState(settings, sizes)
+    state = SearchState(settings, size_of)
     records = [state.next() for _ in range(6)]
     ends = [("done", 9, 0.7), ("failed", 1, None), ("stopped", 1, 0.5), ("stopped", 3, 0.4), None, ("done", 9, 0.8)]
     for record, end in zip(records, ends, strict=True):
@@ -504,7 +517,7 @@ def test_the_importance_of_each_method_is_a_line_in_percent(tmp_path):
 def test_fields_of_one_name_with_other_ranges_have_a_slice_each():
     spaces = {"fedprox": {"method.mu": LogUniform(1e-4, 1.0)}, "moon": {"method.mu": Choice(0.1, 5)}}
     both = plan(spaces=spaces, searcher="random", scheduler="none", samples=2)
-    state = SearchState(both, sizes)
+    state = SearchState(both, size_of)
     while isinstance(record := state.next(), TrialRecord):
         record.scores = {9: Score(9, "final", 0.5, 9, {}, {})}
         state.update(record)
@@ -516,7 +529,7 @@ def test_a_picture_of_a_search_has_the_counted_scores_of_each_trial_over_its_cos
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
     settings = plan(searcher="random", samples=3)
-    state = SearchState(settings, sizes)
+    state = SearchState(settings, size_of)
     records = [state.next() for _ in range(3)]
     # the second trial fails, and the third is stopped after round 1, beyond which it runs
     points = [[(1, 0.5), (3, 0.6), (10, 0.7)], [], [(1, 0.4), (3, 0.45)]]
@@ -545,7 +558,7 @@ def test_a_picture_of_a_search_has_the_counted_scores_of_each_trial_over_its_cos
 
 
 def test_a_trial_that_was_stopped_before_an_interruption_has_an_outcome_after_it():
-    state = SearchState(plan(searcher="random", samples=5), sizes)
+    state = SearchState(plan(searcher="random", samples=5), size_of)
     records = [state.next() for _ in range(5)]
     # the fourth trial was stopped
     scores = [(0.05, 0.1, 0.1), (0.5, 0.6, 0.5), (0.6, 0.7, 0.6), (0.55,), (0.7, 0.8, 0.7)]

@@ -26,8 +26,8 @@ from raylt.methods.fedavg import FedAvg
 from raylt.models import MODELS
 from raylt.models.split import SplitModel
 from tune.asha import Outcome
-from tune.loop import holders, sizes
-from tune.plan import client_steps, default_metric
+from tune.loop import holders, size_of
+from tune.plan import TaskSize, client_steps, default_metric
 from tune.records import Score, TrialRecord, kind_of, score_of
 from tune.search import search
 from tune.space import configure, space
@@ -99,7 +99,7 @@ def trial(folder, *settings, rungs=True, splits=1):
     config = load(None, [*SETTINGS, *settings])
     config = configure(config, config.method["name"], {})
     job = TrialJob(folder, str(folder), "accuracy", rungs, None, splits=splits)
-    return Trial(job, "t", config, client_steps(config, sizes(config)), local_fleet)
+    return Trial(job, "t", config, client_steps(config, size_of(config).clients), local_fleet)
 
 
 def finish(trial):
@@ -391,13 +391,13 @@ def test_the_score_that_decides_is_that_of_the_outcomes_step_and_kind():
 
 def test_clients_that_join_after_training_take_no_steps():
     settings = ["method=fedavg", "data.clients=5", "data.new_clients=2"]
-    everyone = sizes(load(None, settings[:2]))
+    everyone = size_of(load(None, settings[:2])).clients
     assert len(everyone) == 5
-    assert len(sizes(load(None, settings))) == 3
+    assert len(size_of(load(None, settings)).clients) == 3
 
 
 def test_clients_without_samples_hold_none(monkeypatch):
-    monkeypatch.setattr("tune.loop.sizes", lambda config: [5, 0, 3, 0])
+    monkeypatch.setattr("tune.loop.size_of", lambda config: TaskSize([5, 0, 3, 0], (8, 8, 1), 4))
     assert holders(load(None, ["method=fedavg"])) == 2
 
 

@@ -84,7 +84,7 @@ def tune(
         Literal["steps", "passes"],
         typer.Option(
             help="Unit of --budget: steps, or passes, where a step costs the passes over samples that its method "
-            "makes, as a multiple of FedAvg's."
+            "makes, as a multiple of FedAvg's. The server's own work counts as FedAvg's steps."
         ),
     ] = "steps",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search; pbt uses it for the first values only.")] = 0,

@@ -46,8 +46,9 @@ class FedNPC(AfterTraining):
         optimiser = SGD(classifier.parameters(), self.retrain_lr, self.retrain_momentum)
         model = server.model
         generator = torch.Generator().manual_seed(server.seed("noise"))
-        for _ in range(self.steps):
-            z = torch.randn(self.samples, model.dim, generator=generator).to(server.device)
-            y = torch.randint(model.classes, (self.samples,), generator=generator).to(server.device)
-            optimiser.step(F.cross_entropy(classifier(z), y))
+        with server.timings.time("re-training"):
+            for _ in range(self.steps):
+                z = torch.randn(self.samples, model.dim, generator=generator).to(server.device)
+                y = torch.randint(model.classes, (self.samples,), generator=generator).to(server.device)
+                optimiser.step(F.cross_entropy(classifier(z), y))
         server.state["classifier"] = tree.snapshot(classifier.state_dict())  # [1]

@@ -53,7 +53,8 @@ class Tuning(Section):
     Attributes:
         runs: Budget of every arm, in runs of the reference arm in the same cell.
         count: Unit of the budget. "steps": every SGD step costs the same. "passes": a step costs the passes over
-            samples that the trial's method needs for it, as a multiple of FedAvg's.
+            samples that the trial's method needs for it, as a multiple of FedAvg's, and the server's own work counts
+            as FedAvg's steps.
         ranges: Range of each setting that is searched for all arms, such as loguniform(0.003, 0.1). The range of a
             method's field applies to arms whose method has this field.
         fields: Method fields to search, by arm; by default all fields that the study does not set.

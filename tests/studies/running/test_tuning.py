@@ -28,7 +28,7 @@ from raylt.studies.running.worker_slots import WorkerSlot
 from raylt.studies.study import Study
 from raylt.typed_json import hash_json
 from tune.arm import check_searches, tune_arm
-from tune.loop import sizes
+from tune.loop import size_of
 from tune.plan import client_steps
 from tune.search import search
 
@@ -203,7 +203,7 @@ def test_an_arm_is_searched_within_the_budget_and_resumes_after_an_interruption(
     tuned = tune_arm(tmp_path, base, reference, definition.tune, "prox")
     one = client_steps(
         reference.model_copy(update={"data": reference.data.model_copy(update={"validation": 0.2})}),
-        sizes(reference.model_copy(update={"data": reference.data.model_copy(update={"validation": 0.2})})),
+        size_of(reference.model_copy(update={"data": reference.data.model_copy(update={"validation": 0.2})})).clients,
     )
     assert tuned["budget"] == 3 * one
     assert 0 < tuned["client_steps"] <= tuned["budget"]
