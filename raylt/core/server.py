@@ -121,8 +121,8 @@ class Server:
         round: Number of the round, from 1; 0 before the first.
         rounds: The number of rounds, R.
         figures: The method's report of this round, in addition to the framework's own figures.
-        timings: Seconds of the server's own work in this round; `with server.timings.time("synthesis"): ...`. The
-            stages "evaluation" and "checkpoint" are raylt's own.
+        timings: Seconds of the server's own work in this round; `with server.timings.time("synthesis"): ...`. Budgets
+            in passes count the work of these stages. The stages "evaluation" and "checkpoint" are raylt's own.
         auxiliary: The server's own images, on its device; None unless `data.auxiliary` is set. A usual federation has
             none, so a method that needs them declares it.
     """
