@@ -1,4 +1,4 @@
-"""Stores measured figures as JSON in benchmarks/results, and writes their tables into docs/privacy.md.
+"""Stores measured figures as JSON in benchmarks/results, and writes their tables into pages, such as docs/privacy.md.
 
 A table is written between two comments of the page, so that nothing is typed.
 
@@ -25,7 +25,7 @@ def kept(name: str) -> dict[str, Any]:
     return json.loads((HERE / "results" / f"{name}.json").read_text())
 
 
-def filled(text: str, name: str, table: str) -> str:
+def filled(text: str, name: str, table: str, page: str = PAGE.name) -> str:
     """Return the text of a page with a script's table in its place.
 
     Raises:
@@ -34,13 +34,13 @@ def filled(text: str, name: str, table: str) -> str:
     start, end = f"<!-- benchmarks/{name}.py --page -->\n", f"<!-- end of benchmarks/{name}.py -->"
     place = re.compile(f"({re.escape(start)}).*?({re.escape(end)})", re.DOTALL)
     if len(place.findall(text)) != 1:
-        raise ValueError(f"{PAGE.name}: {len(place.findall(text))} places for the table of {name}, not one")
+        raise ValueError(f"{page}: {len(place.findall(text))} places for the table of {name}, not one")
     return place.sub(lambda block: f"{block[1]}\n{table}\n\n{block[2]}", text)
 
 
-def write(name: str, table: str) -> None:
-    """Write a script's table into the page."""
-    PAGE.write_text(filled(PAGE.read_text(), name, table))
+def write(name: str, table: str, page: Path = PAGE) -> None:
+    """Write a script's table into a page."""
+    page.write_text(filled(page.read_text(), name, table, page.name))
 
 
 def row(*cells: object) -> str:
