@@ -181,3 +181,20 @@ def test_the_servers_work_is_a_number_of_steps_on_full_batches(monkeypatch):
     assert len(costs._SERVER) == 1  # a rate does not change the work, which is not measured again
     assert steps(virtual=40) == pytest.approx(2 * expected)
     assert len(costs._SERVER) == 2
+
+
+def test_a_large_model_does_not_run_for_a_server_that_only_aggregates(monkeypatch):
+    monkeypatch.setattr(costs, "_SERVER", {})
+    factories = []
+
+    def noted(method, factory, *args, **rounds):
+        factories.append(factory)
+        return server_multiplications(method, factory, *args, **rounds)
+
+    monkeypatch.setattr(costs, "server_multiplications", noted)
+    for name, runs in (("fedavg", 1), ("fednpc", 2)):
+        factories.clear()
+        config = Config.model_validate({"method": name, "model": "resnet8", "federation": {"rounds": 3}})
+        assert (server_steps(config, (8, 8, 1), 4) > 0) is (runs == 2)
+        assert factories[0] is MODELS["small"]
+        assert len(factories) == runs
